@@ -1,0 +1,186 @@
+"""StepGraph: one training step as data. The forward only; autograd makes the backward at run time.
+
+Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update (BatchNorm statistics) is
+an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device would run it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from alpa_strategy.sharding.op import OpCall, TensorMeta
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Stands for value `index` of the graph in output structures and log arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ParameterInput:
+    """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several)."""
+
+    value: int
+    names: tuple[str, ...]
+    meta: TensorMeta
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class BufferInput:
+    """A buffer (or constant tensor attribute) that the step reads. `update` is the value to write back, if any."""
+
+    value: int
+    name: str
+    meta: TensorMeta
+    update: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """One tensor leaf of the batch; `leaf` is its index in `torch.utils._pytree.tree_leaves(batch)`.
+
+    `batch_dim` is 0 when the leaf has one row per sample (its global shape is then world x the loader's), else None: the
+    same tensor on every rank.
+    """
+
+    value: int
+    leaf: int
+    meta: TensorMeta
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class ConstantInput:
+    """A tensor constant that capture found (made outside the step, not a registered buffer)."""
+
+    value: int
+    tensor: Any = field(compare=False)
+    meta: TensorMeta
+    digest: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the step: `operands` and `results` are value indices; `results` match `call.results`.
+
+    `module` is the path of the submodule that called it ("" for the LightningModule itself), `source` the user's line.
+    """
+
+    name: str
+    call: OpCall
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """One `self.log` call: `value` is a ValueRef or a plain number, or a nested structure of both; kwargs as given."""
+
+    name: str
+    value: Any
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """One call of a torchmetrics object inside the step: method `forward` or `update`; args hold ValueRefs."""
+
+    metric: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A captured step.
+
+    Attributes:
+        values: metadata of every value; inputs first, then op results, in order of definition.
+        parameters, buffers, batch, constants: the inputs.
+        ops: in execution order.
+        loss: value index of the loss (a scalar).
+        output: what `training_step` returned, tensors replaced by ValueRefs (a plain ValueRef, or a dict with "loss").
+        logs: the step's `self.log` calls, in order.
+        metrics: the step's torchmetrics calls, in order.
+        batch_size: rows of the global batch.
+        notes: things that the user should know (shown with the plan).
+    """
+
+    values: tuple[TensorMeta, ...]
+    parameters: tuple[ParameterInput, ...]
+    buffers: tuple[BufferInput, ...]
+    batch: tuple[BatchInput, ...]
+    constants: tuple[ConstantInput, ...]
+    ops: tuple[Op, ...]
+    loss: int
+    output: Any
+    logs: tuple[LogRecord, ...] = ()
+    metrics: tuple[MetricRecord, ...] = ()
+    batch_size: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Value index -> the (op index, operand position) pairs that read it."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for op_index, op in enumerate(self.ops):
+            for position, value in enumerate(op.operands):
+                found.setdefault(value, []).append((op_index, position))
+        return {value: tuple(uses) for value, uses in found.items()}
+
+    @cached_property
+    def escaping(self) -> tuple[int, ...]:
+        """Values that leave the graph: loss, outputs, logs, metric arguments, buffer updates (each once, ascending)."""
+        found = {self.loss, *(b.update for b in self.buffers if b.update is not None)}
+
+        def visit(node: Any) -> None:
+            if isinstance(node, ValueRef):
+                found.add(node.index)
+            elif isinstance(node, dict):
+                for item in node.values():
+                    visit(item)
+            elif isinstance(node, list | tuple):
+                for item in node:
+                    visit(item)
+
+        visit(self.output)
+        for record in self.logs:
+            visit(record.value)
+        for record in self.metrics:
+            visit(record.args)
+            visit(tuple(value for _, value in record.kwargs))
+        return tuple(sorted(found))
+
+    @cached_property
+    def graph_digest(self) -> str:
+        """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
+        lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
+        lines += [str((self.loss, self.output, self.logs, self.metrics))]
+        lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
+        lines += [str([(c.value, c.digest) for c in self.constants])]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    @cached_property
+    def parameter_digest(self) -> str:
+        """Hash of parameter names, shapes, dtypes and trainability."""
+        rows = [(p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad) for p in self.parameters]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    @cached_property
+    def batch_digest(self) -> str:
+        """Hash of the global batch's shapes and dtypes."""
+        rows = [(b.leaf, b.meta.shape, str(b.meta.dtype), b.batch_dim) for b in self.batch]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

@@ -1,0 +1,95 @@
+"""The intra-op problem in the solver's own terms: choices, transfers, seconds and bytes. No tensors, no torch.
+
+    minimise    sum_c cost[c][s_c]  +  sum_t sum_{q used} cost[t][p_t, q]
+    subject to  sum_c memory[c][s_c] + sum_t sum_{q used} memory[t][p_t, q] <= memory_limit
+
+where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t gives, and q runs over
+the *distinct* target layouts that the consumers of t ask for: a value brought to one layout for three consumers is
+paid for once (design section 7, the y and z variables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision: `cost[k]` seconds and `memory[k]` bytes of strategy k. `inf` cost forbids a strategy."""
+
+    name: str
+    cost: np.ndarray
+    memory: np.ndarray
+
+
+@dataclass(frozen=True)
+class Use:
+    """A consumer of a transferred value: `layout[k]` is the target layout index that its strategy k asks for."""
+
+    choice: int
+    layout: np.ndarray
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One value from its producer to its consumers.
+
+    Attributes:
+        name: the value's name.
+        producer: index of the producing choice.
+        source: `source[k]` is the source layout index that the producer's strategy k gives.
+        uses: the consumers.
+        cost: seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way.
+        memory: bytes kept because of the target copy, same shape.
+    """
+
+    name: str
+    producer: int
+    source: np.ndarray
+    uses: tuple[Use, ...]
+    cost: np.ndarray
+    memory: np.ndarray
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A whole instance. `memory_limit` in bytes (inf: none)."""
+
+    choices: tuple[Choice, ...]
+    transfers: tuple[Transfer, ...]
+    memory_limit: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An assignment (strategy index per choice) with its objective and how sure it is.
+
+    `bound` is a proved lower bound on the objective; `gap` = (seconds - bound) / seconds. `method` says how it was found.
+    """
+
+    assignment: tuple[int, ...]
+    seconds: float
+    num_bytes: float
+    bound: float
+    method: str
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
+
+
+def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:
+    """(seconds, bytes) of an assignment: the objective's definition, independent of any solver."""
+    seconds = num_bytes = 0.0
+    for choice, strategy in zip(problem.choices, assignment, strict=True):
+        seconds += float(choice.cost[strategy])
+        num_bytes += float(choice.memory[strategy])
+    for transfer in problem.transfers:
+        source = transfer.source[assignment[transfer.producer]]
+        for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
+            seconds += float(transfer.cost[source, target])
+            num_bytes += float(transfer.memory[source, target])
+    return seconds, num_bytes

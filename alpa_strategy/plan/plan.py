@@ -1,0 +1,152 @@
+"""Plan: what was decided, as a small JSON file that a person can read and edit (design section 11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alpa_strategy.sharding.layout import Layout
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a plan was made for, part by part, so that a mismatch can be named. Each part is a short hash."""
+
+    graph: str
+    parameters: str
+    batch: str
+    cluster: str
+    options: str
+    format: str
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Names of the parts that differ."""
+        return [part for part in self.__dataclass_fields__ if getattr(self, part) != getattr(other, part)]
+
+    @property
+    def digest(self) -> str:
+        """One hash over all parts: the plan's file name in the store."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind on one mesh axis: `num_bytes` and `seconds` are totals per step, `count` calls per step.
+
+    phase: `forward`, `backward` (both per micro-batch) or `step` (once per step).
+    """
+
+    kind: str
+    axis: int
+    phase: str
+    count: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Prediction for one step. step_seconds = compute + communication + optimizer."""
+
+    step_seconds: float
+    peak_bytes: int
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter is stored and brought to its uses; one mode per mesh axis.
+
+    Modes: `R` replicated, gradient complete on every device; `R*` replicated, gradient summed once per step (data
+    parallel); `S<d>` stored in shards of dim d, gathered at each use that needs it whole (ZeRO-3, or used as it is: tensor parallel);
+    `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step (ZeRO-1/2).
+    """
+
+    modes: tuple[str, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Storage layout."""
+        return Layout.parse(" ".join("R" if m[0] == "R" else f"S{m[1:]}" for m in self.modes))
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: a run of the graph's ops on a submesh.
+
+    Attributes:
+        submesh: (n_nodes, n_devices per node).
+        first_device: global rank of the stage's first device; devices are contiguous.
+        logical_mesh: shape of the grid.
+        ops: (first, last + 1) op indices of the stage.
+        parameter_plans: parameter name -> ParameterPlan.
+        strategies: op name -> one AxisStrategy text per mesh axis.
+        collectives: what the stage communicates per step.
+        predicted: the stage's own prediction.
+        remat: whether activations are recomputed in the backward.
+    """
+
+    submesh: tuple[int, int]
+    first_device: int
+    logical_mesh: tuple[int, ...]
+    ops: tuple[int, int]
+    parameter_plans: dict[str, ParameterPlan]
+    strategies: dict[str, tuple[str, ...]]
+    collectives: tuple[Collective, ...]
+    predicted: Predicted
+    remat: bool = False
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """Parameter name -> storage layout."""
+        return {name: plan.layout for name, plan in self.parameter_plans.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole decision. Frozen; `save` and `load` are inverse.
+
+    Attributes:
+        fingerprint: what it was made for.
+        stages: in pipeline order (one for now).
+        num_microbatches, schedule: 1 and "none" for a single stage.
+        predicted: prediction for the whole step on the slowest device.
+        baselines: name -> predicted seconds per step of named alternatives under the same costs (None: does not fit).
+        gap: proved optimality gap of the solution, 0.0 when proved optimal.
+        notes: things that a user should know (replicated ops, unproved optimality, ...).
+        solver_seconds: how long planning took, by phase.
+        cluster_name: for display.
+    """
+
+    fingerprint: Fingerprint
+    stages: tuple[StagePlan, ...]
+    predicted: Predicted
+    num_microbatches: int = 1
+    schedule: str = "none"
+    baselines: dict[str, float | None] = field(default_factory=dict)
+    gap: float = 0.0
+    notes: tuple[str, ...] = ()
+    solver_seconds: dict[str, float] = field(default_factory=dict)
+    cluster_name: str = ""
+
+    def collectives(self) -> list[Collective]:
+        """Every kind of collective of every stage, with kind, mesh axis, bytes and times per step."""
+        return [c for stage in self.stages for c in stage.collectives]
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON atomically (temporary file in the same folder, then rename)."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan; PlanError when the file is unreadable, of another format version, or incomplete."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        raise NotImplementedError

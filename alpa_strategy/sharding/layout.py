@@ -1,0 +1,175 @@
+"""Placements and layouts: how one tensor lies on a logical mesh, and how its gradient does.
+
+A *layout* is one `torch.distributed.tensor` placement per mesh axis. A *dual placement* adds what autograd needs to
+know: where the value lies and where its gradient will lie on the same axis. Chunks are as even as possible: the first
+`size % n` of `n` chunks hold one element more, so that any dim with at least `n` elements can be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from alpa_strategy.errors import ShardingError
+
+
+def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Start and stop of chunk `index` when `size` elements are cut into `num_chunks` near-equal chunks."""
+    base, extra = divmod(size, num_chunks)
+    start = index * base + min(index, extra)
+    return start, start + base + (1 if index < extra else 0)
+
+
+def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
+    """Sizes of all chunks, in order; they sum to `size`."""
+    base, extra = divmod(size, num_chunks)
+    return tuple(base + (1 if i < extra else 0) for i in range(num_chunks))
+
+
+def placement_to_str(placement: Placement) -> str:
+    """`R`, `S0`, `P`: the short form used in plans, tables and pins."""
+    match placement:
+        case Replicate():
+            return "R"
+        case Shard(dim=dim):
+            return f"S{dim}"
+        case Partial():
+            return "P"
+    raise ShardingError(f"placement {placement!r} has no short form", "use Replicate(), Shard(dim) or Partial('sum')")
+
+
+def placement_from_str(text: str) -> Placement:
+    """Inverse of `placement_to_str`."""
+    if text == "R":
+        return Replicate()
+    if text == "P":
+        return Partial("sum")
+    if text[:1] == "S" and text[1:].isdigit():
+        return Shard(int(text[1:]))
+    raise ShardingError(f"{text!r} is not a placement", "write R, P or S<dim>, for example S0")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One placement per mesh axis, for example `Layout.parse("S0 R")` on a 2-D mesh."""
+
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read the short form: placements separated by blanks."""
+        return cls(tuple(placement_from_str(part) for part in text.split()))
+
+    @classmethod
+    def replicated(cls, num_axes: int) -> Layout:
+        return cls((Replicate(),) * num_axes)
+
+    def __str__(self) -> str:
+        return " ".join(placement_to_str(p) for p in self.placements)
+
+    def __iter__(self):
+        return iter(self.placements)
+
+    def __len__(self) -> int:
+        return len(self.placements)
+
+    def __getitem__(self, axis: int) -> Placement:
+        return self.placements[axis]
+
+    def slices(
+        self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """(start, stop) per dim of the part of a tensor of global `shape` that the device at `coordinate` holds.
+
+        Axes are applied in order: an axis that shards a dim already sharded by an earlier axis cuts that chunk again.
+        """
+        ranges = [(0, size) for size in shape]
+        for placement, num_chunks, index in zip(self.placements, mesh_shape, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = ranges[placement.dim]
+                low, high = chunk_range(stop - start, num_chunks, index)
+                ranges[placement.dim] = (start + low, start + high)
+        return tuple(ranges)
+
+    def local_shape(
+        self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Shape of the local tensor at `coordinate`."""
+        return tuple(stop - start for start, stop in self.slices(shape, mesh_shape, coordinate))
+
+
+@dataclass(frozen=True)
+class DualPlacement:
+    """A value's placement on one axis together with its gradient's.
+
+    Four kinds exist, written as in plans (design section 5, "dual of a strategy"):
+
+    - `S<d>`: value `Shard(d)`, gradient `Shard(d)`.
+    - `R`:    value `Replicate`, gradient `Replicate`: every device does the same work.
+    - `R*`:   value `Replicate`, gradient `Partial`: the devices of the axis divide the work that uses the value.
+    - `P`:    value `Partial("sum")`, gradient `Replicate`.
+    """
+
+    value: Placement
+    grad: Placement
+
+    def __str__(self) -> str:
+        if isinstance(self.value, Replicate) and isinstance(self.grad, Partial):
+            return "R*"
+        return placement_to_str(self.value)
+
+    __repr__ = __str__
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The sharded dim, or None."""
+        return self.value.dim if isinstance(self.value, Shard) else None
+
+    @classmethod
+    @cache
+    def parse(cls, text: str) -> DualPlacement:
+        """Read `R`, `R*`, `P`, `S<d>`."""
+        if text == "R*":
+            return BROADCAST
+        if text == "P":
+            return PARTIAL
+        if text == "R":
+            return REPLICATE
+        return shard(placement_from_str(text).dim)
+
+
+REPLICATE = DualPlacement(Replicate(), Replicate())
+BROADCAST = DualPlacement(Replicate(), Partial("sum"))
+PARTIAL = DualPlacement(Partial("sum"), Replicate())
+
+
+@cache
+def shard(dim: int) -> DualPlacement:
+    """The dual placement `S<dim>`."""
+    return DualPlacement(Shard(dim), Shard(dim))
+
+
+DualLayout = tuple[DualPlacement, ...]  # one per mesh axis
+
+
+def dual_layout(text: str) -> DualLayout:
+    """Read a dual layout such as `"S0 R*"`."""
+    return tuple(DualPlacement.parse(part) for part in text.split())
+
+
+def dual_layout_to_str(layout: DualLayout) -> str:
+    """Inverse of `dual_layout`."""
+    return " ".join(map(str, layout))
+
+
+def value_layout(layout: DualLayout) -> Layout:
+    """The values' layout of a dual layout."""
+    return Layout(tuple(d.value for d in layout))
+
+
+def grad_layout(layout: DualLayout) -> Layout:
+    """The gradients' layout of a dual layout."""
+    return Layout(tuple(d.grad for d in layout))
