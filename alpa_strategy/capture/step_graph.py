@@ -116,6 +116,7 @@ class StepGraph:
         logs: the step's `self.log` calls, in order.
         metrics: the step's torchmetrics calls, in order.
         batch_size: rows of the global batch.
+        batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
         notes: things that the user should know (shown with the plan).
     """
 
@@ -130,6 +131,7 @@ class StepGraph:
     logs: tuple[LogRecord, ...] = ()
     metrics: tuple[MetricRecord, ...] = ()
     batch_size: int = 0
+    batch_scope: str = "rank"
     notes: tuple[str, ...] = ()
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.op import OpCall
 
 
@@ -34,4 +35,8 @@ class OpCosts(Protocol):
 
     def saved(self, call: OpCall) -> Saved:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""
+        ...
+
+    def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
+        """Seconds to update `num_elements` parameter elements of `itemsize` bytes each."""
         ...

@@ -1,0 +1,180 @@
+"""Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers (design section 7).
+
+Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs whose layout is given
+(batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.intra_op.options import (
+    OpOptions,
+    ParameterOptions,
+    is_gather,
+    local_bytes,
+    op_options,
+    parameter_options,
+)
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
+from alpa_strategy.sharding.op import OpCall, TensorMeta
+from alpa_strategy.sharding.redistribute import reshard_table
+
+
+@dataclass(frozen=True)
+class TransferLayouts:
+    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`."""
+
+    value: int
+    sources: tuple[DualLayout, ...]
+    targets: tuple[DualLayout, ...]
+
+
+@dataclass(frozen=True)
+class IntraOp:
+    """A problem with what is needed to read its solution back.
+
+    Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
+    """
+
+    step: StepGraph
+    mesh: LogicalMesh
+    problem: Problem
+    parameters: tuple[ParameterOptions, ...]
+    ops: tuple[OpOptions, ...]
+    transfers: tuple[TransferLayouts, ...]
+
+
+class OptionTables:
+    """Options per op call and per parameter shape on one mesh, worked out once for all layers that share them."""
+
+    def __init__(self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo) -> None:
+        self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
+        self._ops: dict[OpCall, OpOptions] = {}
+        self._parameters: dict[TensorMeta, ParameterOptions] = {}
+        self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+
+    def op(self, call: OpCall) -> OpOptions:
+        if call not in self._ops:
+            self._ops[call] = op_options(call, self.mesh, self.costs)
+        return self._ops[call]
+
+    def parameter(self, meta: TensorMeta) -> ParameterOptions:
+        if meta not in self._parameters:
+            self._parameters[meta] = parameter_options(meta, self.mesh, self.costs, self.optimizer)
+        return self._parameters[meta]
+
+    def reshard(
+        self, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], meta: TensorMeta
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(forward, backward) seconds, [source, target]."""
+        key = (sources, targets, meta)
+        if key not in self._reshards:
+            self._reshards[key] = reshard_table(sources, targets, meta, self.mesh)
+        return self._reshards[key]
+
+
+def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
+    """How a batch leaf arrives: every rank has its own rows, or the same tensor is on every rank."""
+    own_rows = step.batch_scope == "rank" and batch_dim == 0
+    return (shard(0) if own_rows else REPLICATE,) * num_axes
+
+
+def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("inf")) -> IntraOp:
+    """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins)."""
+    mesh = tables.mesh
+    num_axes = len(mesh.shape)
+    whole: DualLayout = (REPLICATE,) * num_axes
+    parameters = tuple(tables.parameter(p.meta) for p in step.parameters)
+    ops = tuple(tables.op(op.call) for op in step.ops)
+    choices = [
+        Choice(p.name, options.seconds, options.num_bytes)
+        for p, options in zip(step.parameters, parameters, strict=True)
+    ]
+    choices += [
+        Choice(op.name, o.compute_seconds + o.comm_seconds, o.num_bytes) for op, o in zip(step.ops, ops, strict=True)
+    ]
+    # value -> (producing choice, its layout per strategy)
+    producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
+    for index, (p, options) in enumerate(zip(step.parameters, parameters, strict=True)):
+        producers[p.value] = (index, options.sources)
+    for index, (op, options) in enumerate(zip(step.ops, ops, strict=True)):
+        for position, value in enumerate(op.results):
+            producers[value] = (len(parameters) + index, tuple(outputs[position] for outputs in options.outputs))
+
+    def add_fixed(name: str, num_bytes: float = 0.0) -> int:
+        choices.append(Choice(name, np.zeros(1), np.array([num_bytes])))
+        return len(choices) - 1
+
+    for leaf in step.batch:
+        layout = batch_layout(step, leaf.batch_dim, num_axes)
+        choice = add_fixed(f"batch[{leaf.leaf}]", local_bytes(leaf.meta, layout, mesh.shape))
+        producers[leaf.value] = (choice, (layout,))
+    for given in (*step.buffers, *step.constants):
+        producers[given.value] = (add_fixed(f"input{given.value}", given.meta.num_bytes), (whole,))
+    sink = add_fixed("output")
+    parameter_values = {p.value for p in step.parameters}
+    escaping = set(step.escaping)
+    transfers: list[Transfer] = []
+    layouts: list[TransferLayouts] = []
+    for value, (producer, produced) in producers.items():
+        asks = [
+            (len(parameters) + op_index, tuple(inputs[position] for inputs in ops[op_index].inputs))
+            for op_index, position in step.consumers.get(value, ())
+        ]
+        if value in escaping:
+            asks.append((sink, (whole,)))
+        if not asks:
+            continue
+        saved = any(ops[i].saved.operands[position] for i, position in step.consumers.get(value, ()))
+        transfer, named = _transfer(step, tables, value, producer, produced, asks, saved, value in parameter_values)
+        transfers.append(transfer)
+        layouts.append(named)
+    problem = Problem(tuple(choices), tuple(transfers), memory_limit)
+    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts))
+
+
+def _transfer(
+    step: StepGraph,
+    tables: OptionTables,
+    value: int,
+    producer: int,
+    produced: tuple[DualLayout, ...],
+    asks: list[tuple[int, tuple[DualLayout, ...]]],
+    saved: bool,
+    is_parameter: bool,
+) -> tuple[Transfer, TransferLayouts]:
+    """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it."""
+    meta = step.values[value]
+    sources = tuple(dict.fromkeys(produced))
+    targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
+    forward, backward = tables.reshard(sources, targets, meta)
+    cost = forward + backward
+    memory = np.zeros_like(cost)
+    for q, target in enumerate(targets):
+        kept = local_bytes(meta, target, tables.mesh.shape)
+        for p, source in enumerate(sources):
+            if is_parameter:
+                # A gathered parameter is not kept but gathered once more in the backward (ZeRO-3).
+                if saved and is_gather(source, target):
+                    cost[p, q] += forward[p, q]
+            elif saved:
+                memory[p, q] = kept
+    row = {layout: i for i, layout in enumerate(sources)}
+    column = {layout: i for i, layout in enumerate(targets)}
+    uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
+    transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
+    return transfer, TransferLayouts(value, sources, targets)
+
+
+def parameter_choice(intra: IntraOp) -> Mapping[str, int]:
+    """Parameter name -> choice index."""
+    return {p.name: i for i, p in enumerate(intra.step.parameters)}

@@ -1,0 +1,142 @@
+"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, predicted time and memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.options import is_gather, local_bytes, step_collectives_of
+from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import Collective, Predicted, StagePlan
+from alpa_strategy.sharding.layout import DualLayout
+from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
+
+
+def decode(
+    intra: IntraOp,
+    assignment: Sequence[int],
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    submesh: tuple[int, int],
+) -> StagePlan:
+    """The stage that an assignment (strategy index per choice of `intra.problem`) stands for."""
+    step = intra.step
+    num_parameters = len(intra.parameters)
+    plans = {
+        p.name: options.plans[assignment[i]]
+        for i, (p, options) in enumerate(zip(step.parameters, intra.parameters, strict=True))
+    }
+    strategies = {
+        op.name: tuple(str(s) for s in options.strategies[assignment[num_parameters + i]])
+        for i, (op, options) in enumerate(zip(step.ops, intra.ops, strict=True))
+    }
+    return StagePlan(
+        submesh=submesh,
+        first_device=0,
+        logical_mesh=intra.mesh.shape,
+        ops=(0, len(step.ops)),
+        parameter_plans=plans,
+        strategies=strategies,
+        collectives=collectives(intra, assignment),
+        predicted=predict(intra, assignment, costs, optimizer),
+    )
+
+
+def used_transfers(intra: IntraOp, assignment: Sequence[int]) -> list[tuple[int, DualLayout, tuple[DualLayout, ...]]]:
+    """Per transfer: (value, source layout, the distinct target layouts that are asked for)."""
+    found = []
+    for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
+        source = layouts.sources[transfer.source[assignment[transfer.producer]]]
+        targets = dict.fromkeys(int(use.layout[assignment[use.choice]]) for use in transfer.uses)
+        found.append((layouts.value, source, tuple(layouts.targets[q] for q in targets)))
+    return found
+
+
+def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, ...]:
+    """Everything that the assignment communicates per step, summed by kind, mesh axis and phase."""
+    step, mesh = intra.step, intra.mesh
+    totals: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+
+    def add(kind: str, axis: int, phase: str, num_bytes: int) -> None:
+        entry = totals[kind, axis, phase]
+        entry[0] += 1
+        entry[1] += num_bytes
+        entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
+
+    parameter_values = {p.value for p in step.parameters}
+    saved_by_use = _saved_values(intra)
+    for value, source, targets in used_transfers(intra, assignment):
+        meta = step.values[value]
+        for target in targets:
+            regather = value in parameter_values and value in saved_by_use and is_gather(source, target)
+            for reshard in reshard_steps(source, target, meta.shape, mesh.shape):
+                for kind, num_bytes, phase in step_collectives(reshard, meta.dtype.itemsize, meta.requires_grad):
+                    add(kind, reshard.axis, phase, num_bytes)
+                    if regather and phase == "forward":
+                        add(kind, reshard.axis, "backward", num_bytes)
+    for i, options in enumerate(intra.ops):
+        for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
+            for c in strategy.collectives:
+                add(c.kind, axis, c.phase, c.num_bytes)
+    for i, parameter in enumerate(step.parameters):
+        if parameter.meta.requires_grad:
+            plan = intra.parameters[i].plans[assignment[i]]
+            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, mesh.shape):
+                add(kind, axis, "step", num_bytes)
+    return tuple(
+        Collective(kind, axis, phase, int(count), int(num_bytes), seconds)
+        for (kind, axis, phase), (count, num_bytes, seconds) in sorted(totals.items())
+    )
+
+
+def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo) -> Predicted:
+    """Step seconds and peak bytes of an assignment."""
+    offset = len(intra.parameters)
+    chosen = [assignment[offset + i] for i in range(len(intra.ops))]
+    compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, chosen, strict=True))
+    optimizer_seconds = 0.0
+    origin = (0,) * len(intra.mesh.shape)
+    for i, (parameter, options) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
+        if parameter.meta.requires_grad:
+            layout = options.plans[assignment[i]].layout
+            local = parameter.meta.with_shape(layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin))
+            optimizer_seconds += costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
+    seconds, num_bytes = evaluate(intra.problem, assignment)
+    return Predicted(
+        step_seconds=seconds,
+        peak_bytes=int(num_bytes + working_bytes(intra, assignment)),
+        compute_seconds=compute,
+        communication_seconds=max(0.0, seconds - compute - optimizer_seconds),
+        optimizer_seconds=optimizer_seconds,
+    )
+
+
+def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
+    """Short-lived memory on top of what is kept: the largest op with its gradients, and gathered parameters beside it."""
+    offset = len(intra.parameters)
+    largest_op = max((float(o.temporary_bytes[assignment[offset + i]]) for i, o in enumerate(intra.ops)), default=0.0)
+    parameter_values = {p.value for p in intra.step.parameters}
+    largest_gather = max(
+        (
+            local_bytes(intra.step.values[value], target, intra.mesh.shape)
+            for value, source, targets in used_transfers(intra, assignment)
+            if value in parameter_values
+            for target in targets
+            if is_gather(source, target)
+        ),
+        default=0,
+    )
+    return largest_op + 2 * largest_gather
+
+
+def _saved_values(intra: IntraOp) -> set[int]:
+    """Values that some consumer's backward needs."""
+    return {
+        value
+        for op, options in zip(intra.step.ops, intra.ops, strict=True)
+        for value, keep in zip(op.operands, options.saved.operands, strict=True)
+        if keep
+    }

@@ -1,0 +1,185 @@
+"""What each parameter and op may choose on one logical mesh, with its cost in seconds and bytes.
+
+Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from torch.distributed.tensor.placement_types import Shard
+
+from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cost.model import OpCosts, Saved
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, shard, value_layout
+from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
+
+
+@dataclass(frozen=True)
+class ParameterOptions:
+    """The ways to store one parameter; all arrays and tuples are indexed by option.
+
+    Attributes:
+        plans: modes per mesh axis.
+        sources: the dual layout that its uses start from.
+        seconds: once-per-step collectives and optimizer.
+        num_bytes: parameter, gradient, optimizer state and gathered copies.
+    """
+
+    plans: tuple[ParameterPlan, ...]
+    sources: tuple[DualLayout, ...]
+    seconds: np.ndarray
+    num_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class OpOptions:
+    """The strategies of one op.
+
+    Attributes:
+        strategies: one AxisStrategy per mesh axis, per option.
+        inputs, outputs: dual layout per operand or result, per option.
+        seconds: compute (forward and backward) plus the collectives inside local implementations.
+        num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
+        saved: which operands autograd keeps.
+        temporary_bytes: largest short-lived memory of an option: operands, results and their gradients.
+    """
+
+    strategies: tuple[tuple[AxisStrategy, ...], ...]
+    inputs: tuple[tuple[DualLayout, ...], ...]
+    outputs: tuple[tuple[DualLayout, ...], ...]
+    compute_seconds: np.ndarray
+    comm_seconds: np.ndarray
+    num_bytes: np.ndarray
+    saved: Saved
+    temporary_bytes: np.ndarray
+
+
+def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
+    """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest chunk)."""
+    origin = (0,) * len(mesh_shape)
+    return meta.with_shape(value_layout(layout).local_shape(meta.shape, mesh_shape, origin)).num_bytes
+
+
+def source_layout(plan: ParameterPlan, requires_grad: bool) -> DualLayout:
+    """The dual layout in which a stored parameter enters the step (see `ParameterPlan`)."""
+    sources = []
+    for mode in plan.modes:
+        if mode[0] == "S":
+            sources.append(shard(int(mode[1:])))
+        else:
+            sources.append(BROADCAST if requires_grad and mode != "R" else REPLICATE)
+    return tuple(sources)
+
+
+def parameter_modes(meta: TensorMeta, axis_size: int) -> list[str]:
+    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded."""
+    dims = [d for d, size in enumerate(meta.shape) if size >= axis_size]
+    shards = [f"S{d}" for d in dims]
+    if not meta.requires_grad:
+        return ["R", *shards]
+    # Gathering once per step costs the same whichever dim is cut, so the first that fits stands for all of them.
+    return ["R*", "R", *shards, *[f"G{d}" for d in dims[:1]]]
+
+
+def step_collectives_of(
+    plan: ParameterPlan, meta: TensorMeta, mesh_shape: tuple[int, ...]
+) -> list[tuple[str, int, int]]:
+    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives."""
+    found: list[tuple[str, int, int]] = []
+    source = source_layout(plan, meta.requires_grad)
+    whole = local_bytes(meta, source, mesh_shape)
+    num_bytes = whole
+    for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
+        if mode[0] == "G":
+            found += [("all_gather", axis, num_bytes), ("reduce_scatter", axis, num_bytes)]
+            num_bytes = -(-num_bytes // mesh_shape[axis])
+    found += [("all_reduce", axis, num_bytes) for axis, mode in enumerate(plan.modes) if mode == "R*"]
+    return found
+
+
+def parameter_options(
+    meta: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo
+) -> ParameterOptions:
+    """Every combination of modes over the mesh axes, with once-per-step seconds and bytes."""
+    plans, sources, seconds, num_bytes = [], [], [], []
+    for modes in product(*(parameter_modes(meta, size) for size in mesh.shape)):
+        plan = ParameterPlan(modes)
+        try:
+            stored = plan.layout.local_shape(meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape))
+        except IndexError:
+            continue
+        if meta.num_elements and 0 in stored:  # nested shards of a short dim would leave devices empty
+            continue
+        origin = (0,) * len(mesh.shape)
+        stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
+        source = source_layout(plan, meta.requires_grad)
+        whole = local_bytes(meta, source, mesh.shape)
+        cost, size = 0.0, stored_meta.num_bytes
+        if meta.requires_grad:
+            cost += sum(mesh.axes[a].seconds(kind, b) for kind, a, b in step_collectives_of(plan, meta, mesh.shape))
+            cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
+            size += stored_meta.num_bytes + int(stored_meta.num_elements * optimizer.state_bytes)
+            if any(mode[0] == "G" for mode in modes):
+                size += 2 * whole  # the gathered copy and its gradient before the scatter
+        plans.append(plan)
+        sources.append(source)
+        seconds.append(cost)
+        num_bytes.append(size)
+    return ParameterOptions(tuple(plans), tuple(sources), np.array(seconds), np.array(num_bytes, dtype=float))
+
+
+def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
+    """Every strategy of an op on the mesh with its compute seconds, inner collectives and saved bytes."""
+    strategies = op_strategies(call, mesh.shape)
+    origin = (0,) * len(mesh.shape)
+    saved = costs.saved(call)
+    compute, comm, kept, temporary = [], [], [], []
+    for strategy in strategies:
+        local = localize(call, strategy, mesh.shape, origin).call
+        compute.append(sum(costs.op_seconds(local)))
+        comm.append(
+            sum(mesh.axes[axis].seconds(c.kind, c.num_bytes) for axis, s in enumerate(strategy) for c in s.collectives)
+        )
+        share = local.results[0].num_elements / max(1, call.results[0].num_elements) if call.results else 1.0
+        divided = _work_share(call, local, share)
+        extra = saved.extra_bytes * divided
+        extra += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
+        kept.append(extra)
+        around = sum(m.num_bytes for m in (*local.operands, *local.results))
+        grads = sum(m.num_bytes for m in (*local.operands, *local.results) if m.requires_grad)
+        temporary.append(around + grads + saved.temporary_bytes * divided)
+    num_operands, num_results = len(call.operands), len(call.results)
+    return OpOptions(
+        strategies=strategies,
+        inputs=tuple(
+            tuple(tuple(s.inputs[i] for s in strategy) for i in range(num_operands)) for strategy in strategies
+        ),
+        outputs=tuple(
+            tuple(tuple(s.outputs[i] for s in strategy) for i in range(num_results)) for strategy in strategies
+        ),
+        compute_seconds=np.array(compute, dtype=float),
+        comm_seconds=np.array(comm, dtype=float),
+        num_bytes=np.array(kept, dtype=float),
+        saved=saved,
+        temporary_bytes=np.array(temporary, dtype=float),
+    )
+
+
+def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
+    """Share of an op's saved temporaries that one device keeps: that of its largest tensor."""
+    whole = max(call.operands, key=lambda m: m.num_elements, default=None)
+    if whole is None or whole.num_elements == 0:
+        return result_share
+    position = call.operands.index(whole)
+    return min(result_share, local.operands[position].num_elements / whole.num_elements)
+
+
+def is_gather(source: DualLayout, target: DualLayout) -> bool:
+    """True when some axis goes from a shard to the whole: the target is a copy that can be gathered again."""
+    return any(isinstance(s.value, Shard) and t.shard_dim is None for s, t in zip(source, target, strict=True))

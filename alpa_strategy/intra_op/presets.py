@@ -1,0 +1,171 @@
+"""Pins and named plans: restrictions of the one space, never another code path (design section 9).
+
+A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what it does not want dear,
+so that a model that cannot follow it everywhere still gets the nearest plan. A pinned placement is a hard constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from alpa_strategy.errors import PlanError, ShardingError
+from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.options import ParameterOptions
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.sharding.layout import DualLayout, placement_from_str
+from alpa_strategy.sharding.op import TensorMeta
+
+# Seconds charged for what a named plan does not want: far above any real step, far below the solver's big numbers.
+PENALTY = 1e3
+
+
+def restrict(
+    intra: IntraOp,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+) -> IntraOp:
+    """The same problem with the user's restrictions in it.
+
+    Args:
+        pinned: parameter name -> plan that must be kept (steps that share a running plan's parameters).
+
+    Raises:
+        PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
+    """
+    names = axis_presets(options, len(intra.mesh.shape))
+    modes = pinned_modes(intra, options, pinned or {})
+    choices = list(intra.problem.choices)
+    for index, (parameter, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
+        cost = choices[index].cost.copy()
+        if parameter.name in modes:
+            wanted, origin = modes[parameter.name]
+            allowed = np.array([plan.modes == wanted for plan in own.plans])
+            if not allowed.any():
+                raise PlanError(
+                    f"{origin} asks for modes '{' '.join(wanted)}' of parameter {parameter.name!r} (shape "
+                    f"{list(parameter.meta.shape)}) on a logical mesh of {intra.mesh.shape}, which it cannot have",
+                    "use one of: " + ", ".join(f"'{' '.join(plan.modes)}'" for plan in own.plans),
+                )
+        else:
+            for axis, name in enumerate(names):
+                cost += _mode_penalty(name, parameter.meta, own, axis)
+            allowed = np.isfinite(cost)
+            if not optimizer.element_wise:
+                allowed &= np.array([all(m[0] == "R" for m in plan.modes) for plan in own.plans])
+        if not allowed.any():
+            raise PlanError(
+                f"no way to store parameter {parameter.name!r} is left under parallel={options.parallel!r}",
+                "relax `parallel` or pin this parameter with `placements`",
+            )
+        cost[~allowed] = np.inf
+        choices[index] = replace(choices[index], cost=cost)
+    transfers = list(intra.problem.transfers)
+    positions = {p.value: p for p in intra.step.parameters}
+    for index, layouts in enumerate(intra.transfers):
+        parameter = positions.get(layouts.value)
+        if parameter is None or parameter.name in modes:
+            continue
+        extra = np.zeros_like(transfers[index].cost)
+        for axis, name in enumerate(names):
+            extra += _use_penalty(name, parameter.meta, layouts.sources, layouts.targets, axis)
+        transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
+    return replace(intra, problem=replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers)))
+
+
+def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
+    """The named plan of every mesh axis."""
+    if isinstance(options.parallel, str):
+        return (options.parallel,) * num_axes
+    if len(options.parallel) != num_axes:
+        raise PlanError(
+            f"parallel={options.parallel!r} names {len(options.parallel)} axes, the logical mesh has {num_axes}",
+            "give one name, or one per axis of logical_mesh",
+        )
+    return options.parallel
+
+
+def pinned_modes(
+    intra: IntraOp, options: PlanOptions, pinned: Mapping[str, ParameterPlan]
+) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Parameter name -> (modes, who asked). Later patterns win; every pattern must match something."""
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    names = {alias: p.name for p in intra.step.parameters for alias in p.names}
+    for pattern, text in options.placements:
+        matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
+        if not matched:
+            raise PlanError(
+                f"placements[{pattern!r}] matches no parameter",
+                "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
+            )
+        wanted = tuple(text.split())
+        if len(wanted) != len(intra.mesh.shape):
+            raise PlanError(
+                f"placements[{pattern!r}] = {text!r} has {len(wanted)} modes, the logical mesh {intra.mesh.shape} has "
+                f"{len(intra.mesh.shape)} axes",
+                "give one mode per mesh axis, and fix logical_mesh so that the axes are known",
+            )
+        for mode in wanted:
+            check_mode(mode, f"placements[{pattern!r}]")
+        found.update({name: (wanted, f"placements[{pattern!r}]") for name in matched})
+    found.update(
+        {name: (plan.modes, "the running plan") for alias, plan in pinned.items() if (name := names.get(alias))}
+    )
+    return found
+
+
+def check_mode(mode: str, where: str) -> None:
+    """Raise ShardingError unless `mode` is R, R*, S<dim> or G<dim>."""
+    if mode in ("R", "R*"):
+        return
+    try:
+        placement_from_str("S" + mode[1:] if mode[:1] in ("S", "G") else "?")
+    except ShardingError:
+        raise ShardingError(
+            f"{where}: {mode!r} is not a parameter mode", "write R, R*, S<dim> or G<dim>, for example S0"
+        ) from None
+
+
+def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int) -> np.ndarray:
+    """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
+    letters = [plan.modes[axis][0] for plan in own.plans]
+    if name == "auto":
+        return np.zeros(len(letters))
+    can_shard = "G" in letters if meta.requires_grad else "S" in letters
+    match name:
+        case "data":
+            wanted = "R"
+        case "zero1" | "zero2":
+            wanted = "G" if can_shard and meta.requires_grad else "R"
+        case "zero3":
+            wanted = "S" if can_shard else "R"
+        case "tensor":
+            if len(meta.shape) < 2 or not can_shard:
+                return np.array([np.inf if letter == "G" else 0.0 for letter in letters])
+            # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
+            return np.array([{"S": 0.0, "R": PENALTY, "G": np.inf}[letter] for letter in letters])
+        case _:
+            raise PlanError(f"parallel={name!r} is unknown", "use auto, data, zero1, zero2, zero3 or tensor")
+    return np.array([0.0 if letter == wanted else np.inf for letter in letters])
+
+
+def _use_penalty(
+    name: str, meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], axis: int
+) -> np.ndarray:
+    """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
+    extra = np.zeros((len(sources), len(targets)))
+    if name == "auto":
+        return extra
+    for p, source in enumerate(sources):
+        for q, target in enumerate(targets):
+            stored, used = source[axis].shard_dim, target[axis].shard_dim
+            if name != "tensor" and used is not None:
+                extra[p, q] = PENALTY  # data parallel and ZeRO use parameters whole
+            if name == "tensor" and used != stored and (len(meta.shape) >= 2 or stored is None):
+                extra[p, q] = PENALTY  # tensor parallel uses the shard as it is stored
+    return extra

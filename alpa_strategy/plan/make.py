@@ -1,0 +1,231 @@
+"""From a captured step and a cluster to a Plan: every logical shape is solved, the best wins. No process groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.errors import PlanError
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.decode import decode, working_bytes
+from alpa_strategy.intra_op.presets import restrict
+from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.fingerprint import fingerprint_of
+from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.sharding import rule_origin
+
+Progress = Callable[[str], AbstractContextManager]
+BASELINES = ("data", "zero2", "zero3", "tensor")
+
+
+@dataclass(frozen=True)
+class MeshSolution:
+    """The best stage on one logical mesh. `seconds` and `bound` exclude the penalties of named plans."""
+
+    stage: StagePlan
+    gap: float
+    method: str
+
+
+def make_plan(
+    module: Any,
+    batch: Any,
+    cluster: ClusterSpec,
+    options: PlanOptions | None = None,
+    optimizer: OptimizerInfo | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
+
+    Args:
+        batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
+        optimizer: taken from `module.configure_optimizers()` when None.
+
+    Raises:
+        CaptureError, PlanError: see there.
+    """
+    from alpa_strategy.capture import capture_step
+    from alpa_strategy.optimizer_info import optimizer_info_of
+
+    options = options or PlanOptions()
+    progress = progress or (lambda name: nullcontext())
+    started = time.perf_counter()
+    with progress("capture"):
+        step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope)
+    capture_seconds = time.perf_counter() - started
+    plan = plan_step(step, cluster, options, optimizer or optimizer_info_of(module), progress)
+    return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
+
+
+def plan_step(
+    step: StepGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    progress: Progress | None = None,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+    costs: OpCosts | None = None,
+) -> Plan:
+    """Solve a captured step on every logical shape that the options allow.
+
+    Args:
+        pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
+        costs: op costs; the roofline of `cluster.device` when None.
+
+    Raises:
+        PlanError: nothing fits, with the reason for every logical shape.
+    """
+    from alpa_strategy.cost.roofline import RooflineCosts
+
+    progress = progress or (lambda name: nullcontext())
+    costs = costs or RooflineCosts(cluster.device)
+    limit = memory_limit(options, cluster)
+    seconds: dict[str, float] = {}
+    tables: dict[tuple[int, ...], OptionTables] = {}
+    solutions: list[MeshSolution] = []
+    failures: list[str] = []
+    for shape in logical_shapes(options, cluster):
+        mesh = cluster.logical_mesh(shape)
+        label = "x".join(map(str, shape))
+        try:
+            with progress(f"solve {label}"):
+                started = time.perf_counter()
+                tables[shape] = OptionTables(mesh, costs, optimizer)
+                intra = build(step, tables[shape], limit)
+                seconds[f"build {label}"] = time.perf_counter() - started
+                started = time.perf_counter()
+                solutions.append(solve_mesh(intra, options, costs, optimizer, cluster, pinned))
+                seconds[f"solve {label}"] = time.perf_counter() - started
+        except PlanError as error:
+            failures.append(f"logical mesh {label}: {error.problem}")
+    if not solutions:
+        raise PlanError(
+            "no plan fits:\n    " + "\n    ".join(failures),
+            "use more devices, a smaller batch, or relax memory_limit, placements, parallel or logical_mesh",
+        )
+    best = min(solutions, key=lambda s: s.stage.predicted.step_seconds)
+    with progress("baselines"):
+        started = time.perf_counter()
+        baselines = _baselines(step, cluster, options, optimizer, costs, tables) if pinned is None else {}
+        seconds["baselines"] = time.perf_counter() - started
+    return Plan(
+        fingerprint=fingerprint_of(step, cluster, options, optimizer),
+        stages=(best.stage,),
+        predicted=best.stage.predicted,
+        baselines=baselines,
+        gap=best.gap,
+        notes=(*step.notes, *_notes(step, best)),
+        solver_seconds=seconds,
+        cluster_name=cluster.name,
+    )
+
+
+def solve_mesh(
+    intra: IntraOp,
+    options: PlanOptions,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    cluster: ClusterSpec,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+) -> MeshSolution:
+    """The cheapest stage on one logical mesh that fits, short-lived memory included.
+
+    The ILP's memory row holds what is kept; the largest working set depends on the solution, so it is reserved after
+    the fact: solve, look, lower the limit by what is missing, solve again.
+    """
+    limit = intra.problem.memory_limit
+    reserve = 0.0
+    restricted = restrict(intra, options, optimizer, pinned)
+    for _ in range(4):
+        problem = replace(restricted.problem, memory_limit=limit - reserve)
+        solution = solve(problem, options.solver_seconds)
+        working = working_bytes(intra, solution.assignment)
+        if solution.num_bytes + working <= limit:
+            break
+        reserve = max(reserve, working)
+    else:
+        raise PlanError(f"kept and short-lived tensors need {solution.num_bytes + working:.3g} bytes of {limit:.3g}")
+    stage = decode(intra, solution.assignment, costs, optimizer, (cluster.num_nodes, cluster.devices_per_node))
+    unpenalised, _ = evaluate(intra.problem, solution.assignment)
+    absolute_gap = max(0.0, solution.seconds - solution.bound)
+    gap = 0.0 if absolute_gap <= 1e-6 * solution.seconds else min(1.0, absolute_gap / unpenalised)
+    return MeshSolution(stage, gap, solution.method)
+
+
+def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int, ...]]:
+    """The shapes to try: the pinned one, or all whose number of axes agrees with the pins."""
+    if options.logical_mesh is not None:
+        size = 1
+        for n in options.logical_mesh:
+            size *= n
+        if size != cluster.num_devices:
+            raise PlanError(
+                f"logical_mesh={options.logical_mesh} has {size} devices, the cluster {cluster.num_devices}",
+                "choose a shape whose product is the number of devices",
+            )
+        return [options.logical_mesh]
+    shapes = cluster.logical_shapes()
+    counts = {len(text.split()) for _, text in options.placements}
+    if not isinstance(options.parallel, str):
+        counts.add(len(options.parallel))
+    fitting = [shape for shape in shapes if not counts or counts == {len(shape)}]
+    if not fitting:
+        raise PlanError(
+            f"placements and parallel name {sorted(counts)} mesh axes; {cluster.num_devices} devices allow the logical "
+            f"meshes {shapes}",
+            "give every pin one mode per axis of one of these, or set logical_mesh",
+        )
+    return fitting
+
+
+def memory_limit(options: PlanOptions, cluster: ClusterSpec) -> float:
+    """Bytes per device that a plan may use."""
+    if options.memory_limit is not None:
+        return options.memory_limit
+    return cluster.device.memory_bytes * options.memory_fraction
+
+
+def _baselines(
+    step: StepGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    costs: OpCosts,
+    tables: dict[tuple[int, ...], OptionTables],
+) -> dict[str, float | None]:
+    """Predicted seconds of named plans on the flat mesh under the same costs and memory; None where none fits."""
+    if cluster.num_devices == 1:
+        return {}
+    flat = (cluster.num_devices,)
+    table = tables.get(flat) or OptionTables(cluster.logical_mesh(flat), costs, optimizer)
+    names = BASELINES if options.baselines else BASELINES[:1]
+    # Out-of-memory baselines are told apart from slow ones: first with the limit, as the plan itself had to.
+    intra = build(step, table, memory_limit(options, cluster))
+    found: dict[str, float | None] = {}
+    for name in names:
+        named = replace(options, parallel=name, placements=(), logical_mesh=flat)
+        try:
+            stage = solve_mesh(intra, named, costs, optimizer, cluster).stage
+            found[name] = stage.predicted.step_seconds
+        except PlanError:
+            found[name] = None
+    return found
+
+
+def _notes(step: StepGraph, solution: MeshSolution) -> list[str]:
+    """What the user should know: ops without a rule that run replicated, unproved optimality."""
+    notes = []
+    unknown = sorted({op.call.target_name for op in step.ops if rule_origin(op.call) == "replicated"})
+    if unknown:
+        notes.append(f"no rule for {', '.join(unknown)}: run whole on every device")
+    if solution.gap > 0:
+        notes.append(f"optimality not proved: within {solution.gap:.2%} of the best ({solution.method})")
+    return notes
