@@ -7,9 +7,19 @@ measured tables where there are any.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from alpa_strategy.cluster.load import Fields, read_cluster_yaml
+from alpa_strategy.cluster.mesh import crossing_groups, factorisations, interpolate_seconds, strides, volume_factor
+from alpa_strategy.errors import ClusterError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
@@ -59,9 +69,15 @@ class MeshAxis:
     def seconds(self, kind: str, num_bytes: float) -> float:
         """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (design section 6).
 
-        From the measured table by interpolation where there is one, else alpha + beta * volume.
+        From the measured table by interpolation where there is one, else alpha + beta * volume. A p2p message goes
+        whole from one device to its neighbour on the axis. An axis of one device costs nothing.
         """
-        raise NotImplementedError
+        if self.size == 1:
+            return 0.0
+        for table in self.tables:
+            if table.kind == kind and table.points:
+                return interpolate_seconds(table.points, num_bytes)
+        return self.link.latency + volume_factor(kind, self.size) * num_bytes / self.link.bandwidth
 
 
 @dataclass(frozen=True)
@@ -97,22 +113,212 @@ class ClusterSpec:
         return self.num_nodes * self.devices_per_node
 
     @classmethod
-    def load(cls, path: str | Path) -> ClusterSpec:
-        """Read a YAML file (or the name of one in configs/clusters); ClusterError names missing or unknown fields."""
-        raise NotImplementedError
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterSpec:
+        """Read a YAML file (or the name of one in configs/clusters); ClusterError names missing or unknown fields.
+
+        `overrides` are laid over the file: dotted field -> value, for example `{"num_nodes": 2}`.
+        """
+        data, file = read_cluster_yaml(path, overrides)
+        return cls.from_dict(data, file)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> ClusterSpec:
+        """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing, unknown or wrong.
+
+        With `measured: true` only `name`, `num_nodes` and `devices_per_node` are needed; what is not given is nominal
+        until `measure_cluster` has run (`needs_measuring`).
+        """
+        fields = Fields(data, CLUSTER_FIELDS, source)
+        measured = "measured" in fields and fields.flag("measured", "true or false")
+        nominal = NOMINAL if measured else None
+        tables = fields.items("tables", "a list of measured tables") if "tables" in fields else []
+        return cls(
+            name=fields.text("name", "a name for the cluster"),
+            num_nodes=fields.integer("num_nodes", "the number of nodes, a whole number >= 1"),
+            devices_per_node=fields.integer("devices_per_node", "devices in each node, a whole number >= 1"),
+            device=_read_device(fields, nominal.device if nominal else None),
+            intra_node=_read_link(fields, "intra_node", nominal.intra_node if nominal else None),
+            inter_node=_read_link(fields, "inter_node", nominal.inter_node if nominal else None),
+            tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
+            measured=measured,
+        )
+
+    @property
+    def needs_measuring(self) -> bool:
+        """True for a description that only counts devices: its figures are nominal until they are measured."""
+        return self.measured and not self.tables
+
+    def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
+        """The same kind of cluster with other counts. Measured tables stay only where they still describe it."""
+        per_node = self.devices_per_node if devices_per_node is None else devices_per_node
+        if num_nodes < 1 or per_node < 1:
+            raise ClusterError(f"a cluster of {num_nodes} nodes x {per_node} devices", "give counts >= 1")
+        if (num_nodes, per_node) == (self.num_nodes, self.devices_per_node):
+            return self
+        keep = per_node == self.devices_per_node and num_nodes <= self.num_nodes
+        tables = tuple(t for t in self.tables if t.size * t.stride <= num_nodes * per_node) if keep else ()
+        return replace(self, num_nodes=num_nodes, devices_per_node=per_node, tables=tables)
+
+    def with_devices(self, num_devices: int) -> ClusterSpec:
+        """The part of this kind of cluster that has `num_devices`: a part of one node, else whole nodes."""
+        if 1 <= num_devices <= self.devices_per_node:
+            return self.with_nodes(1, num_devices)
+        num_nodes, rest = divmod(num_devices, self.devices_per_node)
+        if rest or num_nodes < 1:
+            raise ClusterError(
+                f"{num_devices} devices cannot be taken from {self.name}, whose nodes have {self.devices_per_node}",
+                f"ask for at most {self.devices_per_node} devices, or for a multiple of it",
+            )
+        return self.with_nodes(num_nodes)
 
     def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
-        """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it)."""
-        raise NotImplementedError
+        """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).
+
+        An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one node at the same
+        time share it. A group with several devices in a node is a ring that leaves each node once, so it also needs
+        the intra-node link's bandwidth.
+        """
+        shape = tuple(shape)
+        num_nodes, per_node = self._submesh(submesh)
+        if not shape or min(shape) < 1 or math.prod(shape) != num_nodes * per_node:
+            raise ClusterError(
+                f"logical mesh {shape} does not have the {num_nodes * per_node} devices of {num_nodes} x {per_node}",
+                f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
+            )
+        contiguous = num_nodes == 1 or per_node == self.devices_per_node
+        axes = []
+        for size, stride in zip(shape, strides(shape), strict=True):
+            groups, together = crossing_groups(size, stride, num_nodes * per_node, per_node)
+            link = self.intra_node
+            if groups:
+                bandwidth = self.inter_node.bandwidth / groups
+                if together > 1:
+                    bandwidth = min(bandwidth, self.intra_node.bandwidth)
+                link = Link(self.inter_node.latency, bandwidth)
+            found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
+            axes.append(MeshAxis(size, stride, link, found))
+        return LogicalMesh(shape, tuple(axes))
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:
         """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a, b > 1."""
-        raise NotImplementedError
+        num_nodes, per_node = self._submesh(submesh)
+        return factorisations(num_nodes * per_node)
 
     def digest(self) -> str:
-        """Hash of everything that costs depend on, measured tables excluded when `measured` (times vary by run)."""
-        raise NotImplementedError
+        """Hash of everything that costs depend on, measured figures excluded when `measured` (times vary by run)."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        data: Any = self.to_dict()
+        if self.measured:  # which machine it is, not how fast it was this morning
+            memory_gib = round(self.device.memory_bytes / 2**30)
+            data = (self.num_nodes, self.devices_per_node, self.device.name, memory_gib)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML; inverse of `from_dict`."""
-        raise NotImplementedError
+        device = self.device
+        return {
+            "name": self.name,
+            "num_nodes": self.num_nodes,
+            "devices_per_node": self.devices_per_node,
+            "device": {
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "memory_bandwidth": device.memory_bandwidth,
+                "peak_flops": dict(device.peak_flops),
+                "launch_seconds": device.launch_seconds,
+                "efficiency": device.efficiency,
+            },
+            "intra_node": {"latency": self.intra_node.latency, "bandwidth": self.intra_node.bandwidth},
+            "inter_node": {"latency": self.inter_node.latency, "bandwidth": self.inter_node.bandwidth},
+            "tables": [
+                {"kind": t.kind, "size": t.size, "stride": t.stride, "points": [list(p) for p in t.points]}
+                for t in self.tables
+            ],
+            "measured": self.measured,
+        }
+
+    def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
+        whole = (self.num_nodes, self.devices_per_node)
+        num_nodes, per_node = submesh or whole
+        if not (1 <= num_nodes <= whole[0] and 1 <= per_node <= whole[1]):
+            raise ClusterError(
+                f"submesh {num_nodes} x {per_node} is not part of {self.name} ({whole[0]} x {whole[1]})",
+                "give (nodes, devices per node) within the cluster",
+            )
+        return num_nodes, per_node
+
+
+CLUSTER_FIELDS = (
+    "name",
+    "num_nodes",
+    "devices_per_node",
+    "device",
+    "intra_node",
+    "inter_node",
+    "tables",
+    "measured",
+)
+DEVICE_FIELDS = ("name", "memory_bytes", "memory_bandwidth", "peak_flops", "launch_seconds", "efficiency")
+DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+
+# One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before it is measured.
+NOMINAL = ClusterSpec(
+    name="nominal",
+    num_nodes=1,
+    devices_per_node=1,
+    device=DeviceSpec("cpu (nominal)", 4 * 2**30, 10e9, (("float32", 60e9), ("float64", 30e9)), 5e-6, 0.8),
+    intra_node=Link(120e-6, 2e9),
+    inter_node=Link(200e-6, 1e9),
+    measured=True,
+)
+
+
+def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
+    if nominal is not None and "device" not in fields:
+        return nominal
+    device = fields.section("device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}")
+    peaks = device.section("peak_flops", DTYPES, "FLOP/s by dtype, for example {float16: 125e12, float32: 15.7e12}")
+    if not peaks.names():
+        device.number("peak_flops", "FLOP/s of at least one dtype, for example {float32: 15.7e12}")
+    efficiency = "the share of peak that large matrix products reach, above 0 and at most 1"
+    return DeviceSpec(
+        name=device.text("name", "the device's name"),
+        memory_bytes=device.integer("memory_bytes", "the device's memory in bytes, for example 16e9"),
+        memory_bandwidth=device.number("memory_bandwidth", "bytes/s of the device's memory, for example 900e9"),
+        peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.names()),
+        launch_seconds=device.number("launch_seconds", "seconds to start one op, for example 5e-6", zero=True),
+        efficiency=device.number("efficiency", efficiency, maximum=1.0) if "efficiency" in device else 1.0,
+    )
+
+
+def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:
+    if nominal is not None and key not in fields:
+        return nominal
+    link = fields.section(key, ("latency", "bandwidth"), "a section with latency (s) and bandwidth (bytes/s)")
+    return Link(
+        latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
+        bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),
+    )
+
+
+def _read_table(data: Any, source: str, index: int) -> CommTable:
+    fields = Fields(data, ("kind", "size", "stride", "points"), source, f"tables.{index}.")
+    kind = fields.text("kind", f"one of {', '.join(COLLECTIVES)}")
+    points = fields.items("points", "[[bytes, seconds], ...] with bytes ascending")
+    pairs = [tuple(p) for p in points if isinstance(p, list | tuple) and len(p) == 2]
+    numbers = all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for pair in pairs for x in pair)
+    ascending = numbers and all(a[0] < b[0] for a, b in pairwise(pairs))
+    if kind not in COLLECTIVES or not pairs or len(pairs) != len(points) or not ascending:
+        raise ClusterError(
+            f"cluster file {source}: field tables.{index} holds no readable measurements of {kind!r}",
+            f"kind is one of {', '.join(COLLECTIVES)}; points are [[bytes, seconds], ...] with bytes ascending",
+        )
+    return CommTable(
+        kind=kind,
+        size=fields.integer("size", "devices in the group"),
+        stride=fields.integer("stride", "distance between neighbouring ranks of the group"),
+        points=tuple((int(size), float(seconds)) for size, seconds in pairs),
+    )

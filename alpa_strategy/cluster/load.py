@@ -1,0 +1,129 @@
+"""Reading cluster files: find the YAML, check every field, say exactly what is wrong with it.
+
+Strict on purpose: a mistyped field that is silently ignored would give a plan for another machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from alpa_strategy.errors import ClusterError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_FOLDERS = (PACKAGE.parent / "configs" / "clusters", PACKAGE / "configs" / "clusters")
+
+
+def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+    """The plain content of a cluster file and the name to call it by in messages.
+
+    Args:
+        path: a file, or the name of one in `configs/clusters` (with or without `.yaml`).
+        overrides: dotted field -> value, laid over the file's content (`{"num_nodes": 2}`).
+
+    Raises:
+        ClusterError: no such file, or not a YAML mapping.
+    """
+    file = find_cluster_file(path)
+    try:
+        content = OmegaConf.load(file)
+        for key, value in (overrides or {}).items():
+            OmegaConf.update(content, key, value)
+        data = OmegaConf.to_container(content, resolve=True)
+    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ClusterError(f"cluster file {file} cannot be read: {error}", "correct the file") from error
+    except Exception as error:  # yaml's own errors share no base with the above
+        if type(error).__module__.split(".")[0] != "yaml":
+            raise
+        raise ClusterError(f"cluster file {file} is not YAML: {error}", "correct the line that it names") from error
+    if not isinstance(data, dict):
+        raise ClusterError(
+            f"cluster file {file} holds no fields", "write name:, num_nodes:, ... as in configs/clusters"
+        )
+    return data, str(file)
+
+
+def find_cluster_file(path: str | Path) -> Path:
+    """The file that `path` names, looked for as given and then in `configs/clusters`."""
+    given = Path(path)
+    places = [given] if given.suffix in (".yaml", ".yml") else []
+    if len(given.parts) == 1:
+        places += [folder / f"{given.name.removesuffix('.yaml')}.yaml" for folder in CONFIG_FOLDERS]
+    for place in [*places, given]:
+        if place.is_file():
+            return place
+    known = sorted({file.stem for folder in CONFIG_FOLDERS if folder.is_dir() for file in folder.glob("*.yaml")})
+    raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {', '.join(known)}")
+
+
+class Fields:
+    """One mapping of a cluster description, read field by field; every error names the file and the field."""
+
+    def __init__(self, data: Any, known: tuple[str, ...], file: str, prefix: str = "") -> None:
+        self.file, self.prefix = file, prefix
+        if not isinstance(data, Mapping):
+            raise self._error(prefix.rstrip("."), f"is {data!r}", f"give it the fields {', '.join(known)}")
+        self.data = data
+        for key in data:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {prefix}{close[0]}?" if close else f"known fields: {', '.join(known)}"
+                raise self._error(f"{prefix}{key}", "is not a field of a cluster", hint)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def value(self, key: str, expected: str) -> Any:
+        """The raw value of a field that must be there."""
+        if key not in self.data or self.data[key] is None:
+            raise self._error(self.prefix + key, "is missing", f"add it: {expected}")
+        return self.data[key]
+
+    def text(self, key: str, expected: str) -> str:
+        value = self.value(key, expected)
+        if not isinstance(value, str) or not value:
+            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+        return value
+
+    def flag(self, key: str, expected: str) -> bool:
+        value = self.value(key, expected)
+        if not isinstance(value, bool):
+            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+        return value
+
+    def number(self, key: str, expected: str, *, zero: bool = False, maximum: float = math.inf) -> float:
+        """A finite number > 0 (or >= 0 with `zero`), at most `maximum`."""
+        value = self.value(key, expected)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not ok or value < 0 or (value == 0 and not zero) or value > maximum:
+            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+        return float(value)
+
+    def integer(self, key: str, expected: str, minimum: int = 1) -> int:
+        """A whole number >= `minimum`; 16e9 counts as one."""
+        value = self.value(key, expected)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not ok or value != int(value) or value < minimum:
+            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+        return int(value)
+
+    def section(self, key: str, known: tuple[str, ...], expected: str) -> Fields:
+        return Fields(self.value(key, expected), known, self.file, f"{self.prefix}{key}.")
+
+    def items(self, key: str, expected: str) -> list[Any]:
+        value = self.value(key, expected)
+        if not isinstance(value, list | tuple):
+            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+        return list(value)
+
+    def names(self) -> list[str]:
+        return [str(key) for key in self.data]
+
+    def _error(self, field: str, problem: str, fix: str) -> ClusterError:
+        return ClusterError(f"cluster file {self.file}: field {field} {problem}", fix)
