@@ -1,0 +1,200 @@
+"""Persistent worker processes that play the ranks of a job: imports are paid once for a whole test session.
+
+`pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first `world_size` workers, each with
+the environment that torchrun would give and, unless `init_group=False`, a fresh gloo process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+MAX_WORKERS = 4
+
+
+class WorkerError(AssertionError):
+    """A worker raised (its traceback is the message), died, or did not answer in time."""
+
+
+class WorkerPool:
+    """Up to `MAX_WORKERS` worker processes, started when first needed and killed by `close`."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[subprocess.Popen, Connection]] = []
+
+    def run(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, init_group: bool = True
+    ) -> list[Any]:
+        """Result of `fn(*args)` per rank.
+
+        Args:
+            world_size: how many ranks, at most `MAX_WORKERS`.
+            fn: a top-level function of a file (a test module); it is sent by file path and name.
+            args: picklable, the same for every rank.
+            timeout: seconds until all workers are killed (they start again at the next call).
+            init_group: False leaves process-group creation to `fn` (a Lightning Trainer, for example).
+
+        Raises:
+            WorkerError: with the traceback of the rank that failed first.
+        """
+        if not 1 <= world_size <= MAX_WORKERS:
+            raise ValueError(f"world_size {world_size} is not between 1 and {MAX_WORKERS}")
+        for rank in range(len(self._workers), world_size):
+            self._workers.append(_start_worker(rank))
+        job = (sys.modules[fn.__module__].__file__, fn.__module__, fn.__qualname__, args)
+        environment = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        message = pickle.dumps((job, environment, init_group, timeout))
+        connections = [connection for _, connection in self._workers[:world_size]]
+        try:
+            for connection in connections:
+                connection.send_bytes(message)
+            return self._collect(connections, timeout)
+        except BaseException:
+            # A rank that failed leaves others inside a collective: only new processes are sure to be clean.
+            self.close()
+            raise
+
+    def _collect(self, connections: list[Connection], timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < len(connections):
+            waiting = [c for rank, c in enumerate(connections) if rank not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = [rank for rank in range(len(connections)) if rank not in results]
+                raise WorkerError(f"ranks {missing} did not answer within {timeout} s")
+            for connection in ready:
+                rank = connections.index(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError) as error:
+                    raise WorkerError(f"rank {rank} died (exit code {self._workers[rank][0].poll()})") from error
+                if not succeeded:
+                    raise WorkerError(f"rank {rank} raised\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(connections))]
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.wait()
+        self._workers.clear()
+
+
+def _start_worker(rank: int) -> tuple[subprocess.Popen, Connection]:
+    ours, theirs = Pipe(duplex=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),  # Lightning's rank_zero_only reads it at import
+        "LOCAL_RANK": str(rank),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
+    return process, ours
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _load_function(path: str, module_name: str, qualname: str) -> Callable[..., Any]:
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # helpers beside the test file, and classes that arguments were pickled with
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, "__file__", None) != path:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    value: Any = module
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _run_job(message: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    job, environment, init_group, timeout = pickle.loads(message)
+    path, module_name, qualname, args = job
+    before, folder = dict(os.environ), Path.cwd()
+    rank = os.environ["RANK"]
+    os.environ.update(environment)
+    os.environ.update(TORCHELASTIC_RUN_ID="worker_pool", GROUP_RANK="0", ROLE_RANK=rank)
+    torch.manual_seed(0)
+    try:
+        function = _load_function(path, module_name, qualname)
+        if init_group:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        return function(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+        os.chdir(folder)
+
+
+def _worker_main(file_descriptor: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the tests
+    connection = Connection(file_descriptor)
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+    import lightning  # noqa: F401  (paid for once)
+    import torch
+
+    import alpa_strategy  # noqa: F401
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = pickle.dumps((True, _run_job(message)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    _worker_main(int(sys.argv[1]))
