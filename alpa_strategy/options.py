@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from alpa_strategy.errors import OptionError
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
+BATCH_SCOPES = ("rank", "global")
 
 
 @dataclass(frozen=True)
@@ -13,15 +20,15 @@ class PlanOptions:
     """What planning depends on (part of the fingerprint).
 
     Attributes:
-        parallel: one name for every mesh axis, or one per axis of `logical_mesh`: `auto` (solved), `data`, `zero1` / `zero2`,
-            `zero3`, `tensor`. Restricts the space; what is left open is solved.
+        parallel: one name for every mesh axis, or one per axis of `logical_mesh`: `auto` (solved), `data`,
+            `zero1` / `zero2`, `zero3`, `tensor`. Restricts the space; what is left open is solved.
         logical_mesh: shape of the device grid, or None to try all.
         placements: glob pattern of parameter names -> modes on the mesh axes such as `"S0"` or `"R S1"`
             (see `ParameterPlan`). Later patterns win.
         memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches the limit off.
         memory_fraction: share of the device's memory that a plan may use when `memory_limit` is None.
-        batch_scope: `rank`: every rank loads its own rows (as under DDP); `global`: the loader yields the whole batch on
-            every rank.
+        batch_scope: `rank`: every rank loads its own rows (as under DDP); `global`: the loader yields the whole batch
+            on every rank.
         solver_seconds: time limit of one ILP solve; the gap is reported when it strikes.
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
     """
@@ -44,8 +51,133 @@ class PlanOptions:
         placements: Mapping[str, str] | None = None,
         **rest: object,
     ) -> PlanOptions:
-        """Validate and freeze what a user wrote; OptionError names the option, the value and the allowed ones."""
-        raise NotImplementedError
+        """Validate and freeze what a user wrote; OptionError names the option, the value and the allowed ones.
+
+        `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
+        """
+        check_names(rest, [f.name for f in fields(cls)])
+        mesh = None if logical_mesh is None else _mesh(logical_mesh)
+        values = {
+            "parallel": _parallel(parallel, mesh),
+            "logical_mesh": mesh,
+            "placements": _placements(placements or {}, mesh),
+            **{name: _SCALARS[name](name, value) for name, value in rest.items()},
+        }
+        return cls(**values)
+
+    def digest(self) -> str:
+        """Hash of every option: two option sets with the same digest ask for the same plan."""
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def check_names(given: Iterable[str], allowed: Sequence[str], what: str = "option") -> None:
+    """OptionError at the first name of `given` that is not allowed; it suggests the nearest allowed name."""
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name), allowed, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise OptionError(f"unknown {what} {name!r}", f"{hint}Known are: {', '.join(sorted(allowed))}")
+
+
+def _parallel(value: object, mesh: tuple[int, ...] | None) -> str | tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else None
+    if not names or not all(isinstance(name, str) and name in PARALLEL_NAMES for name in names):
+        raise OptionError(f"parallel={value!r} is not known", f"use {_one_of(PARALLEL_NAMES)}, or one per mesh axis")
+    if isinstance(value, str):
+        return value
+    if mesh is not None and len(names) != len(mesh):
+        raise OptionError(
+            f"parallel={list(names)} names {len(names)} mesh axes, logical_mesh={list(mesh)} has {len(mesh)}",
+            "give one name per mesh axis, or a single name for all",
+        )
+    if mesh is None and len(names) > 1:
+        raise OptionError(f"parallel={list(names)} needs a mesh to lie on", "give logical_mesh as well, such as [2, 2]")
+    return names
+
+
+def _mesh(value: object) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if not 1 <= len(sizes) <= 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise OptionError(
+            f"logical_mesh={value!r} is not a mesh shape", "give one or two whole numbers, such as [2, 4]"
+        )
+    return sizes
+
+
+def _placements(value: object, mesh: tuple[int, ...] | None) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"placements={value!r} is not a mapping", 'write {"pattern": "modes"}, as in {"*.bias": "R*"}'
+        )
+    for pattern, modes in value.items():
+        parts = modes.split() if isinstance(modes, str) else []
+        if not parts or not all(_MODE.fullmatch(part) for part in parts):
+            raise OptionError(
+                f"placements[{pattern!r}]={modes!r} is not a placement",
+                "write one mode per mesh axis: R, R*, S<dim> or G<dim>, such as 'R* S0'",
+            )
+        if mesh is not None and len(parts) != len(mesh):
+            raise OptionError(
+                f"placements[{pattern!r}]={modes!r} has {len(parts)} modes, logical_mesh={list(mesh)} {len(mesh)} axes",
+                "write one mode per mesh axis",
+            )
+    return tuple((str(pattern), " ".join(modes.split())) for pattern, modes in value.items())
+
+
+def _memory_limit(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value.strip())
+        if match:
+            return float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise OptionError(
+        f"{name}={value!r} is not a size", "give bytes, a text such as '16GB' or '80GiB', or inf for none"
+    )
+
+
+def _number_in(low: float, high: float) -> Callable[[str, object], float]:
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+            raise OptionError(f"{name}={value!r} cannot be", f"give a number above {low:g} and at most {high:g}")
+        return float(value)
+
+    return check
+
+
+def _bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} is neither true nor false", "write true or false")
+    return value
+
+
+def _scope(name: str, value: object) -> str:
+    if value not in BATCH_SCOPES:
+        raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(BATCH_SCOPES)}")
+    return str(value)
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return "one of " + ", ".join(names)
+
+
+_MODE = re.compile(r"R\*?|[SG]\d+")
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)
+_UNITS = {"b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_SCALARS: dict[str, Callable[[str, object], object]] = {
+    "memory_limit": _memory_limit,
+    "memory_fraction": _number_in(0.0, 1.0),
+    "batch_scope": _scope,
+    "solver_seconds": _number_in(0.0, float("inf")),
+    "baselines": _bool,
+}
 
 
 @dataclass(frozen=True)

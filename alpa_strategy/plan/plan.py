@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alpa_strategy.errors import PlanError
 from alpa_strategy.sharding.layout import Layout
 
 FORMAT_VERSION = 1
@@ -29,7 +34,8 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """One hash over all parts: the plan's file name in the store."""
-        raise NotImplementedError
+        parts = [f"{part}={getattr(self, part)}" for part in self.__dataclass_fields__]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ class ParameterPlan:
     """How one parameter is stored and brought to its uses; one mode per mesh axis.
 
     Modes: `R` replicated, gradient complete on every device; `R*` replicated, gradient summed once per step (data
-    parallel); `S<d>` stored in shards of dim d, gathered at each use that needs it whole (ZeRO-3, or used as it is: tensor parallel);
-    `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step (ZeRO-1/2).
+    parallel); `S<d>` stored in shards of dim d, gathered at each use that needs it whole (ZeRO-3, or used as it is:
+    tensor parallel); `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step (ZeRO-1/2).
     """
 
     modes: tuple[str, ...]
@@ -139,14 +145,44 @@ class Plan:
         return [c for stage in self.stages for c in stage.collectives]
 
     def save(self, path: str | Path) -> None:
-        """Write JSON atomically (temporary file in the same folder, then rename)."""
-        raise NotImplementedError
+        """Write JSON atomically (temporary file in the same folder, then rename): a reader never sees half a plan."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=1)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan; PlanError when the file is unreadable, of another format version, or incomplete."""
-        raise NotImplementedError
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {path}: {error.strerror}", "check the path") from error
+        except ValueError as error:
+            raise PlanError(f"the plan file {path} is not JSON: {error}", "delete it, or give another one") from error
+        try:
+            return cls.from_dict(data)
+        except PlanError as error:
+            raise PlanError(f"the plan file {path} cannot be used: {error.problem}", error.fix) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        raise NotImplementedError
+        from alpa_strategy.plan.plan_json import plan_to_data
+
+        return plan_to_data(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
+        from alpa_strategy.plan.plan_json import plan_from_data
+
+        return plan_from_data(data)

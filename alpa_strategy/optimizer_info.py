@@ -1,0 +1,126 @@
+"""What planning must know of the user's optimizer: bytes of state per element, and whether it works element by element.
+
+Both are found by experiment, on a copy of the optimizer's class with the user's own settings and a tiny parameter:
+an optimizer is element-wise when training the shards of a parameter gives the shards of training the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.options import OptimizerInfo
+
+_ELEMENT_WISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.SGD,
+)
+_SHAPE = (4, 6)
+_NUM_STEPS = 3
+
+
+def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
+    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave.
+
+    Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or needs a closure,
+    counts as not element-wise: parameters then stay whole, which is always right.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if len(optimizers) != 1:
+        raise AlpaError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, one is supported",
+            "return one optimizer with a parameter group for each setting",
+        )
+    optimizer = optimizers[0]
+    name = type(optimizer).__name__
+    if type(optimizer) in _ELEMENT_WISE:
+        return OptimizerInfo(state_bytes=_probe_state_bytes(optimizer), element_wise=True, name=name)
+    return experiment(optimizer)
+
+
+def experiment(optimizer: Optimizer) -> OptimizerInfo:
+    """`OptimizerInfo` by experiment alone, for any optimizer class."""
+    name = type(optimizer).__name__
+    try:
+        rebuild = _rebuilder(optimizer)
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
+        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
+        whole = _trained(rebuild, start, grads)
+        element_wise = all(
+            torch.allclose(
+                torch.cat(
+                    [
+                        _trained(rebuild, part, shard_grads)
+                        for part, *shard_grads in zip(
+                            start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True
+                        )
+                    ],
+                    dim,
+                ),
+                whole,
+                rtol=1e-12,
+                atol=1e-14,
+            )
+            for dim, size in ((0, 3), (0, 1), (1, 2), (1, 4))
+        )
+        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name)
+    # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
+    except Exception:
+        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name)
+
+
+def _probe_state_bytes(optimizer: Optimizer) -> float:
+    """Bytes of state per element that one step of a copy makes on an fp32 parameter; step counters do not count."""
+    parameter = torch.nn.Parameter(torch.zeros(_SHAPE))
+    parameter.grad = torch.ones_like(parameter)
+    copied = _rebuilder(optimizer)([parameter])
+    copied.step()
+    tensors = [value for value in copied.state[parameter].values() if isinstance(value, Tensor) and value.dim() > 0]
+    return sum(t.numel() * t.element_size() for t in tensors) / parameter.numel()
+
+
+def _trained(
+    rebuild: Callable[[list[torch.nn.Parameter]], Optimizer], start: Tensor, grads: Sequence[Tensor]
+) -> Tensor:
+    """The parameter after one optimizer step per gradient."""
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = rebuild([parameter])
+    for grad in grads:
+        parameter.grad = grad.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
+    """Makes fresh optimizers of the same class with the same settings for other parameters.
+
+    The settings of the first group: that is where `defaults` went, as the user's schedulers left them.
+    """
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    settings: dict[str, Any] = {
+        key: copy.copy(value)
+        for key, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items()
+        if key != "params" and key in optimizer.defaults and (key in accepted or takes_any)
+    }
+    if settings.get("fused") or settings.get("capturable"):
+        # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
+        settings.update({key: False for key in ("fused", "capturable") if key in settings})
+    return lambda parameters: type(optimizer)(parameters, **settings)

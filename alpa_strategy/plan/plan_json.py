@@ -1,0 +1,206 @@
+"""The plan file's format: Plan <-> plain data that `json` writes and a person can read and edit.
+
+Modes of a parameter are one text such as "R* S0" (one mode per mesh axis); strategies of an op are one text per axis,
+joined by " | ". Reading checks every field and says where and what is wrong; nothing here touches the disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from alpa_strategy.errors import PlanError, ShardingError
+from alpa_strategy.plan.plan import (
+    FORMAT_VERSION,
+    Collective,
+    Fingerprint,
+    ParameterPlan,
+    Plan,
+    Predicted,
+    StagePlan,
+)
+from alpa_strategy.sharding.op import AxisStrategy
+
+AXIS_SEPARATOR = " | "
+_MODE = re.compile(r"R\*?|[SG]\d+")
+_KIND_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "a bool",
+}
+_FIX = "correct the file by hand, or delete it: the run then makes a new plan"
+
+
+def plan_to_data(plan: Plan) -> dict[str, Any]:
+    """Plain data (dicts, lists, texts, numbers) of a plan; inverse of `plan_from_data`."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "cluster_name": plan.cluster_name,
+        "fingerprint": {part: getattr(plan.fingerprint, part) for part in Fingerprint.__dataclass_fields__},
+        "predicted": _predicted_to_data(plan.predicted),
+        "baselines": dict(plan.baselines),
+        "gap": plan.gap,
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "notes": list(plan.notes),
+        "solver_seconds": dict(plan.solver_seconds),
+        "stages": [_stage_to_data(stage) for stage in plan.stages],
+    }
+
+
+def plan_from_data(data: Any) -> Plan:
+    """The plan that `data` describes; PlanError names the field that is missing or wrong."""
+    top = _Fields(data, "plan")
+    version = top.get("format_version", int)
+    if version != FORMAT_VERSION:
+        raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
+    prints = top.sub("fingerprint")
+    stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
+    if not stages:
+        raise PlanError("the plan has no stages", _FIX)
+    baselines = {
+        name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
+        for name, seconds in top.get("baselines", dict).items()
+    }
+    return Plan(
+        fingerprint=Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
+        stages=stages,
+        predicted=_predicted_from_data(top.sub("predicted")),
+        num_microbatches=top.get("num_microbatches", int),
+        schedule=top.get("schedule", str),
+        baselines=baselines,
+        gap=top.get("gap", float),
+        notes=tuple(_check(note, str, "notes") for note in top.get("notes", list)),
+        solver_seconds={k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
+        cluster_name=top.get("cluster_name", str),
+    )
+
+
+def parse_modes(text: str, where: str) -> tuple[str, ...]:
+    """`"R* S0"` -> `("R*", "S0")`; PlanError at anything but R, R*, S<dim>, G<dim>."""
+    modes = tuple(text.split())
+    for mode in modes:
+        if not _MODE.fullmatch(mode):
+            raise PlanError(f"{where}: {mode!r} is not a mode", "write R, R*, S<dim> or G<dim>, one per mesh axis")
+    return modes
+
+
+class _Fields:
+    """Typed access to one object of the file; every complaint names the path of the field."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        self._data = _check(data, dict, where)
+        self._where = where
+
+    def path(self, name: str) -> str:
+        return f"{self._where}.{name}"
+
+    def get(self, name: str, kind: type) -> Any:
+        if name not in self._data:
+            raise PlanError(f"the field {self.path(name)} is missing", _FIX)
+        return _check(self._data[name], kind, self.path(name))
+
+    def sub(self, name: str) -> _Fields:
+        return _Fields(self.get(name, dict), self.path(name))
+
+    def ints(self, name: str, length: int | None = None) -> tuple[int, ...]:
+        values = tuple(_check(v, int, self.path(name)) for v in self.get(name, list))
+        if (length is not None and len(values) != length) or not values:
+            raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
+        return values
+
+    def mapping(self, name: str, read: Callable[[str, str], tuple[str, ...]], num_axes: int) -> dict[str, Any]:
+        """name -> one text per mesh axis, read by `read(text, where)`."""
+        result = {}
+        for key, text in self.get(name, dict).items():
+            where = f"{self.path(name)}[{key!r}]"
+            result[key] = read(_check(text, str, where), where)
+            if len(result[key]) != num_axes:
+                raise PlanError(f"{where} has {len(result[key])} entries for {num_axes} mesh axes", _FIX)
+        return result
+
+
+def _check(value: Any, kind: type, where: str) -> Any:
+    """`value` if it is of JSON type `kind` (whole numbers count as floats), else PlanError."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise PlanError(f"{where} is {value!r:.60}, expected {_KIND_NAMES[kind]}", _FIX)
+    return value
+
+
+def _predicted_to_data(predicted: Predicted) -> dict[str, Any]:
+    return {name: getattr(predicted, name) for name in Predicted.__dataclass_fields__}
+
+
+def _predicted_from_data(fields: _Fields) -> Predicted:
+    return Predicted(
+        step_seconds=fields.get("step_seconds", float),
+        peak_bytes=fields.get("peak_bytes", int),
+        compute_seconds=fields.get("compute_seconds", float),
+        communication_seconds=fields.get("communication_seconds", float),
+        optimizer_seconds=fields.get("optimizer_seconds", float),
+    )
+
+
+def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "submesh": list(stage.submesh),
+        "first_device": stage.first_device,
+        "logical_mesh": list(stage.logical_mesh),
+        "ops": list(stage.ops),
+        "remat": stage.remat,
+        "predicted": _predicted_to_data(stage.predicted),
+        "parameters": {name: " ".join(plan.modes) for name, plan in stage.parameter_plans.items()},
+        "collectives": [
+            {name: getattr(collective, name) for name in Collective.__dataclass_fields__}
+            for collective in stage.collectives
+        ],
+        "strategies": {op: AXIS_SEPARATOR.join(texts) for op, texts in stage.strategies.items()},
+    }
+
+
+def _stage_from_data(fields: _Fields) -> StagePlan:
+    mesh = fields.ints("logical_mesh")
+    modes = fields.mapping("parameters", parse_modes, len(mesh))
+    return StagePlan(
+        submesh=fields.ints("submesh", 2),
+        first_device=fields.get("first_device", int),
+        logical_mesh=mesh,
+        ops=fields.ints("ops", 2),
+        parameter_plans={name: ParameterPlan(m) for name, m in modes.items()},
+        strategies=fields.mapping("strategies", _read_strategies, len(mesh)),
+        collectives=tuple(
+            _collective_from_data(_Fields(c, f"{fields.path('collectives')}[{i}]"))
+            for i, c in enumerate(fields.get("collectives", list))
+        ),
+        predicted=_predicted_from_data(fields.sub("predicted")),
+        remat=fields.get("remat", bool),
+    )
+
+
+def _collective_from_data(fields: _Fields) -> Collective:
+    return Collective(
+        kind=fields.get("kind", str),
+        axis=fields.get("axis", int),
+        phase=fields.get("phase", str),
+        count=fields.get("count", int),
+        num_bytes=fields.get("num_bytes", int),
+        seconds=fields.get("seconds", float),
+    )
+
+
+def _read_strategies(text: str, where: str) -> tuple[str, ...]:
+    texts = tuple(text.split(AXIS_SEPARATOR))
+    for part in texts:
+        try:
+            readable = str(AxisStrategy.parse(part)) == part and "->" in part
+        except (ShardingError, ValueError, AttributeError):
+            readable = False
+        if not readable:
+            raise PlanError(f"{where}: {part!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")
+    return texts

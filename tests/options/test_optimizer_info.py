@@ -1,0 +1,83 @@
+"""Optimizers are judged by experiment; the table of known element-wise ones agrees with the experiment."""
+
+import pytest
+import torch
+
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.optimizer_info import _ELEMENT_WISE, experiment, inspect_optimizer
+
+
+def parameter() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(4, 6))]
+
+
+@pytest.mark.parametrize("kind", _ELEMENT_WISE, ids=lambda k: k.__name__)
+def test_known_element_wise_optimizers_pass_the_experiment(kind: type) -> None:
+    info = experiment(kind(parameter(), lr=0.1))
+    assert info.element_wise
+    assert info == inspect_optimizer(kind(parameter(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 8.0),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 12.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4.0),
+    ],
+)
+def test_state_bytes_follow_the_users_settings(optimizer, state_bytes: float) -> None:
+    assert inspect_optimizer([optimizer(parameter())]).state_bytes == state_bytes
+
+
+class NormScaled(torch.optim.Optimizer):
+    """LARS-like: the step is scaled by the whole parameter's norm, so shards would differ."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.norm() * p.grad
+
+
+class Signed(NormScaled):
+    """Element-wise, unknown to the table."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad.sign()
+
+
+class Secretive(Signed):
+    """Cannot be rebuilt from its defaults."""
+
+    def __init__(self, params, secret: object) -> None:
+        super().__init__(params, lr=0.1)
+
+
+def test_unknown_optimizers_are_judged_by_experiment() -> None:
+    assert not inspect_optimizer(NormScaled(parameter(), 0.1)).element_wise
+    assert inspect_optimizer(Signed(parameter(), 0.1)).element_wise
+    assert not inspect_optimizer(Secretive(parameter(), object())).element_wise
+    assert not inspect_optimizer(torch.optim.LBFGS(parameter())).element_wise
+    assert not inspect_optimizer(torch.optim.Adafactor(parameter())).element_wise
+
+
+def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
+    optimizer = torch.optim.AdamW(parameter(), lr=0.1)
+    before = torch.get_rng_state()
+    inspect_optimizer(optimizer)
+    experiment(optimizer)
+    assert not optimizer.state
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_several_optimizers_are_one_clear_error() -> None:
+    with pytest.raises(AlpaError, match="2 optimizers"):
+        inspect_optimizer([torch.optim.SGD(parameter(), lr=0.1), torch.optim.SGD(parameter(), lr=0.1)])

@@ -1,0 +1,70 @@
+"""Options say what is wrong and what is allowed; equal options have equal digests."""
+
+import pytest
+
+from alpa_strategy.errors import OptionError
+from alpa_strategy.options import PlanOptions
+
+
+def test_defaults_are_what_from_user_gives() -> None:
+    assert PlanOptions.from_user() == PlanOptions()
+
+
+def test_values_are_frozen_and_sizes_are_read() -> None:
+    options = PlanOptions.from_user(
+        parallel=["data", "tensor"],
+        logical_mesh=[2, 4],
+        placements={"*.bias": "R*  R", "head.*": "S0 R*"},
+        memory_limit="16GiB",
+        solver_seconds=5,
+    )
+    assert options.parallel == ("data", "tensor")
+    assert options.logical_mesh == (2, 4)
+    assert options.placements == (("*.bias", "R* R"), ("head.*", "S0 R*"))
+    assert options.memory_limit == 16 * 2**30
+    assert PlanOptions.from_user(memory_limit="16 GB").memory_limit == 16e9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"paralel": "data"}, "did you mean 'parallel'"),
+        ({"memory_limits": 1}, "did you mean 'memory_limit'"),
+        ({"xyz": 1}, "unknown option 'xyz'"),
+        ({"parallel": "pipeline"}, "parallel='pipeline'.*"),
+        ({"parallel": ["data", "tensor"]}, "logical_mesh"),
+        ({"parallel": ["data"], "logical_mesh": [2, 2]}, "one name per mesh axis"),
+        ({"parallel": 3}, "parallel=3"),
+        ({"logical_mesh": [2, 0]}, "logical_mesh"),
+        ({"logical_mesh": "2x2"}, "logical_mesh='2x2'"),
+        ({"logical_mesh": [2, 2, 2]}, "one or two"),
+        ({"placements": {"a": "Q0"}}, "Q0"),
+        ({"placements": {"a": "S0"}, "logical_mesh": [2, 2]}, "1 modes"),
+        ({"placements": "S0"}, "mapping"),
+        ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_limit": "16 bananas"}, "16 bananas"),
+        ({"memory_fraction": 1.5}, "at most 1"),
+        ({"memory_fraction": "all"}, "memory_fraction='all'"),
+        ({"batch_scope": "node"}, "rank, global"),
+        ({"solver_seconds": 0}, "solver_seconds"),
+        ({"baselines": "yes"}, "baselines"),
+    ],
+)
+def test_wrong_options_are_named(wrong: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=f"(?s){message}"):
+        PlanOptions.from_user(**wrong)
+
+
+def test_digest_depends_on_every_option() -> None:
+    base = PlanOptions.from_user().digest()
+    for change in (
+        {"parallel": "data"},
+        {"logical_mesh": [2]},
+        {"placements": {"*": "R"}},
+        {"memory_limit": 1e9},
+        {"memory_limit": float("inf")},
+        {"memory_fraction": 0.5},
+        {"batch_scope": "global"},
+    ):
+        assert PlanOptions.from_user(**change).digest() != base
+        assert PlanOptions.from_user(**change).digest() == PlanOptions.from_user(**change).digest()

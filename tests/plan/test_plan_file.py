@@ -1,0 +1,137 @@
+"""Plans survive the round trip; what is wrong with a file is named; the store says why it finds nothing."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.plan.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.plan.store import PlanStore
+
+FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
+MODES = st.sampled_from(["R", "R*", "S0", "S1", "G0", "G12"])
+AXIS_STRATEGIES = st.sampled_from(["S0,R*,R*->S0", "R*,S0,S0->S1", "R,R->P", "S0->S0@sharded_loss", "->R"])
+SECONDS = st.floats(0, 1e6)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    num_axes = draw(st.integers(1, 2))
+    names = st.text(min_size=1, max_size=8)
+    predicted = Predicted(draw(SECONDS), draw(st.integers(0, 10**15)), draw(SECONDS))
+    stage = StagePlan(
+        submesh=(draw(st.integers(1, 4)), draw(st.integers(1, 8))),
+        first_device=draw(st.integers(0, 64)),
+        logical_mesh=tuple(draw(st.lists(st.integers(1, 8), min_size=num_axes, max_size=num_axes))),
+        ops=(0, draw(st.integers(1, 99))),
+        parameter_plans={n: ParameterPlan(tuple(draw(MODES) for _ in range(num_axes))) for n in draw(st.sets(names))},
+        strategies={n: tuple(draw(AXIS_STRATEGIES) for _ in range(num_axes)) for n in draw(st.sets(names))},
+        collectives=(Collective("all_reduce", 0, "step", 3, 12, draw(SECONDS)),),
+        predicted=predicted,
+        remat=draw(st.booleans()),
+    )
+    return Plan(
+        fingerprint=FINGERPRINT,
+        stages=(stage,),
+        predicted=predicted,
+        baselines={"data": draw(SECONDS), "tensor": None},
+        gap=draw(SECONDS),
+        notes=tuple(draw(st.lists(st.text(), max_size=2))),
+        solver_seconds={"solve": draw(SECONDS)},
+        cluster_name=draw(st.text()),
+    )
+
+
+STAGE = StagePlan(
+    (1, 2), 0, (2,), (0, 1), {"w": ParameterPlan(("R*",))}, {"linear": ("S0,R*->S0",)}, (), Predicted(1.0, 2)
+)
+PLAN = Plan(FINGERPRINT, (STAGE,), Predicted(1.0, 2))
+
+
+@given(plans())
+def test_dict_round_trip_through_json(plan: Plan) -> None:
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_file_round_trip_is_atomic_and_readable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "x.json"
+    PLAN.save(path)
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+    stage = json.loads(path.read_text())["stages"][0]
+    assert stage["parameters"] == {"w": "R*"}
+    assert stage["strategies"] == {"linear": "S0,R*->S0"}
+
+
+def edited(path: tuple, value: object) -> dict:
+    data = json.loads(json.dumps(PLAN.to_dict()))
+    node = data
+    for key in path[:-1]:
+        node = node[key]
+    if value is KeyError:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format_version",), 99, "version 99"),
+        (("stages",), KeyError, "plan.stages is missing"),
+        (("stages",), [], "no stages"),
+        (("fingerprint", "batch"), KeyError, "fingerprint.batch is missing"),
+        (("predicted", "step_seconds"), "fast", "step_seconds is 'fast', expected a number"),
+        (("stages", 0, "parameters", "w"), "X0", r"parameters\['w'\]: 'X0'"),
+        (("stages", 0, "parameters", "w"), "R R", "2 entries for 1 mesh axes"),
+        (("stages", 0, "strategies", "linear"), "S0;R", "'S0;R' is not a strategy"),
+        (("stages", 0, "logical_mesh"), [], "logical_mesh has 0 numbers"),
+        (("stages", 0, "remat"), 1, "remat is 1, expected a bool"),
+    ],
+)
+def test_a_wrong_field_is_named(path: tuple, value: object, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(edited(path, value)))
+    with pytest.raises(PlanError, match=message):
+        Plan.load(file)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read"):
+        Plan.load(tmp_path / "none.json")
+    (tmp_path / "half.json").write_text('{"format_version": 1,')
+    with pytest.raises(PlanError, match="not JSON"):
+        Plan.load(tmp_path / "half.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(PlanError, match="expected an object"):
+        Plan.load(tmp_path / "list.json")
+
+
+def test_store_finds_exactly_and_explains(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path / "plans")
+    assert store.find(FINGERPRINT) is None
+    assert "no plan is stored" in store.explain(FINGERPRINT)
+    store.put(PLAN)
+    store.put(replace(PLAN, fingerprint=replace(FINGERPRINT, graph="x", cluster="y", options="z")))
+    assert store.find(FINGERPRINT) == PLAN
+    other = replace(FINGERPRINT, graph="g2", batch="b2")
+    assert store.find(other) is None
+    assert store.explain(other) == "graph, batch changed"
+
+
+def test_store_reports_and_ignores_a_corrupted_file(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path)
+    path = store.put(PLAN)
+    path.write_text(path.read_text()[:100])
+    with pytest.warns(UserWarning, match="not JSON"):
+        assert store.find(FINGERPRINT) is None
+    with pytest.warns(UserWarning, match="ignored"):
+        assert "cannot be used" in store.explain(FINGERPRINT)
+    store.put(PLAN)
+    assert store.find(FINGERPRINT) == PLAN
