@@ -1,6 +1,6 @@
 """A logical mesh whose ranks are threads of one process: the collectives of `runtime.comm` without process groups.
 
-What proves rules, local ops and lowered programs in milliseconds. Not for speed: values are copied through shared memory.
+What proves rules, local ops and lowered programs in milliseconds. Not for speed: every exchange copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Exchange:
 
 @dataclass
 class ThreadAxis:
-    """`AxisComm` among threads. `record` lists (kind, bytes of the full tensor on the axis) of every collective so far."""
+    """`AxisComm` among threads. `record`: (kind, bytes of the full tensor on the axis) of every collective so far."""
 
     size: int
     index: int
@@ -71,9 +71,7 @@ class ThreadAxis:
     def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
         gathered = torch.cat(self._share(tensor), gather_dim)
         if gathered.shape[gather_dim] != gather_total:
-            raise ValueError(
-                f"all_to_all of dim {gather_dim}: the chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}"
-            )
+            raise ValueError(f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}")
         self.record.append(("all_to_all", gathered.nbytes))
         return self._own_chunk(gathered, split_dim)
 
@@ -114,7 +112,7 @@ def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], tim
     def work(rank: int) -> None:
         try:
             results[rank] = fn(meshes[rank])
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:
             errors.append(error)
             for each in exchanges.values():
                 each.barrier.abort()

@@ -1,0 +1,191 @@
+"""Local implementations: what a device runs where the plain op on its shards would not give its part of the result.
+
+Each keeps the dual-placement contract of `sharding.layout` forward and backward: a Partial result receives the whole
+gradient, a sharded one its shard; an operand's gradient is its shard, this device's summand (`R*`) or complete (`R`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.errors import ShardingError
+from alpa_strategy.lower.local_batch_norm import batch_norm_sync
+from alpa_strategy.lower.local_vocabulary import vocab_cross_entropy, vocab_embedding
+from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.sharding.layout import value_layout
+from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
+
+LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def build_local_op(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """The callable that runs `local.implementation` on this device.
+
+    Args:
+        call: the op at global shapes.
+        strategies: one per mesh axis.
+        local: the op at this device's shapes; its implementation works over the mesh axes `local.axes`.
+        mesh: this device's place and collectives.
+
+    Returns a function of the local operands in `Slot` order, which returns what the op returns. ShardingError when the
+    implementation is not known.
+    """
+    builder = _BUILDERS.get(local.implementation or "")
+    if builder is None:
+        raise ShardingError(
+            f"no local implementation {local.implementation!r} (op {call.target_name})",
+            f"a strategy may name one of {', '.join(sorted(_BUILDERS))}",
+        )
+    return builder(call, strategies, local, mesh)
+
+
+def _with_target(call: OpCall, target: Callable[..., Any]) -> LocalOp:
+    """`call` with another function in the target's place, same arguments."""
+
+    def run(*operands: Tensor) -> Any:
+        args = map_slots(call.args, lambda s: operands[s.index])
+        kwargs = {name: map_slots(value, lambda s: operands[s.index]) for name, value in call.kwargs}
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _slices(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], operand: int, mesh: MeshComm
+) -> tuple[tuple[int, int], ...]:
+    """(start, stop) per dim of this device's part of an operand."""
+    layout = value_layout(tuple(strategy.inputs[operand] for strategy in strategies))
+    return layout.slices(call.operands[operand].shape, mesh.shape, mesh.coordinate)
+
+
+def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """A mean of a part counts for as much of the whole mean as the part has of its elements."""
+    shares: dict[int, float] = {}  # averaged dim, counted from the right as broadcasting does -> our share of it
+    for axis in local.axes:
+        for i, placement in enumerate(strategies[axis].inputs):
+            if (dim := placement.shard_dim) is not None:
+                ours, whole = local.call.operands[i].shape[dim], call.operands[i].shape[dim]
+                shares[dim - len(call.operands[i].shape)] = ours / whole
+    fraction = 1.0
+    for share in shares.values():
+        fraction *= share
+
+    def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if fraction == 0.0:  # the mean of no elements would be nan
+            return _zeros_from(local.call, operands)
+        results = local.call.call(*operands)
+        if isinstance(results, Tensor):
+            return results * fraction
+        return tuple(result * fraction for result in results)
+
+    return run
+
+
+def _zeros_from(call: OpCall, operands: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Zero results that still depend on the floating-point operands, so that these get (zero) gradients."""
+    anchor = sum((operand.flatten()[:0].sum() for operand in operands if operand.is_floating_point()), start=0.0)
+    results = tuple(operands[0].new_zeros(meta.shape, dtype=meta.dtype) + anchor for meta in call.results)
+    return results if call.returns_tuple else results[0]
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """`result` as it is, and a gradient of zeros for an operand that another device uses in our place."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, unused: Tensor) -> Tensor:
+        ctx.save_for_backward(unused)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0]) if ctx.needs_input_grad[1] else None
+
+
+_ADDING_OPS = {  # op -> what is left of it without the added operand
+    torch.ops.aten.addmm.default: torch.mm,
+    torch.ops.aten.addmv.default: torch.mv,
+    torch.ops.aten.baddbmm.default: torch.bmm,
+}
+
+
+def _bias_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """Row parallel: the partial products sum up to the whole product, so the bias may be added on one device only."""
+    product = _ADDING_OPS.get(call.target)
+    position = 0 if product else [argument.name for argument in call.target._schema.arguments].index("bias")
+    bias = call.args[position] if position < len(call.args) else dict(call.kwargs).get("bias")
+    if not isinstance(bias, Slot) or all(mesh.coordinate[axis] == 0 for axis in local.axes):
+        return local.call.call
+
+    def add(result: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
+        return _ZeroGradient.apply(result, operands[bias.index])
+
+    if product:
+        alpha = dict(call.kwargs).get("alpha", 1)
+
+        def run_product(_: Tensor, left: Tensor, right: Tensor, **__: Any) -> Tensor:
+            result = product(left, right)
+            return result if alpha == 1 else result * alpha
+
+        multiply = _with_target(local.call, run_product)
+        return lambda *operands: add(multiply(*operands), operands)
+
+    def without_bias(arg: Any) -> Any:
+        return None if arg == bias else arg
+
+    bare = OpCall(
+        local.call.target,
+        tuple(map(without_bias, local.call.args)),
+        tuple((name, without_bias(value)) for name, value in local.call.kwargs),
+        local.call.operands,
+        local.call.results,
+        local.call.returns_tuple,
+    )
+    return lambda *operands: add(bare.call(*operands), operands)
+
+
+def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    weight = call.args[0].index
+    first_id = _slices(call, strategies, weight, mesh)[0][0]
+    vocabulary = call.operands[weight].shape[0]
+
+    def run(
+        weight: Tensor, ids: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    ) -> Tensor:
+        return vocab_embedding(weight, ids, first_id, vocabulary, padding_idx, scale_grad_by_freq)
+
+    return _with_target(local.call, run)
+
+
+def _vocab_cross_entropy(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
+    logits = call.args[0].index
+    class_dim = min(1, len(call.operands[logits].shape) - 1)
+    first_class = _slices(call, strategies, logits, mesh)[class_dim][0]
+    num_classes = call.operands[logits].shape[class_dim]
+    comms = tuple(mesh.axes[axis] for axis in local.axes)
+
+    def run(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
+        return vocab_cross_entropy(
+            logits, target, weight, ignore_index, label_smoothing, first_class, num_classes, comms
+        )
+
+    return _with_target(local.call, run)
+
+
+def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    comms = tuple(mesh.axes[axis] for axis in local.axes)
+    return _with_target(local.call, lambda *args, **kwargs: batch_norm_sync(comms, *args, **kwargs))
+
+
+_BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {
+    "fraction": _fraction,
+    "bias_on_first": _bias_on_first,
+    "vocab_embedding": _vocab_embedding,
+    "vocab_cross_entropy": _vocab_cross_entropy,
+    "batch_norm_sync": _batch_norm_sync,
+}

@@ -1,0 +1,334 @@
+"""Every local implementation gives the whole op's results and gradients, under the dual-placement contract."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Replicate
+
+from alpa_strategy.capture import ops as capture_ops
+from alpa_strategy.errors import ShardingError
+from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.sharding.layout import Layout, grad_layout, value_layout
+from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.sharding.thread_mesh import run_on_threads
+
+aten = torch.ops.aten
+
+
+def make_call(target, *args, **kwargs):
+    """(OpCall, operand tensors) of a call with tensors among its arguments."""
+    tensors = []
+
+    def freeze(arg):
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+            return Slot(len(tensors) - 1)
+        return tuple(map(freeze, arg)) if isinstance(arg, list | tuple) else arg
+
+    frozen, frozen_kwargs = freeze(args), tuple(sorted((k, freeze(v)) for k, v in kwargs.items()))
+    results = target(*args, **kwargs)
+    outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*tensors, *outs)]
+    n = len(tensors)
+    returns_tuple = not isinstance(results, torch.Tensor)
+    return OpCall(target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), returns_tuple), tensors
+
+
+def as_tuple(results):
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
+def part(tensor, layout, mesh):
+    for dim, (start, stop) in enumerate(layout.slices(tensor.shape, mesh.shape, mesh.coordinate)):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor.clone()
+
+
+def assemble(parts, layout, shape, mesh_shape):
+    """The whole tensor from the ranks' parts; replicas must be bitwise equal."""
+    coordinates = list(itertools.product(*map(range, mesh_shape)))
+    by_coordinate = dict(zip(coordinates, parts, strict=True))
+    whole = torch.zeros(shape, dtype=parts[0].dtype)
+    for coordinate, own in by_coordinate.items():
+        first = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
+        torch.testing.assert_close(own, by_coordinate[first], rtol=0, atol=0, equal_nan=True)
+        if first == coordinate:
+            ranges = layout.slices(shape, mesh_shape, coordinate)
+            whole[tuple(slice(a, b) for a, b in ranges)] += own
+    return whole
+
+
+def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
+    """Run whole and sharded; compare results and gradients; return the ranks' collective records."""
+    strategies = tuple(map(AxisStrategy.parse, texts))
+    implementation = next(s.implementation for s in strategies if s.implementation)
+    axes = tuple(i for i, s in enumerate(strategies) if s.implementation) if axes is None else axes
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands]
+    expected = as_tuple(call.call(*leaves))
+    grads = [torch.randn_like(r) if r.requires_grad else None for r in expected]
+    torch.autograd.backward([r for r in expected if r.requires_grad], [g for g in grads if g is not None])
+    operand_duals = [tuple(s.inputs[i] for s in strategies) for i in range(len(operands))]
+    result_duals = [tuple(s.outputs[i] for s in strategies) for i in range(len(expected))]
+
+    def work(mesh):
+        mine = [
+            part(t.detach(), value_layout(d), mesh).requires_grad_(t.requires_grad)
+            for t, d in zip(operands, operand_duals, strict=True)
+        ]
+        results_meta = tuple(
+            m.with_shape(value_layout(d).local_shape(m.shape, mesh.shape, mesh.coordinate))
+            for m, d in zip(call.results, result_duals, strict=True)
+        )
+        operands_meta = tuple(m.with_shape(tuple(t.shape)) for m, t in zip(call.operands, mine, strict=True))
+        local = LocalCall(
+            OpCall(call.target, call.args, call.kwargs, operands_meta, results_meta, call.returns_tuple),
+            implementation,
+            axes,
+        )
+        results = as_tuple(build_local_op(call, strategies, local, mesh)(*mine))
+        for axis in mesh.axes:
+            axis.record.append(("backward", 0))
+        pairs = [
+            (r, part(g, grad_layout(d), mesh))
+            for r, g, d in zip(results, grads, result_duals, strict=True)
+            if g is not None
+        ]
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        return [r.detach() for r in results], [t.grad for t in mine], [a.record for a in mesh.axes]
+
+    ranks = run_on_threads(mesh_shape, work)
+    for i, result in enumerate(expected):
+        assert all(r[0][i].dtype == result.dtype for r in ranks)
+        whole = assemble([r[0][i] for r in ranks], value_layout(result_duals[i]), result.shape, mesh_shape)
+        torch.testing.assert_close(whole, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    for i, leaf in enumerate(leaves):
+        if leaf.requires_grad:
+            assert all(r[1][i] is not None for r in ranks), f"operand {i} has no gradient on some rank"
+            whole = assemble([r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape)
+            torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
+    return [r[2] for r in ranks]
+
+
+def rand(*shape, grad=True):
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
+
+
+# fraction -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_mean_over_uneven_dims(n):
+    call, x = make_call(aten.mean.dim, rand(7, 4, 5), [0, 2])
+    check(call, x, (n,), ["S0->P@fraction"])
+    check(call, x, (n,), ["S2->P@fraction"])
+    check(call, x, (n, 2), ["S0->P@fraction", "S2->P@fraction"])
+    check(call, x, (2, n), ["S0->P@fraction", "S0->P@fraction"])
+    check(call, x, (n, 2), ["S2->P@fraction", "S1->S0"])
+    check(call, x, (2, n), ["R->R", "S0->P@fraction"])
+
+
+@pytest.mark.parametrize(
+    "target", [aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy_with_logits.default]
+)
+def test_mean_losses(target):
+    call, x = make_call(target, rand(5, 3), torch.rand(5, 3, dtype=torch.float64))
+    check(call, x, (2,), ["S0,S0->P@fraction"])
+    check(call, x, (2, 2), ["S0,S0->P@fraction", "S1,S1->P@fraction"])
+    check(call, x, (4, 2), ["S0,S0->P@fraction", "S0,S0->P@fraction"])  # one device has no rows at all
+
+
+def test_mean_loss_of_broadcast_operands():
+    target, weight = torch.rand(5, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    call, x = make_call(aten.binary_cross_entropy_with_logits.default, rand(5, 3), target, weight)
+    check(call, x, (2,), ["S0,S0,R*->P@fraction"])
+    check(call, x, (2, 2), ["S0,S0,R*->P@fraction", "S1,S1,S0->P@fraction"])
+
+
+# bias_on_first --------------------------------------------------------------------------------------------------------
+
+
+def test_row_parallel_linear():
+    call, x = make_call(aten.linear.default, rand(4, 3, 5), rand(6, 5), rand(6))
+    check(call, x, (3,), ["S2,S1,R*->P@bias_on_first"])
+    check(call, x, (2, 2), ["S2,S1,R*->P@bias_on_first", "S2,S1,R*->P@bias_on_first"])
+    check(call, x, (2, 2), ["S2,S1,R*->P@bias_on_first", "R*,S0,S0->S2"])
+    check(call, x, (2, 3), ["S0,R*,R*->S0", "S2,S1,R*->P@bias_on_first"])
+
+
+def test_row_parallel_convolution():
+    call, x = make_call(
+        aten.convolution.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), rand(3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    )
+    check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
+    call, x = make_call(aten.conv2d.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), bias=rand(3))
+    check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
+
+
+@pytest.mark.parametrize("alpha", [1, 0.5])
+def test_row_parallel_addmm(alpha):
+    call, x = make_call(aten.addmm.default, rand(3), rand(4, 5), rand(5, 3), alpha=alpha, beta=2)
+    check(call, x, (3,), ["R*,S1,S0->P@bias_on_first"])
+    call, x = make_call(aten.baddbmm.default, rand(2, 4, 3), rand(2, 4, 5), rand(2, 5, 3), alpha=alpha)
+    check(call, x, (2,), ["R*,S2,S1->P@bias_on_first"])
+
+
+def test_linear_without_bias_is_plain():
+    call, x = make_call(aten.linear.default, rand(4, 5), rand(6, 5))
+    check(call, x, (2,), ["S1,S1->P@bias_on_first"])
+
+
+# vocab_embedding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 0, 6])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_vocabulary_parallel_embedding(padding_idx, by_frequency):
+    ids = torch.tensor([[0, 1, 6, 3, 3], [6, 6, 2, 0, 4]])
+    call, x = make_call(aten.embedding.default, rand(7, 4), ids, padding_idx, by_frequency)
+    check(call, x, (3,), ["S0,R->P@vocab_embedding"])
+    check(call, x, (2, 2), ["S0,R->P@vocab_embedding", "S0,R->P@vocab_embedding"])
+    check(call, x, (2, 2), ["S1,R->S2", "S0,R->P@vocab_embedding"])
+    if not by_frequency:  # frequencies are those of the whole batch
+        check(call, x, (2, 2), ["R*,S0->S0", "S0,R->P@vocab_embedding"])
+
+
+def test_embedding_id_out_of_the_whole_vocabulary():
+    call, x = make_call(aten.embedding.default, rand(7, 4), torch.tensor([0, 6]))
+    x[1] = torch.tensor([0, 7])
+    with pytest.raises(IndexError):
+        check(call, x, (2,), ["S0,R->P@vocab_embedding"])
+
+
+# vocab_cross_entropy --------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_call(logits, target, weight=None, ignore_index=-100, smoothing=0.0):
+    return make_call(capture_ops.cross_entropy_sum, logits, target, weight, ignore_index, smoothing)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    num_classes=st.integers(4, 9),
+    mesh_shape=st.sampled_from([(2,), (3,), (4,), (2, 2)]),
+    extra=st.sampled_from([None, (), (2,), (2, 3)]),
+    weighted=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    ignore_index=st.sampled_from([-100, 2, 255]),
+    scale=st.sampled_from([1.0, 300.0]),
+)
+def test_cross_entropy_over_sharded_classes(
+    data, num_classes, mesh_shape, extra, weighted, smoothing, ignore_index, scale
+):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    rows = () if extra is None else (5,)
+    logits = (torch.randn(*rows, num_classes, *(extra or ()), dtype=torch.float64) * scale).requires_grad_()
+    target = torch.randint(0, num_classes, (*rows, *(extra or ())))
+    target = torch.where(torch.rand(target.shape) < 0.3, ignore_index, target)
+    weight = torch.rand(num_classes, dtype=torch.float64) if weighted else None
+    call, x = cross_entropy_call(logits, target, weight, ignore_index, smoothing)
+    dim = min(1, logits.dim() - 1)
+    weight_at = data.draw(st.sampled_from([",R*", ",S0"])) if weighted else ""
+    text = f"S{dim},R{weight_at}->R@vocab_cross_entropy"
+    for axes in check(call, x, mesh_shape, [text] * len(mesh_shape), tolerance=1e-11 if scale > 1 else 1e-12):
+        for record in axes:
+            assert record[-1][0] == "backward"  # no collective after the forward
+            assert len(record) == 3
+
+
+def test_cross_entropy_with_rows_on_another_axis():
+    call, x = cross_entropy_call(rand(5, 7), torch.tensor([0, 6, -100, 3, 3]))
+    check(call, x, (2, 3), ["S0,S0->P", "S1,R->R@vocab_cross_entropy"])
+    check(call, x, (3, 2), ["S1,R->R@vocab_cross_entropy", "S0,S0->P"])
+    check(call, x, (3, 2), ["S1,R->R@vocab_cross_entropy", "R,R->R"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_of_probabilities(weighted):
+    weight = torch.rand(7, dtype=torch.float64) if weighted else None
+    target = torch.rand(5, 7, 2, dtype=torch.float64).softmax(1).requires_grad_()
+    call, x = cross_entropy_call(rand(5, 7, 2), target, weight, smoothing=0.2)
+    check(call, x, (3,), ["S1,S1,R->R@vocab_cross_entropy" if weighted else "S1,S1->R@vocab_cross_entropy"])
+
+
+def test_cross_entropy_of_masked_classes():
+    logits = torch.randn(4, 6, dtype=torch.float64)
+    logits[:, 3:] = float("-inf")  # one device's classes are all impossible
+    call, x = cross_entropy_call(logits.requires_grad_(), torch.tensor([0, 1, 2, 0]))
+    check(call, x, (2,), ["S1,R->R@vocab_cross_entropy"])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_cross_entropy_in_half_precision(dtype, tolerance):
+    torch.manual_seed(0)
+    logits = torch.randn(6, 40)
+    call, x = cross_entropy_call(logits.to(dtype).requires_grad_(), torch.randint(0, 40, (6,)))
+    check(call, x, (2,), ["S1,R->R@vocab_cross_entropy"], tolerance=tolerance)
+
+
+def test_cross_entropy_backward_twice():
+    call, x = cross_entropy_call(rand(5, 7), torch.tensor([0, 6, -100, 3, 3]))
+    strategy = (AxisStrategy.parse("S1,R->R@vocab_cross_entropy"),)
+
+    def work(mesh):
+        mine = part(x[0].detach(), Layout.parse("S1"), mesh).requires_grad_()
+        metas = (call.operands[0].with_shape(tuple(mine.shape)), call.operands[1])
+        local = OpCall(call.target, call.args, call.kwargs, metas, call.results)
+        run = build_local_op(call, strategy, LocalCall(local, "vocab_cross_entropy", (0,)), mesh)
+        loss = run(mine, x[1])
+        (first,) = torch.autograd.grad(loss, mine, retain_graph=True)
+        (second,) = torch.autograd.grad(loss * 2, mine)
+        return torch.equal(first * 2, second)
+
+    assert all(run_on_threads((2,), work))
+
+
+def test_cross_entropy_target_out_of_range():
+    call, x = cross_entropy_call(rand(2, 7), torch.tensor([0, 6]))
+    x[1] = torch.tensor([0, 7])
+    with pytest.raises(IndexError):
+        check(call, x, (2,), ["S1,R->R@vocab_cross_entropy"])
+
+
+# batch_norm_sync ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("shape", [(7, 4), (7, 4, 5), (7, 4, 5, 3)])
+def test_batch_norm_over_the_whole_batch(affine, tracked, shape):
+    torch.manual_seed(0)
+    x = (torch.randn(shape, dtype=torch.float64) * 3 + 20).requires_grad_()
+    scale = [rand(4), rand(4)] if affine else [None, None]
+    statistics = [torch.randn(4).double(), torch.rand(4).double()] if tracked else [None, None]
+    call, tensors = make_call(capture_ops.batch_norm_train, x, *scale, *statistics, 0.1, 1e-5)
+
+    def text(x_at, channel_at, stat_at, implementation="@batch_norm_sync"):
+        inputs = [x_at] + [channel_at] * 2 * affine + [stat_at] * 2 * tracked
+        return f"{','.join(inputs)}->{','.join([x_at] + [stat_at] * 2 * tracked)}{implementation}"
+
+    batch, channel = text("S0", "R*", "R"), text("S1", "S0", "S0", "")
+    check(call, tensors, (2,), [batch], tolerance=1e-11)
+    check(call, tensors, (3,), [batch], tolerance=1e-11)
+    check(call, tensors, (2, 2), [batch, batch], tolerance=1e-11)
+    check(call, tensors, (2, 2), [channel, batch], tolerance=1e-11)
+    check(call, tensors, (4, 2), [batch, batch], tolerance=1e-11)  # one device has no rows at all
+    if len(shape) > 2:
+        check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11)
+
+
+def test_batch_norm_in_bfloat16():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 4, dtype=torch.bfloat16).requires_grad_()
+    weight, bias = torch.randn(3).requires_grad_(), torch.randn(3).requires_grad_()
+    call, tensors = make_call(capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5)
+    check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2)
+
+
+def test_unknown_implementation_is_named():
+    call, _ = make_call(aten.mean.dim, rand(7, 4), [0])
+    with pytest.raises(ShardingError, match="no_such"):
+        build_local_op(call, (), LocalCall(call, "no_such", (0,)), None)
