@@ -1,0 +1,234 @@
+"""The `alpa` command: train a recipe, plan one for a cluster that need not be there, show a plan.
+
+Heavy imports wait inside the subcommands, so that `alpa --help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from alpa_strategy.errors import AlpaError, OptionError
+
+if TYPE_CHECKING:
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.options import PlanOptions
+    from alpa_strategy.recipe import Recipe
+
+EXIT_USER_ERROR = 2
+CLUSTER_OVERRIDES = ("num_nodes", "devices_per_node")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own); returns the exit code.
+
+    An AlpaError is a message on stderr and exit code 2; anything else is a defect and keeps its stack trace.
+    """
+    arguments = _parse(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return command(arguments)
+    except AlpaError as error:
+        _report(error)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `alpa show plan.json | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value` leaves one over.
+    unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="alpa", description='Automatic parallelism for PyTorch Lightning: Trainer(strategy="alpa").'
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a recipe on the devices of this machine or of a torchrun job")
+    train.add_argument("recipe", metavar="RECIPE.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.devices=2 model.lr=1e-3")
+    train.set_defaults(run=_train)
+
+    plan = commands.add_parser("plan", help="plan a recipe for a cluster; no devices and no weights are needed")
+    plan.add_argument("recipe", metavar="RECIPE.yaml")
+    plan.add_argument("--cluster", required=True, metavar="CLUSTER.yaml", help="a file, or a name in configs/clusters")
+    plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
+    plan.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for example cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
+    )
+    plan.set_defaults(run=_plan)
+
+    show = commands.add_parser("show", help="show a stored plan")
+    show.add_argument("plan", metavar="PLAN.json")
+    show.add_argument("--html", metavar="OUT.html", help="write a self-contained page")
+    show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
+    show.set_defaults(run=_show)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    _seed(recipe)
+    trainer = build_trainer(recipe)
+    model, data = build_model(recipe), build_data(recipe)
+    trainer.fit(model, datamodule=data)
+    return 130 if trainer.interrupted else 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
+    from alpa_strategy.plan.make import make_plan
+    from alpa_strategy.recipe import build_data, build_model, load_recipe
+
+    to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
+    recipe = load_recipe(arguments.recipe, [*to_recipe, *to_options])
+    cluster = _override_cluster(ClusterSpec.load(arguments.cluster), to_cluster)
+    options = plan_options(recipe)
+    progress = Progress()
+    with progress("build the model on the meta device"), torch.device("meta"):
+        model = build_model(recipe)
+    batch = _example_batch(build_data(recipe), recipe)
+    with progress("plan"), _precision(recipe, model):
+        plan = make_plan(model, batch, cluster, options)
+    console = Console()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    console.print(plan_table(plan, shapes))
+    console.print(plan_timing(plan, peak_rss_bytes()))
+    if arguments.output:
+        plan.save(arguments.output)
+        console.print(f"plan stored in {arguments.output}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from alpa_strategy.display import plan_html, plan_svg, plan_table
+    from alpa_strategy.plan.plan import Plan
+
+    plan = Plan.load(arguments.plan)
+    Console().print(plan_table(plan))
+    for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
+        if path:
+            try:
+                Path(path).write_text(render(plan), encoding="utf-8")
+            except OSError as error:
+                raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
+    return 0
+
+
+def plan_options(recipe: Recipe) -> PlanOptions:
+    """The recipe's strategy options that planning depends on; what only the runtime uses is left out."""
+    from dataclasses import fields
+
+    from alpa_strategy.options import PlanOptions
+
+    names = {f.name for f in fields(PlanOptions)}
+    return PlanOptions.from_user(**{key: value for key, value in recipe.strategy.items() if key in names})
+
+
+def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """`cluster.*` overrides (without the prefix), `plan.*` ones (as `strategy.*`), and the recipe's own."""
+    to_cluster, to_options, to_recipe = [], [], []
+    for text in overrides:
+        if text.startswith("cluster."):
+            to_cluster.append(text.removeprefix("cluster."))
+        elif text.startswith("plan."):
+            to_options.append("strategy." + text.removeprefix("plan."))
+        else:
+            to_recipe.append(text)
+    return to_cluster, to_options, to_recipe
+
+
+def _override_cluster(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
+    from dataclasses import replace
+
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key not in CLUSTER_OVERRIDES:
+            raise OptionError(
+                f"override 'cluster.{text}' is unknown", f"use cluster.{' or cluster.'.join(CLUSTER_OVERRIDES)}"
+            )
+        if not value.isdigit() or int(value) < 1:
+            raise OptionError(f"override 'cluster.{text}': not a number of at least 1", f"write cluster.{key}=2")
+        cluster = replace(cluster, **{key: int(value)})
+    return cluster
+
+
+def _example_batch(data: Any, recipe: Recipe) -> Any:
+    """A batch of the right shapes: the data module's own `example_batch()`, else the first rows of its data."""
+    if hasattr(data, "example_batch"):
+        return data.example_batch()
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    try:
+        rows = [loader.dataset[i] for i in range(loader.batch_size)]
+    except (AttributeError, TypeError, NotImplementedError):
+        raise OptionError(
+            f"{recipe.path}: data: {type(data).__name__} has neither example_batch() nor a map-style training dataset",
+            "add a method example_batch() that returns a batch of the right shapes",
+        ) from None
+    return loader.collate_fn(rows)
+
+
+@contextlib.contextmanager
+def _precision(recipe: Recipe, model: Any) -> Iterator[None]:
+    """What the Trainer's precision plugin does to the model and around its step, for plans made without a Trainer."""
+    import torch
+
+    precision = str(recipe.trainer.get("precision") or "32-true")
+    halves = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
+    kind, _, mode = precision.partition("-")
+    if kind not in halves or mode not in ("true", "mixed", ""):
+        raise OptionError(
+            f"{recipe.path}: trainer.precision {precision!r} cannot be planned", "use 32-true, bf16-mixed or bf16-true"
+        )
+    if mode == "mixed" or (mode == "" and kind in ("16", "bf16")):
+        # Capture runs as CPU whatever the cluster's devices are.
+        with torch.autocast("cpu", dtype=halves[kind]):
+            yield
+        return
+    model.to(halves[kind])
+    yield
+
+
+def _seed(recipe: Recipe) -> None:
+    if recipe.seed is not None:
+        from lightning import seed_everything
+
+        seed_everything(recipe.seed, workers=True, verbose=False)
+
+
+def _report(error: AlpaError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
+    if error.fix:
+        console.print(Text.assemble(("what to do: ", "bold"), error.fix))

@@ -1,0 +1,175 @@
+"""The plan as one self-contained picture: stages as cards with device grids, parameters coloured by mode."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
+from alpa_strategy.display.numbers import format_bytes, format_seconds
+from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
+from alpa_strategy.plan.plan import Plan, StagePlan
+
+WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
+INK, SOFT, LINE, CARD = "#1f2933", "#6b7785", "#e1e6eb", "#ffffff"
+MODE_COLOURS = {"R": "#c9d1d9", "R*": "#7fb4d6", "S": "#c79bd1", "G": "#8fc7a4"}
+TIME_COLOURS = {"compute": "#5b8db8", "communication": "#b57fc0", "optimizer": "#74b38c"}
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+def plan_svg(plan: Plan) -> str:
+    """The picture as SVG text."""
+    body: list[str] = []
+    y = _header(body, plan, 44)
+    for index, stage in enumerate(plan.stages):
+        if index:
+            body.append(f'<path d="M{WIDTH / 2} {y - 14} v10 m-4 -4 l4 4 l4 -4" stroke="{SOFT}" fill="none"/>')
+        y = _stage(body, plan, index, stage, y)
+    y = _legend(body, plan, y + 8)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" width="{WIDTH}" height="{y:.0f}" '
+        f'font-family="{FONT}" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="#f6f8fa"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def plan_html(plan: Plan) -> str:
+    """A page with the picture and the collectives as a table. It loads nothing from elsewhere."""
+    rows = "".join(
+        f"<tr><td>{index}</td><td>{escape(c.kind)}</td><td>{c.axis}</td><td>{escape(c.phase)}</td>"
+        f"<td class=n>{c.count}</td><td class=n>{format_bytes(c.num_bytes)}</td>"
+        f"<td class=n>{format_seconds(c.seconds)}</td></tr>"
+        for index, stage in enumerate(plan.stages)
+        for c in sorted(stage.collectives, key=lambda c: -c.seconds)
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    heads = "".join(
+        f"<th>{head}</th>" for head in ("stage", "collective", "axis", "phase", "calls", "bytes", "per step")
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Alpa plan</title><style>
+body {{ margin: 2rem auto; max-width: {WIDTH}px; font: 14px {FONT}; color: {INK}; background: #f6f8fa }}
+svg {{ width: 100%; height: auto }} table {{ border-collapse: collapse; margin: 1rem {MARGIN}px }}
+th {{ text-align: left; color: {SOFT}; font-weight: 500 }}
+th, td {{ padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid {LINE} }}
+.n {{ text-align: right }} ul {{ margin: 1rem {MARGIN}px; padding-left: 1rem; color: {SOFT} }}
+</style></head><body>
+{plan_svg(plan)}
+{f"<table><tr>{heads}</tr>{rows}</table>" if rows else ""}
+{f"<ul>{notes}</ul>" if notes else ""}
+</body></html>
+"""
+
+
+def _text(x: float, y: float, text: str, extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {extra}>{escape(text)}</text>'
+
+
+def _header(body: list[str], plan: Plan, y: float) -> float:
+    devices = sum(math.prod(stage.submesh) for stage in plan.stages)
+    where = f" on {plan.cluster_name}" if plan.cluster_name else ""
+    p = plan.predicted
+    body.append(_text(MARGIN, y, f"{devices} device{'s' * (devices != 1)}{where}", 'font-size="20" font-weight="600"'))
+    proof = "proved optimal" if plan.gap <= 1e-6 else f"within {max(plan.gap, 1e-4):.2%} of the optimum"
+    facts = f"{format_seconds(p.step_seconds)} per step, {format_bytes(p.peak_bytes)} per device, {proof}"
+    if len(plan.stages) > 1:
+        facts += f", {plan.num_microbatches} micro-batches, {plan.schedule}"
+    body.append(_text(MARGIN, y + 24, facts, f'fill="{SOFT}"'))
+    y = _time_bar(body, plan, y + 40)
+    return _baselines(body, plan, y) + 12
+
+
+def _time_bar(body: list[str], plan: Plan, y: float) -> float:
+    p = plan.predicted
+    parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "optimizer": p.optimizer_seconds}
+    total = sum(parts.values())
+    if total <= 0:
+        return y
+    x, label_x = float(MARGIN), float(MARGIN)
+    for name, seconds in parts.items():
+        width = (WIDTH - 2 * MARGIN) * seconds / total
+        body.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="10" fill="{TIME_COLOURS[name]}"/>')
+        label = f"{name} {format_seconds(seconds)}"
+        body.append(f'<rect x="{label_x:.1f}" y="{y + 20}" width="9" height="9" rx="2" fill="{TIME_COLOURS[name]}"/>')
+        body.append(_text(label_x + 15, y + 29, label, f'font-size="12" fill="{SOFT}"'))
+        x, label_x = x + width, label_x + 36 + 6.6 * len(label)
+    return y + 46
+
+
+def _baselines(body: list[str], plan: Plan, y: float) -> float:
+    if not plan.baselines:
+        return y
+    step = plan.predicted.step_seconds
+    texts = []
+    for name, seconds in plan.baselines.items():
+        if seconds is None or not math.isfinite(seconds):
+            texts.append(f"{name} does not fit")
+        else:
+            ratio = f" ({seconds / step:.2f}x)" if step > 0 else ""
+            texts.append(f"{name} {format_seconds(seconds)}{ratio}")
+    body.append(_text(MARGIN, y + 6, "instead: " + ", ".join(texts), f'font-size="12" fill="{SOFT}"'))
+    return y + 20
+
+
+def _stage(body: list[str], plan: Plan, index: int, stage: StagePlan, y: float) -> float:
+    groups = merge_groups(parameter_groups(stage.parameter_plans))
+    rows, columns = stage.logical_mesh if len(stage.logical_mesh) == 2 else (1, math.prod(stage.logical_mesh))
+    cell = min(36.0, GRID / max(rows, columns))
+    height = 64 + max(ROW * len(groups), cell * rows + 40)
+    body.append(
+        f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{height:.0f}" rx="8" fill="{CARD}" '
+        f'stroke="{LINE}"/>'
+    )
+    title = f"Stage {index}" if len(plan.stages) > 1 else "Mesh"
+    body.append(_text(MARGIN + 20, y + 30, title, 'font-weight="600"'))
+    _grid(body, stage, MARGIN + 20, y + 48, cell, rows, columns)
+    left = MARGIN + 20 + GRID + 40
+    chips = WIDTH - MARGIN - 20 - CHIP * len(stage.logical_mesh)
+    for axis, size in enumerate(stage.logical_mesh):
+        label = f"axis {axis} ({size})" if len(stage.logical_mesh) == 1 else f"axis {axis}"
+        extra = f'font-size="11" fill="{SOFT}" text-anchor="middle"'
+        body.append(_text(chips + CHIP * (axis + 0.5) - 3, y + 30, label, extra))
+    for row, group in enumerate(groups):
+        _group(body, group, left, chips, y + 40 + ROW * row)
+    return y + height + 22
+
+
+def _grid(body: list[str], stage: StagePlan, x: float, y: float, cell: float, rows: int, columns: int) -> None:
+    gap = max(1.0, cell * 0.08)
+    for device in range(rows * columns):
+        cx, cy = x + (device % columns) * cell, y + (device // columns) * cell
+        size = cell - gap
+        body.append(
+            f'<rect x="{cx:.1f}" y="{cy:.1f}" width="{size:.1f}" height="{size:.1f}" rx="{cell / 9:.1f}" '
+            'fill="#dbe7f1"/>'
+        )
+        if cell >= 14:
+            extra = f'font-size="{cell * 0.36:.1f}" fill="{SOFT}" text-anchor="middle"'
+            body.append(_text(cx + size / 2, cy + size / 2 + cell * 0.13, str(stage.first_device + device), extra))
+    facts = [" x ".join(map(str, stage.logical_mesh)), format_bytes(stage.predicted.peak_bytes)]
+    body.append(_text(x, y + rows * cell + 18, ", ".join(facts), f'font-size="12" fill="{SOFT}"'))
+
+
+def _group(body: list[str], group: ParameterGroup, left: float, chips: float, y: float) -> None:
+    count = f"  x{len(group.names)}" if len(group.names) > 1 else ""
+    room = int((chips - left - 16) / 7.4)
+    name = group.pattern + count
+    name = name if len(name) <= room else name[: room - 1] + "…"
+    body.append(_text(left, y + 15, name, 'font-size="12" font-family="ui-monospace, \'DejaVu Sans Mono\', monospace"'))
+    for axis, mode in enumerate(group.modes):
+        x = chips + CHIP * axis
+        colour = MODE_COLOURS.get(mode_kind(mode), "#eeeeee")
+        body.append(f'<rect x="{x:.1f}" y="{y}" width="{CHIP - 6}" height="{ROW - 4}" rx="4" fill="{colour}"/>')
+        body.append(_text(x + (CHIP - 6) / 2, y + 14.5, mode, 'font-size="11" text-anchor="middle"'))
+
+
+def _legend(body: list[str], plan: Plan, y: float) -> float:
+    used = {mode_kind(mode) for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    for kind in (kind for kind in MODE_MEANINGS if kind in used):
+        body.append(f'<rect x="{MARGIN}" y="{y}" width="30" height="16" rx="4" fill="{MODE_COLOURS[kind]}"/>')
+        label = kind + ("n" if kind in "SG" else "")
+        body.append(_text(MARGIN + 15, y + 12, label, 'font-size="11" text-anchor="middle"'))
+        body.append(_text(MARGIN + 42, y + 12.5, MODE_MEANINGS[kind], f'font-size="12" fill="{SOFT}"'))
+        y += 24
+    return y + 16

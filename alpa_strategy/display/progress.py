@@ -1,0 +1,54 @@
+"""Progress: what planning is doing now and how long each phase took. A spinner on a terminal, else a line a phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from alpa_strategy.display.numbers import format_seconds
+
+
+class Progress:
+    """Named phases, shown on rank 0 only: `phases = Progress()`, then `with phases("capture", "GPT"): ...`.
+
+    Args:
+        enabled: show anything; None: only on rank 0 (the `RANK` or `LOCAL_RANK` of the launcher).
+        console: where to; stderr by default, so that a piped result stays clean.
+    """
+
+    def __init__(self, enabled: bool | None = None, console: Console | None = None) -> None:
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+        self.enabled = rank == "0" if enabled is None else enabled
+        self.console = console or Console(stderr=True)
+        self.seconds: dict[str, float] = {}
+        self._open = 0
+
+    @contextmanager
+    def __call__(self, name: str, detail: str = "") -> Iterator[None]:
+        """One phase. Its seconds are added to `self.seconds[name]`; an exception passes through and is marked."""
+        start = time.perf_counter()
+        status = None
+        if self.enabled and self.console.is_terminal and not self._open:  # rich has one live display at a time
+            status = self.console.status(f"[bold]alpa[/] · {name}" + (f" [dim]{detail}[/]" if detail else ""))
+            status.start()
+        self._open += 1
+        mark = "[red]✗[/]"
+        try:
+            yield
+            mark = "[green]✓[/]"
+        finally:
+            self._open -= 1
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            if status is not None:
+                status.stop()
+            if self.enabled:
+                tail = f" [dim]{detail}[/]" if detail else ""
+                indent = "  " * self._open
+                self.console.print(
+                    f"[bold]alpa[/] {indent}{mark} {name}{tail} [dim]{format_seconds(elapsed)}[/]", highlight=False
+                )

@@ -1,0 +1,199 @@
+"""The plan as a rich table: what it costs, what it beats, how each parameter lies, what is communicated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.display.groups import Shape, parameter_groups
+from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds
+from alpa_strategy.plan.plan import Collective, Plan, StagePlan
+
+BAR_WIDTH = 40
+MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}
+MODE_MEANINGS = {
+    "R": "replicated",
+    "R*": "replicated, gradient summed once per step (data parallel)",
+    "S": "sharded along dim n, used in shards or gathered at each use (tensor parallel, ZeRO-3)",
+    "G": "sharded along dim n, gathered once per step (ZeRO-1/2)",
+}
+PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
+
+
+def plan_table(
+    plan: Plan, shapes: Mapping[str, Shape] | None = None, memory_limit: float | None = None
+) -> RenderableType:
+    """The whole plan. `shapes`: parameter name -> global shape, `memory_limit` in bytes; both are shown where known."""
+    parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit)]
+    for index, stage in enumerate(plan.stages):
+        if len(plan.stages) > 1:
+            parts += [Text(), _stage_line(index, stage)]
+        parts += [Text(), _parameters(stage, shapes)]
+        if stage.collectives:
+            parts += [Text(), _collectives(stage)]
+    parts += [Text(), _legend(plan)]
+    parts += [Text.assemble(("note  ", "yellow"), note) for note in plan.notes]
+    return Group(*parts)
+
+
+def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
+    """Where planning spent its time, and the memory that it took."""
+    phases = [f"{name} {format_seconds(seconds)}" for name, seconds in plan.solver_seconds.items()]
+    total = sum(plan.solver_seconds.values())
+    text = f"planned in {format_seconds(total)}" + (f": {', '.join(phases)}" if phases else "")
+    return Text(text + (f"; peak memory {format_bytes(peak_rss)}" if peak_rss else ""), style="dim")
+
+
+def measured_line(plan: Plan, measured_seconds: float) -> Text:
+    """One line: predicted against measured seconds per step."""
+    predicted = plan.predicted.step_seconds
+    text = Text.assemble(
+        ("alpa ", "bold"),
+        f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}",
+    )
+    if predicted > 0 and measured_seconds > 0:
+        ratio = measured_seconds / predicted
+        way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} of the prediction"
+        text.append(f" ({way})", style="dim")
+    return text
+
+
+def _headline(plan: Plan) -> Text:
+    devices = sum(math.prod(stage.submesh) for stage in plan.stages)
+    where = f" on {plan.cluster_name}" if plan.cluster_name else ""
+    text = Text.assemble(("Alpa plan", "bold"), f"  {devices} device{'s' * (devices != 1)}{where}")
+    if len(plan.stages) == 1:
+        text.append(f", mesh {_grid(plan.stages[0].logical_mesh)}")
+    else:
+        text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}")
+    proof = "proved optimal" if plan.gap <= 1e-6 else f"within {max(plan.gap, 1e-4):.2%} of the optimum"
+    text.append(f", {proof}", style="green" if plan.gap <= 1e-6 else "yellow")
+    return text
+
+
+def _summary(plan: Plan, memory_limit: float | None) -> Table:
+    p = plan.predicted
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    parts = [
+        ("compute", p.compute_seconds, "blue"),
+        ("communication", p.communication_seconds, "magenta"),
+        ("optimizer", p.optimizer_seconds, "green"),
+    ]
+    line = Text.assemble((format_seconds(p.step_seconds), "bold"))
+    if any(seconds for _, seconds, _ in parts):
+        line.append("  ")
+        line.append(_bar(parts))
+    table.add_row("step", line)
+    if any(seconds for _, seconds, _ in parts):
+        words = Text("  ").join(
+            Text.assemble(("■ ", style), f"{name} {format_seconds(seconds)}") for name, seconds, style in parts
+        )
+        table.add_row("", words)
+    memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
+    if memory_limit and math.isfinite(memory_limit):
+        memory.append(f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
+    table.add_row("memory", memory)
+    if plan.baselines:
+        table.add_row("instead", _baselines(plan))
+    return table
+
+
+def _baselines(plan: Plan) -> Text:
+    lines = []
+    for name, seconds in plan.baselines.items():
+        if seconds is None or not math.isfinite(seconds):
+            lines.append(Text.assemble(f"{name} ", ("does not fit", "red")))
+            continue
+        ratio = seconds / plan.predicted.step_seconds if plan.predicted.step_seconds > 0 else 1.0
+        lines.append(Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim")))
+    return Text(", ").join(lines)
+
+
+def _bar(parts: list[tuple[str, float, str]]) -> Text:
+    total = sum(seconds for _, seconds, _ in parts)
+    bar, done, drawn = Text(), 0.0, 0
+    for _, seconds, style in parts:
+        done += seconds
+        end = round(BAR_WIDTH * done / total)
+        bar.append("━" * (end - drawn), style=style)
+        drawn = end
+    return bar
+
+
+def _stage_line(index: int, stage: StagePlan) -> Text:
+    first, count = stage.first_device, math.prod(stage.submesh)
+    devices = f"device {first}" if count == 1 else f"devices {first}-{first + count - 1}"
+    text = Text.assemble((f"Stage {index}", "bold"), f"  {devices}, mesh {_grid(stage.logical_mesh)}, ")
+    text.append(f"{format_seconds(stage.predicted.step_seconds)}, {format_bytes(stage.predicted.peak_bytes)}")
+    return text.append(", activations recomputed" if stage.remat else "")
+
+
+def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
+    groups = parameter_groups(stage.parameter_plans, shapes)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("parameters", overflow="fold")
+    table.add_column("", justify="right", style="dim", no_wrap=True)
+    sized = any(group.shape is not None for group in groups)
+    if sized:
+        table.add_column("shape", no_wrap=True)
+        table.add_column("elements", justify="right", no_wrap=True)
+    for axis, size in enumerate(stage.logical_mesh):
+        table.add_column(f"axis {axis} ({size})", no_wrap=True)
+    for group in groups:
+        row: list[RenderableType] = [group.pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
+        if sized and group.shape is not None:
+            row += [
+                " x ".join(map(str, group.shape)) or "scalar",
+                format_count(len(group.names) * math.prod(group.shape)),
+            ]
+        elif sized:
+            row += ["", ""]
+        table.add_row(*row, *(Text(mode, style=MODE_STYLES.get(mode_kind(mode), "")) for mode in group.modes))
+    return table
+
+
+def _collectives(stage: StagePlan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("collective", "axis", "when"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls", "bytes", "time per step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for c in sorted(stage.collectives, key=_by_time):
+        when = PHASES.get(c.phase, c.phase)
+        table.add_row(c.kind, str(c.axis), when, str(c.count), format_bytes(c.num_bytes), format_seconds(c.seconds))
+    return table
+
+
+def _by_time(collective: Collective) -> tuple[float, str]:
+    return -collective.seconds, collective.kind
+
+
+def _legend(plan: Plan) -> Table:
+    used = {mode_kind(mode) for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    table = Table.grid(padding=(0, 2))
+    for kind, meaning in MODE_MEANINGS.items():
+        if kind in used:
+            table.add_row(
+                Text(kind + ("n" if kind in "SG" else ""), style=MODE_STYLES[kind]), Text(meaning, style="dim")
+            )
+    return table
+
+
+def mode_kind(mode: str) -> str:
+    """`R`, `R*`, `S` or `G` of a mode such as `S0`."""
+    return mode if mode in ("R", "R*") else mode[:1]
+
+
+def _grid(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"

@@ -1,0 +1,314 @@
+"""Recipes: a YAML file that names a model, its data, the Trainer's arguments and the strategy's options.
+
+    model: {_target_: gpt.GPT, num_layers: 4, ...}      a LightningModule
+    data: {_target_: text.TextData, batch_size: 8, ...}  a LightningDataModule
+    trainer: {max_steps: 300, ...}                       arguments of lightning.Trainer
+    strategy: {parallel: auto, ...}                      options of AlpaStrategy
+    seed: 0
+
+`_target_` is looked up beside the recipe file first, then as an importable name. Everything is checked when the recipe
+is read, so that a misspelt key is an error before anything is built. Heavy imports wait until they are needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alpa_strategy.errors import AlpaError, OptionError
+
+if TYPE_CHECKING:
+    import lightning
+
+TARGET = "_target_"
+SECTIONS = ("model", "data", "trainer", "strategy")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as read and checked. The sections are plain data; `model` and `data` carry their `_target_`."""
+
+    path: Path
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply `key=value` overrides (dotted keys, YAML values) and check every key.
+
+    Raises OptionError for a missing file, a YAML mistake (with file and line), an unknown key (with the nearest known
+    one) and a value of the wrong type.
+    """
+    path = Path(path)
+    content = read_yaml(path)
+    known = (*SECTIONS, "seed")
+    _check_names(content, known, f"{path}: unknown key", "the top level of a recipe")
+    merged = _merge(path, content, overrides, known)
+    for section in ("model", "data"):
+        if TARGET not in (merged.get(section) or {}):
+            raise OptionError(
+                f"{path}: section {section!r} has no {TARGET!r}",
+                f"name the class, for example {section}: {{{TARGET}: ...}}",
+            )
+    seed = merged.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise OptionError(f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0")
+    recipe = Recipe(path, *(dict(merged.get(section) or {}) for section in SECTIONS), seed)
+    for section in ("model", "data"):
+        _check_arguments(recipe, getattr(recipe, section), section)
+    _check_call(_trainer_class(), recipe.trainer, f"{path}: trainer", required=False)
+    _check_strategy(recipe)
+    return recipe
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it is not valid."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = Path(path)
+    try:
+        content = OmegaConf.load(path)
+    except FileNotFoundError:
+        near = _suggest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+        raise OptionError(f"there is no file {path}", near or "check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} cannot be read: {error}", "give a YAML text file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise OptionError(
+            f"{place}: not valid YAML: {problem}", "correct the line (indentation, colons, brackets)"
+        ) from None
+    except OmegaConfBaseException as error:
+        raise OptionError(f"{path}: {_first_line(error)}", "correct the file") from None
+    if not OmegaConf.is_dict(content):
+        raise OptionError(f"{path} is not a mapping of keys to values", "start with lines such as model: and data:")
+    return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
+
+
+def build_model(recipe: Recipe) -> lightning.LightningModule:
+    """The recipe's model (on the default device of the caller: under `torch.device("meta")` no weight is made)."""
+    return _instantiate(recipe, recipe.model, "model")
+
+
+def build_data(recipe: Recipe) -> lightning.LightningDataModule:
+    """The recipe's data module."""
+    return _instantiate(recipe, recipe.data, "data")
+
+
+def build_trainer(recipe: Recipe) -> lightning.Trainer:
+    """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
+    arguments = {key: _instantiate_tree(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
+    if arguments.get("strategy") is None:
+        arguments["strategy"] = _call(_strategy_class(), dict(recipe.strategy), f"{recipe.path}: strategy")
+    return _call(_trainer_class(), arguments, f"{recipe.path}: trainer")
+
+
+def resolve_target(target: str, folder: Path) -> Any:
+    """The class (or function) that `module.Name` means: a file beside the recipe first, then an importable module."""
+    module_name, _, name = str(target).rpartition(".")
+    if not module_name:
+        raise OptionError(f"{TARGET}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")
+    file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
+    try:
+        module = _import_file(module_name, file.resolve()) if file.is_file() else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+            raise OptionError(f"{TARGET}: {target}: {module_name} needs {error.name!r}", "install it") from None
+        near = _suggest(module_name, [p.stem for p in folder.glob("*.py")])
+        fix = near or f"put {module_name}.py beside the recipe ({folder}), or install the module"
+        raise OptionError(f"{TARGET}: {target}: no module {module_name!r}", fix) from None
+    if not hasattr(module, name):
+        members = [n for n, value in vars(module).items() if callable(value)]
+        where = getattr(module, "__file__", module_name)
+        raise OptionError(f"{TARGET}: {target}: {where} has no {name!r}", _suggest(name, members) or "check the name")
+    return getattr(module, name)
+
+
+def _import_file(name: str, file: Path) -> types.ModuleType:
+    """Import a file by its path, once. Its folder joins the end of sys.path, for neighbours and loader workers."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == file:
+        return loaded
+    # Another module of that name may be in use (`text`, `random`): it keeps its name, ours gets one with its folder.
+    key = name if loaded is None else f"{name}@{file.parent}"
+    if key in sys.modules:
+        return sys.modules[key]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(key, file)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{file} cannot be imported", "give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[key]
+        raise OptionError(f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file") from None
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
+
+
+def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(content)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise OptionError(f"override {text!r} is not of the form key=value", "write for example trainer.devices=2")
+        _check_names([parts[0]], known, f"override {text!r}: unknown key", "the first part of an override")
+        for depth in range(1, len(parts)):
+            parent = ".".join(parts[:depth])
+            node = OmegaConf.select(config, parent)
+            if node is not None and not OmegaConf.is_config(node):
+                raise OptionError(
+                    f"override {text!r}: {parent} is {node!r} and has no parts", f"override {parent} itself"
+                )
+        try:
+            parsed = OmegaConf.from_dotlist([f"value={value}"])
+            OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
+        except Exception as error:  # OmegaConf and YAML each have their own family of errors
+            raise OptionError(f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value") from None
+    try:
+        merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise OptionError(f"{path}: {_first_line(error)}", "define it, or give it as key=value") from None
+    for section in SECTIONS:
+        if not isinstance(merged.get(section) or {}, dict):
+            raise OptionError(
+                f"{path}: {section} is {merged[section]!r}, not a mapping", f"write {section}: {{key: value}}"
+            )
+    return typing.cast("dict[str, Any]", merged)
+
+
+def _check_arguments(recipe: Recipe, section: Mapping[str, Any], where: str) -> None:
+    factory = resolve_target(section[TARGET], recipe.path.parent)
+    arguments = {key: value for key, value in section.items() if key != TARGET}
+    _check_call(factory, arguments, f"{recipe.path}: {where}", required=True)
+
+
+def _check_call(factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool) -> None:
+    """OptionError unless `factory(**arguments)` would find every name known, present and of its simple type."""
+    parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if n != "self"}
+    name = getattr(factory, "__name__", str(factory))
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _check_names(arguments, parameters, f"{where}: {name} has no argument", name)
+    keywords = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [n for n in keywords if parameters[n].default is inspect.Parameter.empty and n not in arguments]
+    if required and missing:
+        raise OptionError(f"{where}: {name} needs {', '.join(missing)}", "add it to the recipe or as key=value")
+    try:
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except Exception:  # annotations of user classes may not resolve; the constructor still checks its arguments
+        return
+    for key, value in arguments.items():
+        if key in hints and not _fits(value, hints[key]):
+            expected = getattr(hints[key], "__name__", None) if inspect.isclass(hints[key]) else str(hints[key])
+            raise OptionError(f"{where}.{key} is {value!r}", f"give a value of type {expected}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value may be meant for a hint; anything but plain numbers, strings and their unions passes."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    return value is None if hint is type(None) else True
+
+
+def _check_strategy(recipe: Recipe) -> None:
+    if not recipe.strategy:
+        return
+    from dataclasses import fields
+
+    from alpa_strategy.options import PlanOptions
+
+    parameters = inspect.signature(_strategy_class()).parameters
+    known = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD] + [f.name for f in fields(PlanOptions)]
+    _check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option", "AlpaStrategy")
+
+
+def _check_names(names: Iterable[str], known: Iterable[str], problem: str, owner: str) -> None:
+    allowed = list(known)
+    for name in names:
+        if name not in allowed:
+            fix = _suggest(str(name), allowed) or f"{owner} knows {', '.join(allowed)}"
+            raise OptionError(f"{problem} {name!r}", fix)
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def _instantiate(recipe: Recipe, section: Mapping[str, Any], where: str) -> Any:
+    factory = resolve_target(section[TARGET], recipe.path.parent)
+    arguments = {
+        key: _instantiate_tree(recipe, value, f"{where}.{key}") for key, value in section.items() if key != TARGET
+    }
+    return _call(factory, arguments, f"{recipe.path}: {where}")
+
+
+def _instantiate_tree(recipe: Recipe, node: Any, where: str) -> Any:
+    """Build every mapping with a `_target_` inside `node` (callbacks, loggers, parts of a model)."""
+    if isinstance(node, dict):
+        if TARGET in node:
+            _check_arguments(recipe, node, where)
+            return _instantiate(recipe, node, where)
+        return {key: _instantiate_tree(recipe, value, f"{where}.{key}") for key, value in node.items()}
+    if isinstance(node, list):
+        return [_instantiate_tree(recipe, value, where) for value in node]
+    return node
+
+
+def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        return factory(**arguments)
+    except AlpaError:
+        raise
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        name = getattr(factory, "__name__", str(factory))
+        raise OptionError(f"{where}: {name} refused its arguments: {error}", "correct the value") from error
+
+
+def _trainer_class() -> Any:
+    from lightning import Trainer
+
+    return Trainer
+
+
+def _strategy_class() -> Any:
+    from alpa_strategy.strategy import AlpaStrategy
+
+    return AlpaStrategy
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

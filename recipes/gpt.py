@@ -1,0 +1,142 @@
+"""A GPT as an ordinary LightningModule: learned positions, pre-norm blocks, causal attention, tied head.
+
+Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, hidden: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        B, T, D = x_BTD.shape
+        heads = (B, T, self.num_heads, D // self.num_heads)
+        q_BHTK, k_BHTK, v_BHTK = (part.view(heads).transpose(1, 2) for part in self.qkv(x_BTD).split(D, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide between them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(hidden, 4 * hidden)
+        self.proj = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream."""
+
+    def __init__(self, hidden: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden)
+        self.attn = Attention(hidden, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.mlp = MLP(hidden)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.drop(self.attn(self.norm1(x_BTD)))
+        return x_BTD + self.drop(self.mlp(self.norm2(x_BTD)))
+
+
+class GPT(lightning.LightningModule):
+    """Next-token prediction. A batch is (tokens [B, T], targets [B, T]), both int64.
+
+    Args:
+        num_layers, hidden, num_heads, vocab_size, sequence_length: the size.
+        dropout: on embeddings, attention weights and both residual branches.
+        lr, weight_decay, betas: AdamW; weights with two or more dims decay, biases and norms do not.
+        warmup_steps, max_steps: linear warm-up, then a cosine down to a tenth of `lr` at `max_steps`; constant if None.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        hidden: int,
+        num_heads: int,
+        vocab_size: int,
+        sequence_length: int,
+        dropout: float = 0.0,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        max_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden % num_heads:
+            raise ValueError(f"hidden ({hidden}) must be a multiple of num_heads ({num_heads})")
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(vocab_size, hidden)
+        self.position = nn.Embedding(sequence_length, hidden)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(hidden, num_heads, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab_size, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.apply(self._init_weights)
+        for block in self.blocks:  # GPT-2: the residual branches start small, so that depth does not grow the stream
+            for proj in (block.attn.proj, block.mlp.proj):
+                nn.init.normal_(proj.weight, std=0.02 / math.sqrt(2 * num_layers))
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.drop(self.embed(tokens_BT) + self.position(positions_T))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens_BT, targets_BT = batch
+        loss = F.cross_entropy(self(tokens_BT).flatten(0, 1), targets_BT.flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        h = self.hparams
+        decayed = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": h.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=h.lr, betas=tuple(h.betas))
+        if h.max_steps is None and not h.warmup_steps:
+            return optimizer
+
+        def factor(step: int) -> float:
+            if step < h.warmup_steps:
+                return (step + 1) / h.warmup_steps
+            if h.max_steps is None:
+                return 1.0
+            done = min(1.0, (step - h.warmup_steps) / max(1, h.max_steps - h.warmup_steps))
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

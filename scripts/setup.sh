@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that the project needs; quick when that is done already. PYTHON chooses the interpreter.
+# Where `nvidia-smi` finds a GPU the CUDA build of PyTorch is installed, else the far smaller CPU build.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/.ready-for
+wanted="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)"
+if [[ -x .venv/bin/alpa && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+    exit 0
+fi
+
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: Python 3.11 or newer is needed; $("$python" --version) was found. Set PYTHON=/path/to/python3.11" >&2
+    exit 1
+}
+echo "setup: installing into .venv (a few minutes the first time)" >&2
+[[ -x .venv/bin/python ]] || "$python" -m venv .venv
+index=(--index-url https://download.pytorch.org/whl/cpu)
+nvidia-smi >/dev/null 2>&1 && index=()
+.venv/bin/python -m pip install -q --disable-pip-version-check "torch==2.13.0" "${index[@]}"
+.venv/bin/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+echo "$wanted" >"$stamp"
