@@ -1,0 +1,144 @@
+"""RooflineCosts: seconds of an op, measured where that was done, else max(FLOPs/peak, bytes/bandwidth) + launch.
+
+The roofline of design section 6. A table of measured ops corrects it: exactly where the very call was measured, by
+the ratio measured/roofline of its neighbours in size where only other shapes of the op were.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cost.flops import Work, is_product, is_view, op_work
+from alpa_strategy.cost.model import Saved
+from alpa_strategy.cost.saved import ask_saved
+from alpa_strategy.cost.table import OpTable, call_family
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.sharding.op import OpCall
+
+# Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall back to float16:
+# devices without bfloat16 units (V100) emulate it in float32.
+FALLBACKS: dict[str, tuple[str, ...]] = {
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float32"),
+    "float8_e5m2": ("float8_e4m3fn", "bfloat16", "float16", "float32"),
+    "float32": ("tfloat32", "float64", "bfloat16", "float16"),
+}
+
+
+def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
+    """FLOP/s of `device` for operands of `dtype`; half the float32 peak for a float64 that it does not name."""
+    peaks = dict(device.peak_flops)
+    name = str(dtype).removeprefix("torch.")
+    for candidate in (name, *FALLBACKS.get(name, ("float32",))):
+        if candidate in peaks:
+            return peaks[candidate] / (2 if name == "float64" and candidate == "float32" else 1)
+    return min(peaks.values())
+
+
+def roofline_seconds(work: Work, device: DeviceSpec, peak: float) -> float:
+    """max(FLOPs / (peak * efficiency), bytes / bandwidth) + one launch per kernel; 0 for no work."""
+    if work.kernels == 0:
+        return 0.0
+    bound = max(work.flops / (peak * device.efficiency), work.num_bytes / device.memory_bandwidth)
+    return bound + work.kernels * device.launch_seconds
+
+
+def optimizer_seconds(
+    num_elements: int, itemsize: int, optimizer: OptimizerInfo, device: DeviceSpec, num_kernels: int = 1
+) -> float:
+    """Time to update `num_elements` parameters of `itemsize` bytes on one device; bound by memory.
+
+    Parameter and gradient are read, the parameter is written, the state is read and written.
+    """
+    if num_elements == 0:
+        return 0.0
+    num_bytes = num_elements * (3 * itemsize + 2 * optimizer.state_bytes)
+    return num_bytes / device.memory_bandwidth + num_kernels * device.launch_seconds
+
+
+class RooflineCosts:
+    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards."""
+
+    def __init__(self, device: DeviceSpec, table: OpTable | None = None) -> None:
+        self.device = device
+        self.table = table
+        self._seconds: dict[OpCall, tuple[float, float]] = {}
+        self._saved: dict[OpCall, Saved] = {}
+        self._corrections: dict[str, list[tuple[float, float, float]]] = {}
+        self._mode: FakeTensorMode | None = None
+
+    def op_seconds(self, call: OpCall) -> tuple[float, float]:
+        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
+        found = self._seconds.get(call)
+        if found is None:
+            found = self._seconds[call] = self._op_seconds(call)
+        return found
+
+    def saved(self, call: OpCall) -> Saved:
+        """What autograd saves: asked of a fake-tensor run, remembered per call."""
+        found = self._saved.get(call)
+        if found is None:
+            if self._mode is None:
+                self._mode = FakeTensorMode()
+            on_accelerator = not self.device.name.lower().startswith("cpu")
+            found = self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator)
+        return found
+
+    def roofline(self, call: OpCall) -> tuple[float, float]:
+        """(forward, backward) seconds without measurements."""
+        peak = self._peak(call)
+        forward, backward = op_work(call)
+        return roofline_seconds(forward, self.device, peak), roofline_seconds(backward, self.device, peak)
+
+    def _peak(self, call: OpCall) -> float:
+        """Products run at the dtype of their first operand; everything else computes in float32 or wider."""
+        dtype = call.operands[0].dtype if call.operands else torch.float32
+        if is_product(call) or dtype == torch.float64:
+            return peak_flops(self.device, dtype)
+        return peak_flops(self.device, torch.float32)
+
+    def _op_seconds(self, call: OpCall) -> tuple[float, float]:
+        forward, backward = self.roofline(call)
+        if self.table is None or is_view(call):
+            return forward, backward
+        measured = self.table.get(self.device.name, call)
+        if measured is not None:
+            return measured.forward, measured.backward if backward else 0.0
+        ratio_forward, ratio_backward = self._correction(call, forward + backward)
+        return forward * ratio_forward, backward * ratio_backward
+
+    def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
+        """measured/roofline of the op's measured shapes around one of `seconds`, interpolated in the logarithm."""
+        family = call_family(call)
+        points = self._corrections.get(family)
+        if points is None:
+            points = self._corrections[family] = self._family_points(family, self._peak(call))
+        if not points or seconds <= 0:
+            return 1.0, 1.0
+        right = bisect_left(points, (math.log(seconds), 0.0, 0.0))
+        if right == 0 or right == len(points):
+            _, forward, backward = points[min(right, len(points) - 1)]
+        else:
+            (x0, f0, b0), (x1, f1, b1) = points[right - 1], points[right]
+            share = (math.log(seconds) - x0) / (x1 - x0) if x1 > x0 else 0.5
+            forward, backward = f0 + share * (f1 - f0), b0 + share * (b1 - b0)
+        return math.exp(forward), math.exp(backward)
+
+    def _family_points(self, family: str, peak: float) -> list[tuple[float, float, float]]:
+        """(log roofline seconds, log ratio forward, log ratio backward) of every measured call, ascending."""
+        assert self.table is not None
+        points = []
+        for entry in self.table.family(self.device.name, family):
+            forward = roofline_seconds(entry.forward_work, self.device, peak)
+            backward = roofline_seconds(entry.backward_work, self.device, peak)
+            if forward <= 0 or entry.forward <= 0:
+                continue
+            ratio = math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
+            points.append((math.log(forward + backward), math.log(entry.forward / forward), ratio))
+        return sorted(points)

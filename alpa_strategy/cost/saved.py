@@ -1,0 +1,76 @@
+"""What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (design section 6).
+
+Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention keeps
+what flash and memory-efficient kernels keep, and dropout on an accelerator keeps a mask of one byte per element.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from alpa_strategy.cost.flops import ATTENTION, DROPOUTS, is_view, op_base_name
+from alpa_strategy.cost.model import Saved
+from alpa_strategy.sharding.op import OpCall
+
+logger = logging.getLogger(__name__)
+
+
+def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False) -> Saved:
+    """Which tensors autograd keeps when `call` runs at its own shapes (about half a millisecond).
+
+    A saved tensor counts as operand or result when it shares that one's storage; the others count in bytes, each
+    storage once. An op that cannot run on fake tensors is taken to keep all its operands.
+    """
+    nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
+    if not any(meta.requires_grad for meta in call.operands):
+        return nothing
+    name = op_base_name(call)
+    if name in ATTENTION:
+        return _attention_saved(call)
+    if on_accelerator and name in DROPOUTS and not is_view(call):
+        return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
+    try:
+        return _run(call, mode)
+    except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
+        logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
+        return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
+
+
+def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with mode, torch.enable_grad():
+        operands = [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
+    operand_storages = [_storage(tensor) for tensor in operands]
+    result_storages = [_storage(tensor) for tensor in results]
+    known = {*operand_storages, *result_storages}
+    return Saved(
+        operands=tuple(storage in storages for storage in operand_storages),
+        # a result that is a view of an operand is not kept a second time
+        results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
+        extra_bytes=sum(num_bytes for storage, num_bytes in storages.items() if storage not in known),
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _attention_saved(call: OpCall) -> Saved:
+    """Query, key, value, result and the log-sum-exp per row (float32), as flash and memory-efficient kernels keep."""
+    operands = tuple(index < 3 for index in range(len(call.operands)))
+    log_sum_exp = 4 * math.prod(call.operands[0].shape[:-1])
+    results = tuple(index == 0 for index in range(len(call.results)))
+    return Saved(operands, results, log_sum_exp)
