@@ -1,0 +1,179 @@
+"""Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with dense numpy tables.
+
+It minimises seconds + price * bytes; the memory limit itself is not seen here (see solve.py for the price).
+The order is greedy by table size, planned on sizes alone, so an instance that is too wide costs no time to decline.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_strategy.intra_op.problem import Problem, Transfer
+
+MAX_TABLE_ENTRIES = 4_000_000
+MAX_TOTAL_ENTRIES = 60_000_000
+MAX_DIRECT_ENTRIES = 50_000
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A table over distinct variables: axis i of `table` runs over the domain of `scope[i]`."""
+
+    scope: tuple[int, ...]
+    table: np.ndarray
+
+
+@dataclass(frozen=True)
+class Network:
+    """Variables (choices first, then layouts of widely shared values) and the factors whose sum is minimised."""
+
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+    num_choices: int
+
+
+def network_of(problem: Problem, price: float = 0.0) -> Network | None:
+    """The factors of seconds + `price` (s/byte) * bytes; None where a value has too many users for a table."""
+    sizes = [len(choice.cost) for choice in problem.choices]
+    factors = [Factor((c,), _priced(x.cost, x.memory, price)) for c, x in enumerate(problem.choices)]
+    for transfer in problem.transfers:
+        cost = _priced(transfer.cost, transfer.memory, price)
+        if not cost.any():
+            continue
+        scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
+        if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
+            factors.append(_direct(transfer, cost, scope, sizes))
+        elif not _through_layouts(transfer, cost, sizes, factors):
+            return None
+    return Network(tuple(sizes), tuple(factors), len(problem.choices))
+
+
+def plan_order(network: Network) -> list[int] | None:
+    """The elimination order, smallest joined table first; None when it would need tables above the caps."""
+    neighbours: list[set[int]] = [set() for _ in network.sizes]
+    for factor in network.factors:
+        for v in factor.scope:
+            neighbours[v].update(factor.scope)
+    for v, around in enumerate(neighbours):
+        around.discard(v)
+
+    def joined(v: int) -> float:
+        size = float(network.sizes[v])
+        for u in neighbours[v]:
+            size *= network.sizes[u]
+        return size
+
+    heap = [(joined(v), v) for v in range(len(network.sizes))]
+    heapq.heapify(heap)
+    done = [False] * len(network.sizes)
+    order: list[int] = []
+    total = 0.0
+    while heap:
+        size, v = heapq.heappop(heap)
+        if done[v]:
+            continue
+        now = joined(v)
+        if now > size:
+            heapq.heappush(heap, (now, v))
+            continue
+        total += now
+        if now > MAX_TABLE_ENTRIES or total > MAX_TOTAL_ENTRIES:
+            return None
+        done[v] = True
+        order.append(v)
+        around = neighbours[v]
+        for u in around:
+            neighbours[u] |= around
+            neighbours[u] -= {u, v}
+        for u in around:
+            heapq.heappush(heap, (joined(u), u))
+    return order
+
+
+def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]:
+    """The minimising value of every choice and the minimum (inf when every assignment is forbidden)."""
+    holding: list[list[Factor]] = [[] for _ in network.sizes]
+    position = {v: i for i, v in enumerate(order)}
+    minimum = 0.0
+    for factor in network.factors:
+        holding[min(factor.scope, key=position.__getitem__)].append(factor)
+    decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+    for v in order:
+        rest = tuple(sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__))
+        joined = _join(holding[v], (*rest, v), network.sizes)
+        holding[v] = []
+        best = joined.argmin(axis=-1)
+        message = np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+        decisions.append((v, rest, best))
+        if rest:
+            holding[rest[0]].append(Factor(rest, message))
+        else:
+            minimum += float(message)
+    values = [0] * len(network.sizes)
+    for v, rest, best in reversed(decisions):
+        values[v] = int(best[tuple(values[u] for u in rest)])
+    return values[: network.num_choices], minimum
+
+
+def _join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
+    axis = {v: i for i, v in enumerate(scope)}
+    total = np.zeros([sizes[v] for v in scope])
+    for factor in sorted(factors, key=lambda f: f.table.size):
+        order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
+        shape = [1] * len(scope)
+        for v in factor.scope:
+            shape[axis[v]] = sizes[v]
+        total += factor.table.transpose(order).reshape(shape)
+    return total
+
+
+def _priced(cost: np.ndarray, memory: np.ndarray, price: float) -> np.ndarray:
+    return cost + price * memory if price else np.asarray(cost, dtype=float)
+
+
+def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> Factor:
+    """One table over the producer and the consumers themselves."""
+    axis = {v: i for i, v in enumerate(scope)}
+
+    def along(v: int, index: np.ndarray) -> np.ndarray:
+        return index.reshape([-1 if i == axis[v] else 1 for i in range(len(scope))])
+
+    source = along(transfer.producer, np.asarray(transfer.source))
+    targets = [along(use.choice, np.asarray(use.layout)) for use in transfer.uses]
+    table = np.zeros([sizes[v] for v in scope])
+    for i, target in enumerate(targets):
+        repeated = np.zeros(1, dtype=bool)
+        for earlier in targets[:i]:
+            repeated = repeated | (target == earlier)
+        table += np.where(repeated, 0.0, cost[source, target])
+    return Factor(scope, table)
+
+
+def _through_layouts(transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor]) -> bool:
+    """Variables for the distinct layouts at both ends, tied to the choices, and one table over them."""
+    ends = [(transfer.producer, np.asarray(transfer.source))]
+    ends += [(use.choice, np.asarray(use.layout)) for use in transfer.uses]
+    distinct = [np.unique(layout, return_inverse=True) for _, layout in ends]
+    if np.prod([float(len(values)) for values, _ in distinct]) > MAX_TABLE_ENTRIES / 10:
+        return False
+    scope = []
+    for (choice, _), (values, inverse) in zip(ends, distinct, strict=True):
+        variable = len(sizes)
+        sizes.append(len(values))
+        tie = np.full((sizes[choice], len(values)), np.inf)
+        tie[np.arange(sizes[choice]), inverse] = 0.0
+        factors.append(Factor((choice, variable), tie))
+        scope.append(variable)
+    source, *targets = np.ix_(*[values for values, _ in distinct])
+    table = np.zeros([len(values) for values, _ in distinct])
+    for i, target in enumerate(targets):
+        repeated = np.zeros(1, dtype=bool)
+        for earlier in targets[:i]:
+            repeated = repeated | (target == earlier)
+        table += np.where(repeated, 0.0, cost[source, target])
+    factors.append(Factor(tuple(scope), table))
+    return True

@@ -1,0 +1,212 @@
+"""The problem as a (mixed-integer) linear program, built with arrays and solved by HiGHS through ortools' MathOpt.
+
+One-hot s[c, k]. For every use u of a transfer, w[u, p, q] with the marginals of the producer's source layouts and of
+the consumer's target layouts; where several uses share the transfer, z[p, q] >= w[u, p, q] carries the cost once
+(design section 7, the y and z variables in their tightest disaggregated form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from ortools.math_opt import model_pb2, sparse_containers_pb2
+from ortools.math_opt.python import mathopt
+
+from alpa_strategy.intra_op.problem import Problem
+
+INTEGRAL = 1e-6
+TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are scaled to about this sum
+
+
+@dataclass(frozen=True)
+class LinearProgram:
+    """Columns with costs and bounds [0, 1], sparse rows with bounds; the first `first[-1]` columns are s."""
+
+    cost: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+    value: np.ndarray
+    row_lower: np.ndarray
+    row_upper: np.ndarray
+    first: np.ndarray
+    seconds_per_unit: float
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.cost)
+
+
+@dataclass(frozen=True)
+class LpResult:
+    """`feasible` False: proved that no assignment exists; otherwise a true `bound` (seconds) and the value of every s.
+
+    `mass[c][k]` is s[c, k] of the solution found (None when none was found in time).
+    """
+
+    feasible: bool
+    bound: float
+    mass: tuple[np.ndarray, ...] | None
+
+    @property
+    def integral(self) -> bool:
+        return self.mass is not None and all(m.max() > 1 - INTEGRAL for m in self.mass)
+
+    def assignment(self) -> list[int]:
+        assert self.mass is not None
+        return [int(m.argmax()) for m in self.mass]
+
+
+class _Rows:
+    """Collects the non-zeros of the rows as arrays."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.lower: list[np.ndarray] = []
+        self.upper: list[np.ndarray] = []
+
+    def reserve(self, num: int, lower: float, upper: float) -> np.ndarray:
+        rows = np.arange(self.num, self.num + num)
+        self.num += num
+        self.lower.append(np.full(num, lower))
+        self.upper.append(np.full(num, upper))
+        return rows
+
+    def put(self, rows: np.ndarray, columns: np.ndarray, values: float | np.ndarray) -> None:
+        self.parts.append((rows, columns, np.broadcast_to(np.asarray(values, float), rows.shape)))
+
+
+def formulate(problem: Problem) -> LinearProgram:
+    """The relaxation's columns and rows. Forbidden strategies and transfers get no column."""
+    sizes = np.array([len(choice.cost) for choice in problem.choices])
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    num_columns = int(first[-1])
+    costs = [np.concatenate([np.asarray(x.cost, float) for x in problem.choices])]
+    weights = [np.concatenate([np.asarray(x.memory, float) for x in problem.choices])]
+    rows = _Rows()
+    one = rows.reserve(len(sizes), 1.0, 1.0)
+    rows.put(np.repeat(one, sizes), np.arange(num_columns), 1.0)
+    for transfer in problem.transfers:
+        cost, memory = np.asarray(transfer.cost, float), np.asarray(transfer.memory, float)
+        paid = (cost != 0) | (memory != 0)
+        several = len(transfer.uses) > 1
+        source = np.asarray(transfer.source)
+        sources = first[transfer.producer] + np.arange(len(source))
+        shared = np.full(cost.shape, -1)
+        if several:
+            z_p, z_q = np.nonzero(paid & np.isfinite(cost))
+            shared[z_p, z_q] = num_columns + np.arange(len(z_p))
+            num_columns += len(z_p)
+            costs.append(cost[z_p, z_q])
+            weights.append(memory[z_p, z_q])
+        for use in transfer.uses:
+            layout = np.asarray(use.layout)
+            asked = np.zeros(cost.shape[1], dtype=bool)
+            asked[layout] = True
+            p, q = np.nonzero(np.isfinite(cost) & asked[None, :])
+            w = num_columns + np.arange(len(p))
+            num_columns += len(p)
+            costs.append(np.zeros(len(p)) if several else cost[p, q])
+            weights.append(np.zeros(len(p)) if several else memory[p, q])
+            out = rows.reserve(cost.shape[0], 0.0, 0.0)
+            rows.put(out[p], w, 1.0)
+            rows.put(out[source], sources, -1.0)
+            into = np.full(cost.shape[1], -1)
+            into[asked] = rows.reserve(int(asked.sum()), 0.0, 0.0)
+            rows.put(into[q], w, 1.0)
+            rows.put(into[layout], first[use.choice] + np.arange(len(layout)), -1.0)
+            if several:
+                linked = shared[p, q] >= 0
+                at_least = rows.reserve(int(linked.sum()), 0.0, np.inf)
+                rows.put(at_least, shared[p, q][linked], 1.0)
+                rows.put(at_least, w[linked], -1.0)
+    if np.isfinite(problem.memory_limit):
+        weight = np.concatenate(weights)
+        scale = max(problem.memory_limit, float(weight.max()), 1.0) / TARGET_OBJECTIVE
+        heavy = np.flatnonzero(weight)
+        row = rows.reserve(1, -np.inf, problem.memory_limit / scale)
+        rows.put(np.repeat(row, len(heavy)), heavy, weight[heavy] / scale)
+    cost = np.concatenate(costs)
+    unit = _unit(problem)
+    row, column, value = (np.concatenate(part) for part in zip(*rows.parts, strict=True))
+    # One choice can stand at both ends of a transfer: its entries in a row are added up.
+    key, inverse = np.unique(row * num_columns + column, return_inverse=True)
+    value = np.bincount(inverse, weights=value)
+    lower, upper = np.concatenate(rows.lower), np.concatenate(rows.upper)
+    return LinearProgram(cost / unit, key // num_columns, key % num_columns, value, lower, upper, first, unit)
+
+
+def solve_program(
+    program: LinearProgram, *, integer: bool, time_limit: float, hint: Sequence[int] | None = None
+) -> LpResult:
+    """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds.
+
+    `hint` is an assignment to start the integer search from. Never prints; a time-out is a result without `mass`.
+    """
+    parameters = mathopt.SolveParameters(time_limit=timedelta(seconds=max(time_limit, 0.1)))
+    if integer:
+        parameters.relative_gap_tolerance = 1e-6
+    model = mathopt.Model.from_model_proto(_proto(program, integer))
+    hints = mathopt.ModelSolveParameters()
+    if integer and hint is not None:
+        chosen = program.first[:-1] + np.asarray(hint)
+        values = {model.get_variable(int(i)): 0.0 for i in range(int(program.first[-1]))}
+        values.update({model.get_variable(int(i)): 1.0 for i in chosen})
+        hints.solution_hints.append(mathopt.SolutionHint(variable_values=values))
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=hints)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return LpResult(False, np.inf, None)
+    bound = result.termination.objective_bounds.dual_bound * program.seconds_per_unit
+    bound = bound if np.isfinite(bound) else -np.inf
+    if not result.has_primal_feasible_solution():
+        return LpResult(True, bound, None)
+    solution = result.solutions[0].primal_solution
+    values = np.array(solution.to_proto().variable_values.values)
+    ids = np.array(solution.to_proto().variable_values.ids)
+    dense = np.zeros(program.num_columns)
+    dense[ids] = values
+    mass = tuple(dense[a:b] for a, b in zip(program.first[:-1], program.first[1:], strict=True))
+    return LpResult(True, bound, mass)
+
+
+def _unit(problem: Problem) -> float:
+    """Seconds per unit of the scaled objective: a total of medians, the optimum's order of size."""
+    least = sum(float(np.median(x.cost[np.isfinite(x.cost)])) for x in problem.choices if np.isfinite(x.cost).any())
+    for transfer in problem.transfers:
+        finite = transfer.cost[np.isfinite(transfer.cost)]
+        least += float(np.median(finite)) if finite.size else 0.0
+    return least / TARGET_OBJECTIVE if least > 0 else 1.0
+
+
+def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
+    num_columns, num_rows = program.num_columns, len(program.row_lower)
+    num_strategies = int(program.first[-1])
+    is_integer = np.zeros(num_columns, dtype=bool)
+    is_integer[:num_strategies] = integer
+    columns = np.arange(num_columns)
+    priced = np.flatnonzero(program.cost)
+    return model_pb2.ModelProto(
+        variables=model_pb2.VariablesProto(
+            ids=columns.tolist(),
+            lower_bounds=[0.0] * num_columns,
+            upper_bounds=[1.0] * num_columns,
+            integers=is_integer.tolist(),
+        ),
+        objective=model_pb2.ObjectiveProto(
+            linear_coefficients=sparse_containers_pb2.SparseDoubleVectorProto(
+                ids=priced.tolist(), values=program.cost[priced].tolist()
+            )
+        ),
+        linear_constraints=model_pb2.LinearConstraintsProto(
+            ids=list(range(num_rows)),
+            lower_bounds=program.row_lower.tolist(),
+            upper_bounds=program.row_upper.tolist(),
+        ),
+        linear_constraint_matrix=sparse_containers_pb2.SparseDoubleMatrixProto(
+            row_ids=program.row.tolist(), column_ids=program.column.tolist(), coefficients=program.value.tolist()
+        ),
+    )
