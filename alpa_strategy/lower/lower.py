@@ -1,24 +1,218 @@
-"""Lowering: StepGraph + StagePlan -> this device's program on local tensors, with explicit collectives."""
+"""Lowering: StepGraph + StagePlan -> this device's program on local tensors, with explicit collectives.
+
+The program is plain generated Python, one line an op, every value dropped after its last use: as fast as the user's own
+code, readable in a traceback (`LoweredStep.source`), and traceable by `torch.compile`. It never dispatches on layouts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import functools
+import linecache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from alpa_strategy.capture.step_graph import Op, StepGraph
+from alpa_strategy.errors import PlanError
+from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.intra_op.options import source_layout
+from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.plan.plan import StagePlan
+from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.sharding import localize
+from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout_to_str, value_layout
+from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot
 
-class LoweredStep(Protocol):
-    """This device's training step. Called under grad mode; `loss.backward()` of the result gives local gradients.
+LITERALS = (bool, int, float, str, type(None))
+_VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """This device's training step; `loss.backward()` on its result gives local gradients.
 
     parameters: name (`ParameterInput.name`) -> the tensor that the plan's modes promise: local shard for `S<d>` axes, whole
-        for `R`, `R*` and `G<d>` axes. Their gradients come out summed over `S` and complete over `R`; over `R*` and `G` axes
-        they are left Partial, for the once-per-step reduction.
-    buffers: name -> whole tensor (buffers and constants are replicated).
-    batch: tensor leaves, in `step.batch` order, this rank's rows.
+        for `R`, `R*` and `G<d>` axes. Gradients come out complete over `R` and `S`; over `R*` and `G<d>` they are left
+        Partial, for the once-per-step reduction.
+    buffers: name -> whole tensor (buffers are replicated).
+    batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     Returns value index -> tensor for `step.escaping`, whole on every device (the loss included).
     """
 
+    source: str
+    function: Callable[..., tuple[Tensor, ...]] = field(repr=False)
+    parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...]
+    escaping: tuple[int, ...]
+
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
-    ) -> dict[int, Tensor]: ...
+    ) -> dict[int, Tensor]:
+        results = self.function(
+            [parameters[name] for name in self.parameter_names], [buffers[name] for name in self.buffer_names], batch
+        )
+        return dict(zip(self.escaping, results, strict=True))
+
+
+def lower(
+    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+) -> LoweredStep:
+    """Write the program of the device at `mesh.coordinate`.
+
+    Raises:
+        PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
+    """
+    writer = _Writer(step, stage, mesh, device, random)
+    for op in step.ops:
+        writer.op(op)
+    return writer.finish()
+
+
+class _Writer:
+    """Emits the program line by line and binds what the lines refer to."""
+
+    def __init__(
+        self, step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+    ) -> None:
+        self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
+        self.lines: list[str] = []
+        self.namespace: dict[str, Any] = {}
+        self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
+        self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
+        num_axes = len(mesh.shape)
+        for parameter in step.parameters:
+            plan = stage.parameter_plans[parameter.name]
+            self.layouts[parameter.value] = source_layout(plan, parameter.meta.requires_grad)
+        for leaf in step.batch:
+            self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
+        for given in (*step.buffers, *step.constants):
+            self.layouts[given.value] = (REPLICATE,) * num_axes
+        for constant in step.constants:
+            self.namespace[f"v{constant.value}"] = constant.tensor.to(device)
+
+    def op(self, op: Op) -> None:
+        """One op: the copies that it needs, then its call."""
+        if op.name not in self.stage.strategies:
+            raise PlanError(f"the plan has no strategy for op {op.name!r}", "plan this step again")
+        strategies = tuple(AxisStrategy.parse(text) for text in self.stage.strategies[op.name])
+        operands = [
+            self.copy(value, tuple(s.inputs[position] for s in strategies))
+            for position, value in enumerate(op.operands)
+        ]
+        for position, value in enumerate(op.results):
+            self.layouts[value] = tuple(s.outputs[position] for s in strategies)
+        targets = ", ".join(f"v{value}" for value in op.results)
+        if op.call.returns_tuple:
+            targets = f"{targets}," if len(op.results) == 1 else targets
+        self.lines.append(f"{targets} = {self.call(op, strategies, operands)}  # {op.source or op.module}")
+
+    def call(self, op: Op, strategies: tuple[AxisStrategy, ...], operands: list[str]) -> str:
+        """The expression that calls the op on local operands."""
+        local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
+        function = f"f_{op.name}"
+        if local.implementation is not None:
+            self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
+            return f"{function}({', '.join(operands)})"
+        call = local.call
+        target = call.target
+        kwargs = dict(call.kwargs)
+        if self.device.type != "cpu" and not call.operands and _takes_device(call):
+            kwargs["device"] = self.device
+        if local.random_axes is not None:
+            target = functools.partial(self.random.run, local.random_axes, target)
+        self.namespace[function] = target
+        arguments = [self.argument(op, arg, operands) for arg in call.args]
+        arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in kwargs.items()]
+        return f"{function}({', '.join(arguments)})"
+
+    def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
+        """An argument as source text; what has no literal form is bound to a name."""
+        if isinstance(arg, Slot):
+            return operands[arg.index]
+        if isinstance(arg, tuple):
+            return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
+        if isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
+            return repr(arg)
+        name = f"c{len(self.namespace)}"
+        self.namespace[name] = arg
+        return name
+
+    def copy(self, value: int, target: DualLayout) -> str:
+        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
+        source = self.layouts[value]
+        meta = self.step.values[value]
+        if source == target or (not meta.requires_grad and value_layout(source) == value_layout(target)):
+            return f"v{value}"
+        key = (value, target)
+        if key not in self.copies:
+            name = f"v{value}_{sum(v == value for v, _ in self.copies)}"
+            function = f"reshard_{name}"
+            self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
+            note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
+            self.lines.append(f"{name} = {function}(v{value})  # {note}")
+            self.copies[key] = name
+        return self.copies[key]
+
+    def finish(self) -> LoweredStep:
+        """Whole results, unpacking of the inputs, and the compiled function."""
+        whole = (REPLICATE,) * len(self.mesh.shape)
+        results = [self.copy(value, whole) for value in self.step.escaping]
+        self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
+        inputs = [
+            *[f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)],
+            *[f"v{b.value} = buffers[{i}]" for i, b in enumerate(self.step.buffers)],
+            *[f"v{b.value} = batch[{i}]" for i, b in enumerate(self.step.batch)],
+        ]
+        body = _drop_dead([*inputs, *self.lines])
+        source = "def step(parameters, buffers, batch):\n" + "".join(f"    {line}\n" for line in body)
+        filename = f"<alpa step {id(self):x}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.namespace)
+        return LoweredStep(
+            source,
+            self.namespace["step"],
+            tuple(p.name for p in self.step.parameters),
+            tuple(b.name for b in self.step.buffers),
+            self.step.escaping,
+        )
+
+
+def _drop_dead(lines: list[str]) -> list[str]:
+    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
+    last_use: dict[str, int] = {}
+    defined: dict[str, int] = {}
+    for number, line in enumerate(lines[:-1]):
+        code = line.partition("  #")[0]
+        left, _, right = code.partition(" = ")
+        for name in _variables(right):
+            last_use[name] = number
+        for name in _variables(left):
+            defined[name] = number
+    returned = set(_variables(lines[-1]))
+    dead: dict[int, list[str]] = {}
+    for name, number in defined.items():
+        if name not in returned:
+            dead.setdefault(last_use.get(name, number), []).append(name)
+    result = []
+    for number, line in enumerate(lines):
+        code, mark, comment = line.partition("  #")
+        if number in dead:
+            code += f"; del {', '.join(dead[number])}"
+        result.append(code + mark + comment)
+    return result
+
+
+def _variables(code: str) -> list[str]:
+    """Value variables (`v12`, `v12_0`) in a line of the program."""
+    return _VARIABLE.findall(code)
+
+
+def _takes_device(call: OpCall) -> bool:
+    schema = getattr(call.target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)

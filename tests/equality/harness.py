@@ -1,0 +1,144 @@
+"""One run of a model under a Trainer, with everything recorded that a plan must not change.
+
+`record` runs on every rank; the reference is the same call with `strategy=None`: a plain single-process Trainer whose
+loader yields the global batch in the ranks' order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from models import MODELS
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES_PER_STEP = 8
+
+
+class Rows(Dataset):
+    """`num_steps` global batches as rows; sample i of step s is row i * num_steps... in sampler order."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        leaves = torch.utils._pytree.tree_leaves(batch)
+        self.length = leaves[0].shape[0]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return tree_map(lambda t: t[index], self.batch)
+
+
+class Recorder(pl.Callback):
+    """Losses, true (whole) gradients and logged metrics of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        store = getattr(trainer.strategy, "store", None)
+        found = {}
+        for name, parameter in pl_module.named_parameters():
+            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            found[name] = (store.gather_like(name, grad) if store is not None else grad).clone()
+        self.gradients.append(found)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def record(
+    model_name: str,
+    model_kwargs: dict[str, Any],
+    strategy_kwargs: dict[str, Any] | None,
+    steps: int = 5,
+    world_size: int = 1,
+    clip: float | None = None,
+    accumulate: int = 1,
+    root: str = ".",
+    precision: str = "64-true",
+) -> dict[str, Any]:
+    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and buffers, modes used."""
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(7)
+        model = MODELS[model_name](**model_kwargs)
+        rows = model.example_batch(SAMPLES_PER_STEP * steps * accumulate, torch.Generator().manual_seed(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    recorder = Recorder()
+    common = {
+        "max_steps": steps,
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "precision": precision,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [recorder],
+        "gradient_clip_val": clip,
+        "accumulate_grad_batches": accumulate,
+        "default_root_dir": root,
+    }
+    data = Rows(rows)
+    if strategy_kwargs is None:
+        trainer = pl.Trainer(devices=1, **common)
+        loader = DataLoader(data, batch_sampler=_global_batches(len(data), world_size, SAMPLES_PER_STEP))
+    else:
+        from alpa_strategy import AlpaStrategy
+
+        trainer = pl.Trainer(devices=world_size, strategy=AlpaStrategy(**strategy_kwargs), **common)
+        if strategy_kwargs.get("batch_scope") == "global":
+            loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, SAMPLES_PER_STEP))
+        else:
+            loader = DataLoader(data, batch_size=SAMPLES_PER_STEP // world_size)
+    trainer.fit(model, loader)
+    plan = getattr(trainer.strategy, "plan", None)
+    return {
+        "losses": recorder.losses,
+        "gradients": recorder.gradients,
+        "metrics": recorder.metrics,
+        "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
+        "modes": {} if plan is None else {n: p.modes for n, p in plan.stages[0].parameter_plans.items()},
+        "mesh": None if plan is None else plan.stages[0].logical_mesh,
+    }
+
+
+def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[int]]:
+    """Index lists of the global batches in the order that DistributedSampler gives to `world_size` ranks."""
+    per_rank = size // world_size
+    batches = []
+    for start in range(0, num_samples, size):
+        batches.append([start + r + world_size * i for r in range(world_size) for i in range(per_rank)])
+    return batches
+
+
+def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """Losses, gradients of every step, metrics, weights and buffers agree to `tolerance` relative to their scale."""
+    assert len(run["losses"]) == len(reference["losses"])
+    torch.testing.assert_close(torch.tensor(run["losses"]), torch.tensor(reference["losses"]), rtol=tolerance, atol=0)
+    for step, (mine, theirs) in enumerate(zip(run["gradients"], reference["gradients"], strict=True)):
+        for name, expected in theirs.items():
+            _close(mine[name], expected, tolerance, f"gradient of {name} at step {step}")
+    for mine, theirs in zip(run["metrics"], reference["metrics"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, expected in theirs.items():
+            assert abs(mine[key] - expected) <= tolerance * max(1.0, abs(expected)), (key, mine[key], expected)
+    assert run["state"].keys() == reference["state"].keys()
+    for name, expected in reference["state"].items():
+        _close(run["state"][name], expected, tolerance, f"final {name}")
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    error = (actual.double() - expected.double()).abs().max().item()
+    scale = max(expected.double().abs().max().item(), 1e-6)
+    assert error <= tolerance * scale, f"{what}: error {error:.3e} at scale {scale:.3e}"

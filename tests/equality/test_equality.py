@@ -1,0 +1,74 @@
+"""The contract: any plan gives the single-device result. fp64, 5 steps, losses, gradients, metrics, weights to 1e-9."""
+
+from __future__ import annotations
+
+import pytest
+from equality.harness import assert_same, record
+
+PLANS = {
+    "solved": {},
+    "data": {"parallel": "data"},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+}
+PLANS_2D = {
+    "data x tensor": {"parallel": ("data", "tensor"), "logical_mesh": (2, 2)},
+    "zero3 x tensor": {"parallel": ("zero3", "tensor"), "logical_mesh": (2, 2)},
+    "auto 2d": {"logical_mesh": (2, 2)},
+}
+MODELS = {
+    "mlp": {},
+    "gpt": {"ignore_fraction": 0.4},
+    "llama": {},
+    "bert": {},
+    "convnet": {},
+}
+
+
+@pytest.fixture(scope="session")
+def reference(pool, tmp_path_factory):
+    """Reference runs by (model, optimizer, world size), computed once."""
+    found = {}
+
+    def get(model: str, optimizer: str, world_size: int, **kwargs):
+        key = (model, optimizer, world_size, tuple(sorted(kwargs.items())))
+        if key not in found:
+            model_kwargs = {**MODELS[model], "optimizer": optimizer}
+            found[key] = pool.run(
+                1, record, model, model_kwargs, None, 5, world_size, *kwargs.values(), init_group=False
+            )[0]
+        return found[key]
+
+    return get
+
+
+def run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy):
+    model_kwargs = {**MODELS[model], "optimizer": optimizer}
+    strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    runs = pool.run(world_size, record, model, model_kwargs, strategy, 5, world_size)
+    for run in runs:
+        assert_same(run, reference(model, optimizer, world_size))
+    return runs[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks(pool, reference, tmp_path, model, plan, optimizer):
+    run = run_case(pool, reference, tmp_path, model, optimizer, 2, PLANS[plan])
+    if plan == "zero3":
+        assert any(m[0].startswith("S") for m in run["modes"].values())
+    if plan == "zero2":
+        assert any(m[0].startswith("G") for m in run["modes"].values())
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *PLANS_2D])
+@pytest.mark.parametrize("model", MODELS)
+def test_four_ranks(pool, reference, tmp_path, model, plan):
+    run_case(pool, reference, tmp_path, model, "adamw", 4, {**PLANS, **PLANS_2D}[plan])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank(pool, reference, tmp_path, model):
+    run_case(pool, reference, tmp_path, model, "adamw", 1, {})

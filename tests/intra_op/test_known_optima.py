@@ -1,0 +1,196 @@
+"""Textbook plans come out of the solver under given alpha and beta, and no assignment is ever cheaper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from models import GPT
+from torch import nn
+
+from alpa_strategy.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec, Link
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.problem import Problem, evaluate
+from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.make import plan_step
+
+ADAM = OptimizerInfo()
+
+
+class Tower(pl.LightningModule):
+    """`num_pairs` of wide linear pairs; loss: mean square of the output."""
+
+    def __init__(self, width: int, hidden: int, num_pairs: int) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False))
+            for _ in range(num_pairs)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for pair in self.pairs:
+            x = pair(x)
+        return F.mse_loss(x, y)
+
+
+def cluster_of(
+    num_devices: int,
+    *,
+    latency: float = 1e-5,
+    bandwidth: float = 1e10,
+    memory: float = 1e12,
+    num_nodes: int = 1,
+    inter: Link | None = None,
+) -> ClusterSpec:
+    device = DeviceSpec(
+        name="test",
+        memory_bytes=int(memory),
+        memory_bandwidth=1e12,
+        peak_flops=(("float32", 1e14), ("float64", 1e14)),
+        launch_seconds=1e-6,
+    )
+    link = Link(latency, bandwidth)
+    return ClusterSpec("test", num_nodes, num_devices // num_nodes, device, link, inter or link)
+
+
+def plan_tower(width: int, hidden: int, pairs: int, rows: int, cluster: ClusterSpec, **options):
+    with torch.device("meta"):
+        model = Tower(width, hidden, pairs)
+        batch = (torch.empty(rows, width), torch.empty(rows, width))
+    step = capture_step(model, batch, world_size=cluster.num_devices)
+    return plan_step(step, cluster, PlanOptions(**options), ADAM)
+
+
+def test_large_batch_gives_data_parallel_with_one_reduction():
+    plan = plan_tower(256, 256, 2, rows=65536, cluster=cluster_of(4), logical_mesh=(4,))
+    kinds = {(c.kind, c.phase) for c in plan.collectives() if c.num_bytes > 1024}
+    assert kinds <= {("all_reduce", "step"), ("all_gather", "step"), ("reduce_scatter", "step")}
+    for parameter in plan.stages[0].parameter_plans.values():
+        assert parameter.modes[0] in ("R*", "G0"), "used whole by every device on its own rows"
+
+
+def test_data_parallel_reduces_each_gradient_once():
+    plan = plan_tower(256, 256, 2, rows=65536, cluster=cluster_of(4), parallel="data", logical_mesh=(4,))
+    (step_reduce,) = [c for c in plan.collectives() if c.phase == "step"]
+    assert (step_reduce.kind, step_reduce.count, step_reduce.num_bytes) == ("all_reduce", 4, 4 * 256 * 256 * 4)
+    assert all(c.num_bytes <= 8 for c in plan.collectives() if c.phase != "step")
+
+
+def test_wide_hidden_gives_column_then_row_with_one_all_reduce_a_pair():
+    pairs = 3
+    plan = plan_tower(2048, 65536, pairs, rows=16, cluster=cluster_of(4, latency=1e-4), logical_mesh=(4,))
+    for name, layout in plan.stages[0].parameters.items():
+        assert str(layout) == ("S0" if ".0." in name else "S1"), name
+    forward = [c for c in plan.collectives() if c.phase == "forward" and c.kind == "all_reduce" and c.num_bytes > 1024]
+    assert sum(c.count for c in forward) == pairs
+    assert not [c for c in plan.collectives() if c.phase == "step"], "no weight gradient is ever moved"
+
+
+def test_two_axes_give_both():
+    """Slow links between nodes: data parallel across, tensor parallel inside."""
+    cluster = cluster_of(4, num_nodes=2, bandwidth=1e11, inter=Link(1e-4, 2e9))
+    with torch.device("meta"):
+        model = Tower(1024, 16384, 2)
+        batch = (torch.empty(8192, 1024), torch.empty(8192, 1024))
+    step = capture_step(model, batch, world_size=4)
+    tight = replace(cluster, device=replace(cluster.device, memory_bytes=int(1.6e9)))
+    plan = plan_step(step, tight, PlanOptions(logical_mesh=(2, 2), memory_fraction=1.0), ADAM)
+    for parameter in plan.stages[0].parameter_plans.values():
+        outer, inner = parameter.modes
+        assert outer[0] in "RG"
+        assert inner[0] == "S"
+
+
+@pytest.mark.parametrize("share", [0.9, 0.45, 0.3])
+def test_tight_memory_shards_optimizer_state_then_parameters(share):
+    rows, width, hidden, pairs = 64, 1024, 4096, 4
+    weights = 2 * pairs * width * hidden * 4
+    whole = weights * 4  # weights, gradients, two Adam moments
+    cluster = cluster_of(4, bandwidth=1e13, latency=1e-7)
+    kwargs = {"rows": rows, "logical_mesh": (4,), "parallel": "auto"}
+    plan = plan_tower(width, hidden, pairs, cluster=cluster, memory_limit=share * whole, **kwargs)
+    assert plan.predicted.peak_bytes <= share * whole
+    modes = {p.modes[0][0] for p in plan.stages[0].parameter_plans.values()}
+    assert modes & {"G", "S"}
+    if share <= 0.3:
+        assert "S" in modes, "not even one whole copy fits"
+
+
+def test_memory_alone_moves_data_parallel_to_zero():
+    """With batch parallelism pinned by a huge batch, memory decides between R*, G and S."""
+    rows, width, hidden, pairs = 16384, 512, 2048, 4
+    parameters = 2 * pairs * width * hidden
+    free = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,))
+    zero3 = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,), parallel="zero3")
+    limit = (free.predicted.peak_bytes + zero3.predicted.peak_bytes) / 2
+    tight = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,), memory_limit=limit)
+    assert zero3.predicted.peak_bytes < limit < free.predicted.peak_bytes, parameters
+    assert tight.predicted.peak_bytes <= limit
+    assert tight.predicted.step_seconds >= free.predicted.step_seconds
+    assert any(p.modes[0][0] in "SG" for p in tight.stages[0].parameter_plans.values())
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("memory_share", [None, 0.6])
+def test_brute_force_never_beats_the_solver(mesh_shape, memory_share):
+    """Every assignment of a small real graph, after thinning each choice to a few strategies."""
+    cluster = cluster_of(prod(mesh_shape))
+    with torch.device("meta"):
+        model = Tower(8, 16, 1)
+        batch = (torch.empty(8, 8), torch.empty(8, 8))
+    step = capture_step(model, batch, world_size=prod(mesh_shape))
+    costs = RooflineCosts(cluster.device)
+    intra = build(step, OptionTables(cluster.logical_mesh(mesh_shape), costs, ADAM))
+    problem = thin(intra.problem, 5 if len(mesh_shape) == 1 else 4)
+    if memory_share is not None:
+        free = solve(problem)
+        problem = replace(problem, memory_limit=memory_share * free.num_bytes)
+    best = float("inf")
+    for assignment in product(*(range(len(c.cost)) for c in problem.choices)):
+        seconds, num_bytes = evaluate(problem, assignment)
+        if num_bytes <= problem.memory_limit:
+            best = min(best, seconds)
+    if best == float("inf"):
+        pytest.skip("the thinned problem has no assignment within the limit")
+    assert solve(problem).seconds == pytest.approx(best, rel=1e-6)
+
+
+def thin(problem: Problem, keep: int) -> Problem:
+    """Keep at most `keep` strategies of every choice (spread over the list), so that all can be enumerated."""
+    kept = []
+    for choice in problem.choices:
+        n = len(choice.cost)
+        kept.append(
+            sorted({round(i * (n - 1) / max(1, keep - 1)) for i in range(keep)}) if n > keep else list(range(n))
+        )
+    choices = tuple(replace(c, cost=c.cost[k], memory=c.memory[k]) for c, k in zip(problem.choices, kept, strict=True))
+    transfers = tuple(
+        replace(
+            t,
+            source=t.source[kept[t.producer]],
+            uses=tuple(replace(u, layout=u.layout[kept[u.choice]]) for u in t.uses),
+        )
+        for t in problem.transfers
+    )
+    return replace(problem, choices=choices, transfers=transfers)
+
+
+def test_solved_plan_is_no_slower_than_any_named_plan():
+    cluster = cluster_of(4)
+    with torch.device("meta"):
+        model = GPT(vocab_size=512, d_model=128, num_layers=2, seq_len=64)
+    batch = tuple(torch.empty(4, 64, dtype=torch.long, device="meta") for _ in range(2))
+    step = capture_step(model, batch, world_size=4)
+    plan = plan_step(step, cluster, PlanOptions(baselines=True), ADAM)
+    assert set(plan.baselines) == {"data", "zero2", "zero3", "tensor"}
+    for name, seconds in plan.baselines.items():
+        assert seconds is None or plan.predicted.step_seconds <= seconds * (1 + 1e-9), name
