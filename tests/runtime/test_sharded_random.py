@@ -1,0 +1,95 @@
+"""Random ops on a mesh: other numbers on other shards, the same on replicas, reproducible."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.sharding.thread_mesh import run_on_threads
+
+
+def draw(mesh, seed, axes_per_call):
+    random = ShardedRandom(mesh, seed)
+    x = torch.ones(50)
+    return [random.run(axes, torch.rand_like, x) for axes in axes_per_call]
+
+
+@pytest.mark.parametrize("random_axes", [(), (0,), (1,), (0, 1)])
+def test_differs_exactly_over_the_random_axes(random_axes):
+    shape = (2, 3)
+    ranks = run_on_threads(shape, lambda mesh: (mesh.coordinate, draw(mesh, 1, [random_axes] * 2)))
+    for coordinate, own in ranks:
+        assert not torch.equal(own[0], own[1])
+        for other_coordinate, other in ranks:
+            same = all(coordinate[a] == other_coordinate[a] for a in random_axes)
+            assert torch.equal(own[0], other[0]) == torch.equal(own[1], other[1]) == same
+
+
+def test_reproducible_from_the_seed_whatever_the_default_generator_does():
+    calls = [(0,), (), (0,), ()]
+    torch.manual_seed(3)
+    first = run_on_threads((2,), lambda mesh: draw(mesh, 7, calls))
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    again = run_on_threads((2,), lambda mesh: draw(mesh, 7, calls))
+    other = run_on_threads((2,), lambda mesh: draw(mesh, 8, calls))
+    assert torch.equal(torch.get_rng_state(), before)  # untouched for everybody else
+    for a, b, c in zip(first, again, other, strict=True):
+        assert all(map(torch.equal, a, b))
+        assert not any(map(torch.equal, a, c))
+
+
+def test_one_device_draws_what_the_plain_module_draws():
+    x = torch.ones(4, 4)
+    torch.manual_seed(0)
+    plain = [F.dropout(x), F.dropout(x)]
+
+    def work(mesh):
+        random = ShardedRandom(mesh, 5)
+        return [random.run((0,), F.dropout, x), random.run((), F.dropout, x)]
+
+    torch.manual_seed(0)
+    assert all(map(torch.equal, run_on_threads((1, 1), work)[0], plain))
+
+
+def test_resumes_from_its_state(tmp_path):
+    def work(mesh):
+        random, x = ShardedRandom(mesh, 5), torch.ones(9)
+        random.run((0,), torch.rand_like, x)
+        path = tmp_path / f"{mesh.coordinate[0]}.pt"
+        torch.save(random.state_dict(), path)
+        expected = [random.run(axes, torch.rand_like, x) for axes in ((0,), ())]
+        resumed = ShardedRandom(mesh, 99)
+        resumed.load_state_dict(torch.load(path, weights_only=True))
+        return all(map(torch.equal, expected, [resumed.run(axes, torch.rand_like, x) for axes in ((0,), ())]))
+
+    assert all(run_on_threads((2,), work))
+
+
+def test_state_comes_back_after_an_exception():
+    def work(mesh):
+        random, before = ShardedRandom(mesh, 5), torch.get_rng_state()
+        with pytest.raises(RuntimeError):
+            random.run((0,), torch.bernoulli, torch.full((3,), 2.0))
+        return torch.equal(torch.get_rng_state(), before)
+
+    assert run_on_threads((2, 1), lambda mesh: work(mesh) if mesh.coordinate[0] == 0 else True)[0]
+
+
+def test_recomputation_draws_the_same_numbers():
+    def work(mesh):
+        random = ShardedRandom(mesh, 5)
+        x = torch.ones(100, requires_grad=True)
+
+        def block(x):
+            return random.run((0,), F.dropout, random.run((), F.dropout, x) * x)
+
+        y = checkpoint(block, x, use_reentrant=False, context_fn=random.checkpoint_contexts)
+        after_forward = {k: v.clone() for k, v in random.state_dict()["states"].items()}
+        y.sum().backward()
+        kept = random.state_dict()["states"]
+        assert all(torch.equal(after_forward[k], kept[k]) for k in kept)
+        return torch.equal(x.grad != 0, y != 0)
+
+    assert all(run_on_threads((2,), work))
