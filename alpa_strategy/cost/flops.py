@@ -35,8 +35,8 @@ def _names(text: str) -> frozenset[str]:
 # Metadata only. Of these, the backward of the second set fills or sums a tensor of the operand's shape.
 PLAIN_VIEWS = _names(
     "view reshape _unsafe_view transpose permute t squeeze unsqueeze flatten unflatten movedim moveaxis swapaxes "
-    "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T adjoint numpy_T matrix_H "
-    "view_as_real view_as_complex real imag getitem sym_size _reshape_alias result_type positive"
+    "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T adjoint numpy_T "
+    "matrix_H view_as_real view_as_complex real imag getitem sym_size _reshape_alias result_type positive"
 )
 PART_VIEWS = _names(
     "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold as_strided expand expand_as "

@@ -90,6 +90,13 @@ class RooflineCosts:
             found = self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator)
         return found
 
+    def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
+        """Time to update `num_elements` parameters of `itemsize` bytes, without a launch of their own.
+
+        Fused and foreach optimizers start a few kernels for all parameters together.
+        """
+        return optimizer_seconds(num_elements, itemsize, optimizer, self.device, num_kernels=0)
+
     def roofline(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds without measurements."""
         peak = self._peak(call)

@@ -1,0 +1,197 @@
+"""Timing real ops and the device itself, on the device that will run them. Needs no process group.
+
+Times are minima over a few repetitions: noise only ever adds. All loops end by a budget, so that measuring takes
+seconds whatever the model. The links between devices are measured by `runtime/measure.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import torch
+from torch.utils._pytree import tree_leaves
+
+from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cost.flops import is_view, op_work
+from alpa_strategy.cost.table import OpTable
+from alpa_strategy.sharding.op import OpCall, TensorMeta
+
+logger = logging.getLogger(__name__)
+
+REPETITIONS = 5
+BYTES_PER_FLOP = 0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
+MEASURED_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
+
+
+def measure_ops(
+    calls: Iterable[OpCall], device: torch.device | str, budget_seconds: float, table: OpTable, name: str | None = None
+) -> OpTable:
+    """Time the distinct calls that `table` does not hold, longest expected first, until the budget is spent.
+
+    Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views are skipped; so are
+    calls that do not run by themselves on random data, and calls that would need more than half of the free memory.
+    """
+    device = torch.device(device)
+    name = name or device_name(device)
+    started = time.perf_counter()
+    missing = {call for call in calls if not is_view(call) and table.get(name, call) is None}
+    free = _free_bytes(device)
+    for call in sorted(missing, key=_expected, reverse=True):
+        left = budget_seconds - (time.perf_counter() - started)
+        if left <= 0:
+            break
+        if 3 * sum(meta.num_bytes for meta in (*call.operands, *call.results)) > free / 2:
+            continue
+        try:
+            forward, backward = time_call(call, device, left)
+        except Exception as error:  # an op that cannot run alone keeps its roofline; it must not end the job
+            logger.debug("%s cannot be timed: %s", call.target_name, error)
+            continue
+        table.put(name, call, forward, backward)
+    return table
+
+
+def time_call(call: OpCall, device: torch.device | str, budget_seconds: float = 1.0) -> tuple[float, float]:
+    """(forward, backward) seconds of one call on random data. One run each where one run spends the budget."""
+    device = torch.device(device)
+    operands = [random_operand(meta, device) for meta in call.operands]
+    with torch.enable_grad():
+        results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+        forward = _best_seconds(lambda: call.call(*operands), device, budget_seconds / 3)
+        outputs = [result for result in results if result.requires_grad]
+        inputs = [operand for operand in operands if operand.requires_grad]
+        if not outputs or not inputs:
+            return forward, 0.0
+        grads = [torch.rand_like(output) for output in outputs]
+
+        def backward() -> None:
+            torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+
+        return forward, _best_seconds(backward, device, budget_seconds / 2)
+
+
+def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Data that every op accepts: floats in [0, 1), integers 0 (a valid index anywhere), booleans True."""
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
+        wide = meta.dtype if meta.dtype.itemsize > 1 else torch.float16  # no random float8
+        return torch.rand(meta.shape, dtype=wide, device=device).to(meta.dtype).requires_grad_(meta.requires_grad)
+    if meta.dtype == torch.bool:
+        return torch.ones(meta.shape, dtype=meta.dtype, device=device)
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+
+
+def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.5) -> DeviceSpec:
+    """What this device reaches: products per dtype, memory bandwidth, time to start an op, memory.
+
+    Peaks are measured, so `efficiency` is 1. On CPUs the memory is the machine's divided by `local_ranks`.
+    """
+    device = torch.device(device)
+    share = budget_seconds / 6
+    peaks = []
+    for dtype in MEASURED_DTYPES.get(device.type, ("float32",)):
+        rate = _product_rate(getattr(torch, dtype), device, share)
+        if rate:
+            peaks.append((dtype, rate))
+    elements = 2**26 if device.type == "cuda" else 2**23  # well beyond the caches
+    source = torch.rand(elements, device=device)
+    target = torch.empty_like(source)
+    copy_seconds = _best_seconds(lambda: target.copy_(source), device, share)
+    small = torch.rand(8, device=device)
+    launch = _best_seconds(lambda: [small.add(1.0) for _ in range(100)], device, share) / 100
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = psutil.virtual_memory().total // local_ranks
+    return DeviceSpec(
+        name=device_name(device),
+        memory_bytes=memory,
+        memory_bandwidth=2 * source.nbytes / copy_seconds,
+        peak_flops=tuple(peaks),
+        launch_seconds=launch,
+        efficiency=1.0,
+    )
+
+
+def device_name(device: torch.device | str) -> str:
+    """A name under which measurements are shared between hosts: the model of the device, and on CPUs its threads."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {_cpu_model()} ({torch.get_num_threads()} threads)"
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
+    """FLOP/s of square products; None where the dtype has none. Sizes grow while they fit in the budget."""
+    best = None
+    started = time.perf_counter()
+    for size in (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192):
+        try:
+            a = torch.rand(size, size, device=device).to(dtype)
+            seconds = _best_seconds(lambda a=a: a @ a, device, budget_seconds / 4)
+        except RuntimeError as error:
+            logger.debug("no products of %s on %s: %s", dtype, device, error)
+            return best
+        best = max(best or 0.0, 2 * size**3 / seconds)
+        if time.perf_counter() - started + 20 * seconds > budget_seconds:  # the next size takes at least 8 x as long
+            break
+    return best
+
+
+def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds: float) -> float:
+    """Smallest time of `fn` over a few runs after a warm-up run; the warm-up's own when the budget is spent by it."""
+    once = _seconds(fn, device, 1)
+    if once > budget_seconds:
+        return once
+    once = min(once, _seconds(fn, device, 1))
+    # Short ops are timed several at a time, so that the clock and, on a GPU, the synchronisation do not count.
+    inner = max(1, min(100, math.ceil(2e-4 / max(once, 1e-7))))
+    best = once if inner == 1 else math.inf
+    spent = 0.0
+    for _ in range(REPETITIONS):
+        seconds = _seconds(fn, device, inner)
+        best = min(best, seconds / inner)
+        spent += seconds
+        if spent > budget_seconds:
+            break
+    return best
+
+
+def _seconds(fn: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(device):
+            begin.record()
+            for _ in range(repetitions):
+                fn()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        fn()
+    return time.perf_counter() - started
+
+
+def _expected(call: OpCall) -> float:
+    return sum(work.flops * BYTES_PER_FLOP + work.num_bytes for work in op_work(call))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
