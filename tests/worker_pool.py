@@ -1,7 +1,7 @@
 """Persistent worker processes that play the ranks of a job: imports are paid once for a whole test session.
 
-`pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first `world_size` workers, each with
-the environment that torchrun would give and, unless `init_group=False`, a fresh gloo process group.
+`pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first `world_size` workers, each
+with the environment that torchrun would give and, unless `init_group=False`, a fresh gloo process group.
 """
 
 from __future__ import annotations

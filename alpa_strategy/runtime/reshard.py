@@ -1,0 +1,125 @@
+"""Resharding at run time: one autograd node that brings a local tensor from one dual layout to another, and back.
+
+The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the steps in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from alpa_strategy.runtime.comm import AxisComm, MeshComm
+from alpa_strategy.sharding.layout import DualLayout, Layout, chunk_range, dual_layout_to_str
+from alpa_strategy.sharding.redistribute import reshard_steps
+
+
+@dataclass(frozen=True)
+class _LocalStep:
+    """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds together, exactly."""
+
+    axis: int
+    src: Placement
+    dst: Placement
+    shape: tuple[int, ...]
+
+
+class Reshard:
+    """Callable on a local tensor: values go `src` -> `dst`, gradients `dst.grad` -> `src.grad`.
+
+    Args:
+        src, dst: dual layouts, one dual placement per mesh axis.
+        shape: global shape of the tensor.
+        mesh: the mesh that the tensor lies on; all its devices must call.
+    """
+
+    def __init__(self, src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh: MeshComm) -> None:
+        self.src, self.dst, self.shape = src, dst, tuple(shape)
+        self._mesh = mesh
+        forward: list[_LocalStep] = []
+        backward: list[_LocalStep] = []
+        current = list(src)
+        for step in reshard_steps(src, dst, self.shape, mesh.shape):
+            others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
+            seen = Layout(tuple(others)).local_shape(self.shape, mesh.shape, mesh.coordinate)
+            forward.append(_LocalStep(step.axis, step.src.value, step.dst.value, seen))
+            backward.append(_LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
+            current[step.axis] = step.dst
+        self._forward = _without_idle(forward)
+        self._backward = _without_idle(backward[::-1])
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
+        if tensor.requires_grad and torch.is_grad_enabled() and (self._forward or self._backward):
+            return _ReshardNode.apply(tensor, self, False)
+        return self.values(tensor)
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The forward alone, without autograd."""
+        return _run(self._forward, tensor, self._mesh)
+
+    def gradients(self, grad: Tensor) -> Tensor:
+        """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
+        return _run(self._backward, grad, self._mesh)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether neither values nor gradients change."""
+        return not self._forward and not self._backward
+
+    def __repr__(self) -> str:
+        return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
+
+
+class _ReshardNode(torch.autograd.Function):
+    """The backward is again such a node, with the directions swapped: resharding is linear, so any order of derivative
+    is right."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool) -> Tensor:
+        ctx.reshard, ctx.swapped = reshard, swapped
+        result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        return tensor.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None
+
+
+def _without_idle(steps: list[_LocalStep]) -> tuple[_LocalStep, ...]:
+    return tuple(step for step in steps if step.src != step.dst)
+
+
+def _run(steps: tuple[_LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:
+    for step in steps:
+        tensor = _redistribute(tensor, step, mesh.axes[step.axis])
+    return tensor
+
+
+def _redistribute(tensor: Tensor, step: _LocalStep, axis: AxisComm) -> Tensor:
+    """One axis, one direction."""
+    match step.src, step.dst:
+        case Shard(dim=gathered), Shard(dim=split):
+            return axis.all_to_all(tensor, gathered, step.shape[gathered], split)
+        case Shard(dim=dim), Replicate():
+            return axis.all_gather(tensor, dim, step.shape[dim])
+        case Partial(), Replicate():
+            return axis.all_reduce(tensor)
+        case Partial(), Shard(dim=dim):
+            return axis.reduce_scatter(tensor, dim)
+        case Replicate(), Shard(dim=dim):
+            start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
+            # A copy: a view would keep the whole tensor alive for as long as the shard lives.
+            return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        case Replicate(), Partial():
+            return tensor if axis.index == 0 else torch.zeros_like(tensor)
+        case Shard(dim=dim), Partial():
+            start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
+            whole = tensor.new_zeros((*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :]))
+            whole.narrow(dim, start, stop - start).copy_(tensor)
+            return whole
+    raise AssertionError(f"no redistribution {step.src} -> {step.dst}")

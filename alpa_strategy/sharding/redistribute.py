@@ -1,0 +1,232 @@
+"""Resharding as a plan: dual layout -> dual layout as single-axis steps, and what they cost. No process groups.
+
+The gradient of a resharding takes the same steps backwards, each from `dst.grad` to `src.grad`. When two axes shard the
+same dim, the later axis cuts the chunks of the earlier one, so the earlier may change only while the later does not
+shard that dim; where layouts force it, a step through a replicated value is put in between. Among the valid orders the
+one that moves the fewest bytes is taken (shrink first, gather last), bytes on earlier axes, whose devices lie further
+apart, weighing more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes
+from alpa_strategy.sharding.op import TensorMeta
+
+# Bytes sent by a device per byte of the full tensor, for n devices (design section 6): only orders steps, no times.
+_VOLUME = {
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n**2,
+}
+_EARLIER_AXIS_WEIGHT = 4.0
+_CALL_WEIGHT = 1e-3  # in full tensors: of equal volumes, take the fewer collectives
+_LOCAL_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True)
+class AxisStep:
+    """One axis of a tensor changes its dual placement.
+
+    Attributes:
+        axis: the mesh axis.
+        src, dst: its dual placement before and after.
+        shape: the full tensor as the devices of that axis see it: local to the other axes' placements at that moment
+            (the largest chunk where chunks are uneven).
+    """
+
+    axis: int
+    src: DualPlacement
+    dst: DualPlacement
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"axis {self.axis}: {self.src} -> {self.dst} {list(self.shape)}"
+
+
+def placement_collective(src: Placement, dst: Placement) -> str | None:
+    """Name of the collective that brings a value from `src` to `dst` on one axis, None where it is local.
+
+    Local are: equal placements, R -> S (slice), R -> P (device 0 keeps, the others hold zeros), S -> P (zeros around).
+    """
+    match src, dst:
+        case Shard(dim=a), Shard(dim=b):
+            return None if a == b else "all_to_all"
+        case Shard(), Replicate():
+            return "all_gather"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+    return None
+
+
+def reshard_steps(
+    src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh_shape: Sequence[int]
+) -> tuple[AxisStep, ...]:
+    """The single-axis steps that bring a tensor of global `shape` from `src` to `dst` (and its gradient back)."""
+    current = list(src)
+    steps = []
+    for axis, placement in _axis_changes(tuple(src), tuple(dst), tuple(mesh_shape)):
+        seen = _largest_local_shape(shape, current, mesh_shape, without=axis)
+        steps.append(AxisStep(axis, current[axis], placement, seen))
+        current[axis] = placement
+    return tuple(steps)
+
+
+def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tuple[tuple[str, int, str], ...]:
+    """(kind, bytes of the full tensor on the axis, phase) per collective; `backward` ones only when differentiable."""
+    num_bytes = itemsize
+    for size in step.shape:
+        num_bytes *= size
+    forward = placement_collective(step.src.value, step.dst.value)
+    backward = placement_collective(step.dst.grad, step.src.grad) if differentiable else None
+    found = ((forward, "forward"), (backward, "backward"))
+    return tuple((kind, num_bytes, phase) for kind, phase in found if kind is not None)
+
+
+def reshard_seconds(src: DualLayout, dst: DualLayout, meta: TensorMeta, mesh: LogicalMesh) -> tuple[float, float]:
+    """(forward, backward) seconds of one resharding; backward is 0 when `meta` does not require grad."""
+    forward, backward = reshard_table((src,), (dst,), meta, mesh)
+    return float(forward[0, 0]), float(backward[0, 0])
+
+
+def reshard_table(
+    sources: Sequence[DualLayout], targets: Sequence[DualLayout], meta: TensorMeta, mesh: LogicalMesh
+) -> tuple[np.ndarray, np.ndarray]:
+    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)]; do not write to them.
+
+    Which collectives run does not depend on the tensor's size: the counts are made once per set of layouts, and a
+    tensor only prices the few distinct (collective, axis, share of the tensor) terms.
+    """
+    return _priced_table(tuple(sources), tuple(targets), meta.num_bytes, meta.requires_grad, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _priced_table(
+    sources: tuple[DualLayout, ...],
+    targets: tuple[DualLayout, ...],
+    num_bytes: int,
+    differentiable: bool,
+    mesh: LogicalMesh,
+) -> tuple[np.ndarray, np.ndarray]:
+    terms, forward, backward = _counted_table(sources, targets, mesh.shape)
+    seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
+    zeros = np.zeros((len(sources), len(targets)))
+    tables = (forward @ seconds if terms else zeros, backward @ seconds if terms and differentiable else zeros)
+    for table in tables:
+        table.flags.writeable = False  # shared by everybody who asks
+    return tables
+
+
+@lru_cache(maxsize=1024)
+def _counted_table(
+    sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
+) -> tuple[list[tuple[str, int, float]], np.ndarray, np.ndarray]:
+    """Distinct terms, and how often each occurs forward and backward: arrays [sources, targets, terms]."""
+    index: dict[tuple[str, int, float], int] = {}
+    entries: tuple[list[tuple[int, int, int]], ...] = ([], [])
+    for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
+        for phase, collectives in enumerate(_collectives(src, dst, mesh_shape)):
+            for term in collectives:
+                entries[phase].append((p, q, index.setdefault(term, len(index))))
+    counts = []
+    for found in entries:
+        count = np.zeros((len(sources), len(targets), len(index)))
+        if found:
+            np.add.at(count, tuple(np.array(found).T), 1.0)
+        counts.append(count)
+    return list(index), counts[0], counts[1]
+
+
+@lru_cache(maxsize=1 << 16)
+def _collectives(
+    src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
+) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
+    """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward collectives."""
+    current = list(src)
+    forward, backward = [], []
+    for axis, placement in _axis_changes(src, dst, mesh_shape):
+        share = _share(current, mesh_shape, axis)
+        kind = placement_collective(current[axis].value, placement.value)
+        if kind is not None:
+            forward.append((kind, axis, share))
+        kind = placement_collective(placement.grad, current[axis].grad)
+        if kind is not None:
+            backward.append((kind, axis, share))
+        current[axis] = placement
+    return tuple(forward), tuple(backward)
+
+
+@lru_cache(maxsize=1 << 16)
+def _axis_changes(
+    src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
+) -> tuple[tuple[int, DualPlacement], ...]:
+    """Cheapest valid sequence of (axis, its new dual placement): Dijkstra over the few layouts in between."""
+    best: dict[DualLayout, float] = {src: 0.0}
+    order = itertools.count()  # ties go to the sequence found first: the same on every rank
+    queue: list[tuple[float, int, DualLayout, tuple[tuple[int, DualPlacement], ...]]] = [(0.0, next(order), src, ())]
+    while queue:
+        cost, _, layout, changes = heapq.heappop(queue)
+        if layout == dst:
+            return changes
+        if cost > best[layout]:
+            continue
+        for axis, old in enumerate(layout):
+            for new in dict.fromkeys((dst[axis], REPLICATE, BROADCAST)):
+                if new == old or not _may_change(layout, axis, new):
+                    continue
+                reached = (*layout[:axis], new, *layout[axis + 1 :])
+                reached_cost = cost + _change_cost(layout, axis, new, mesh_shape)
+                if reached_cost < best.get(reached, float("inf")):
+                    best[reached] = reached_cost
+                    heapq.heappush(queue, (reached_cost, next(order), reached, (*changes, (axis, new))))
+    raise AssertionError("every layout can be reached through the replicated one")
+
+
+def _may_change(layout: Sequence[DualPlacement], axis: int, new: DualPlacement) -> bool:
+    """Whether no later axis cuts the chunks that this change would move (values and gradients shard the same dims)."""
+    moved = {layout[axis].shard_dim, new.shard_dim} - {None}
+    return all(later.shard_dim not in moved for later in layout[axis + 1 :])
+
+
+def _change_cost(layout: Sequence[DualPlacement], axis: int, new: DualPlacement, mesh_shape: tuple[int, ...]) -> float:
+    """Bytes moved by one change, in whole tensors, weighted; forward and backward count alike."""
+    cost = _LOCAL_WEIGHT
+    share, size = _share(layout, mesh_shape, axis), mesh_shape[axis]
+    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - axis)
+    for src, dst in ((layout[axis].value, new.value), (new.grad, layout[axis].grad)):
+        kind = placement_collective(src, dst)
+        if kind is not None:
+            cost += _CALL_WEIGHT + weight * share * _VOLUME[kind](size)
+    return cost
+
+
+def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int) -> float:
+    """Share of the whole tensor that the devices of one axis hold together."""
+    share = 1.0
+    for other, placement in enumerate(layout):
+        if other != axis and placement.shard_dim is not None:
+            share /= mesh_shape[other]
+    return share
+
+
+def _largest_local_shape(
+    shape: Sequence[int], layout: Sequence[DualPlacement], mesh_shape: Sequence[int], without: int
+) -> tuple[int, ...]:
+    """Largest local shape under `layout`, the axis `without` taken as not sharding."""
+    sizes = list(shape)
+    for axis, placement in enumerate(layout):
+        if axis != without and placement.shard_dim is not None:
+            sizes[placement.shard_dim] = chunk_sizes(sizes[placement.shard_dim], mesh_shape[axis])[0]
+    return tuple(sizes)

@@ -1,0 +1,104 @@
+"""Collectives on process groups give what `AxisComm` promises: every dim, uneven chunks, every dtype, both backends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.runtime.comm import all_reduce_over
+from alpa_strategy.runtime.torch_comm import all_equal, broadcast_object, build_mesh, build_meshes
+from alpa_strategy.sharding.layout import chunk_range
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+SHAPES = ((4, 8), (5, 3), (1, 7), (3, 2, 5), (2,))
+
+
+def make(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=generator).to(dtype)
+
+
+def chunk(tensor, dim, size, index):
+    start, stop = chunk_range(tensor.shape[dim], size, index)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def check_axis(axis, dtypes=DTYPES):
+    """Compare all collectives of one axis with the whole tensors, which every rank can make."""
+    num = 0
+    for shape, dtype in itertools.product(SHAPES, dtypes):
+        parts = [make(shape, dtype, seed) for seed in range(axis.size)]
+        whole, mine = parts[0], parts[axis.index]
+        before = mine.clone()
+        total = torch.stack(parts).sum(0).to(dtype)
+        torch.testing.assert_close(axis.all_reduce(mine), total)
+        torch.testing.assert_close(axis.all_reduce(mine, "max"), torch.stack(parts).amax(0))
+        for dim in range(len(shape)):
+            own = chunk(whole, dim, axis.size, axis.index)
+            torch.testing.assert_close(axis.all_gather(own, dim, shape[dim]), whole)
+            if dtype != torch.bool:
+                summed = axis.reduce_scatter(mine, dim)
+                torch.testing.assert_close(summed, chunk(total, dim, axis.size, axis.index))
+            for split in range(len(shape)):
+                if split != dim:
+                    moved = axis.all_to_all(own, dim, shape[dim], split)
+                    torch.testing.assert_close(moved, chunk(whole, split, axis.size, axis.index))
+            num += 1
+        assert torch.equal(mine, before)
+    return num
+
+
+def check_mesh(shape, backend="torch"):
+    mesh = build_mesh(shape, backend=backend)
+    world = dist.get_world_size()
+    assert mesh.whole.size == world
+    assert mesh.whole.index == dist.get_rank()
+    torch.testing.assert_close(all_reduce_over(mesh, torch.ones(2)), torch.full((2,), float(world)))
+    for axis, size, index in zip(mesh.axes, mesh.shape, mesh.coordinate, strict=True):
+        assert (axis.size, axis.index) == (size, index)
+    dtypes = DTYPES if backend == "torch" else (torch.float32, torch.bool)
+    counts = [check_axis(axis, dtypes) for axis in mesh.axes]
+    pending = mesh.whole.start_all_reduce(torch.full((3,), 1.0))
+    scattered = mesh.whole.start_reduce_scatter(torch.arange(float(world * 2)).view(world, 2))
+    torch.testing.assert_close(pending.wait(), torch.full((3,), float(world)))
+    torch.testing.assert_close(scattered.wait(), world * torch.arange(2.0) + 2 * world * mesh.whole.index)
+    return sum(counts)
+
+
+def check_two_meshes():
+    mesh = build_meshes([((1,), (0,)), ((2,), (1, 2))])
+    return [mesh.ranks, mesh.axes[0].all_reduce(torch.tensor(1.0)).item()]
+
+
+def check_objects():
+    rank = dist.get_rank()
+    return broadcast_object({"rank": rank}), all_equal(rank), all_equal("same")
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (1, 2)], ids=str)
+def test_collectives(pool, shape):
+    assert min(pool.run(torch.tensor(shape).prod().item(), check_mesh, shape)) > 0
+
+
+def test_collectives_through_deepspeed(pool):
+    assert min(pool.run(2, check_mesh, (2,), "deepspeed")) > 0
+
+
+def test_meshes_side_by_side(pool):
+    assert pool.run(3, check_two_meshes) == [[(0,), 1.0], [(1, 2), 2.0], [(1, 2), 2.0]]
+
+
+def test_objects(pool):
+    assert pool.run(2, check_objects) == [({"rank": 0}, False, True)] * 2
+
+
+def test_one_process_needs_no_group():
+    mesh = build_mesh((1, 1))
+    assert mesh.coordinate == (0, 0)
+    assert check_axis(mesh.axes[0]) > 0
+    with pytest.raises(RuntimeMismatchError, match="holds 2 rows of dim 0"):
+        mesh.axes[0].all_gather(torch.ones(2), 0, 3)

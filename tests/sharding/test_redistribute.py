@@ -1,0 +1,90 @@
+"""Laws of resharding plans: valid for nested shards, no more bytes than the obvious way, costs that add up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, dual_layout, shard
+from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.sharding.redistribute import reshard_seconds, reshard_steps, reshard_table, step_collectives
+
+DUALS = [REPLICATE, BROADCAST, PARTIAL, shard(0), shard(1)]
+VOLUME = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
+
+
+@dataclass(frozen=True)
+class BytesAxis:
+    """An axis whose collectives take as many seconds as they move bytes (roughly): costs are easy to say by hand."""
+
+    size: int
+
+    def seconds(self, kind: str, num_bytes: float) -> float:
+        return VOLUME[kind] * num_bytes
+
+
+def mesh(*shape: int) -> LogicalMesh:
+    return LogicalMesh(shape, tuple(map(BytesAxis, shape)))
+
+
+def steps(src: str, dst: str, shape=(8, 8), mesh_shape=(2, 2)) -> list[str]:
+    return [str(step) for step in reshard_steps(dual_layout(src), dual_layout(dst), shape, mesh_shape)]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ("S0", "S0", []),
+        ("S0", "R*", ["axis 0: S0 -> R* [8, 8]"]),
+        ("S0 S0", "R* R*", ["axis 1: S0 -> R* [4, 8]", "axis 0: S0 -> R* [8, 8]"]),  # the later axis cut last
+        ("R S0", "S0 S0", ["axis 1: S0 -> R [8, 8]", "axis 0: R -> S0 [8, 8]", "axis 1: R -> S0 [4, 8]"]),
+        ("S0 P", "R* S1", ["axis 1: P -> S1 [4, 8]", "axis 0: S0 -> R* [8, 4]"]),  # shrink first, gather last
+        ("P P", "S0 S0", ["axis 0: P -> S0 [8, 8]", "axis 1: P -> S0 [4, 8]"]),
+    ],
+)
+def test_steps_in_the_right_order(src, dst, expected):
+    mesh_shape = (2,) * len(src.split())
+    assert steps(src, dst, mesh_shape=mesh_shape) == expected
+
+
+@pytest.mark.parametrize("num_axes", [1, 2])
+def test_steps_connect_source_and_target(num_axes):
+    for src, dst in itertools.product(itertools.product(DUALS, repeat=num_axes), repeat=2):
+        layout = list(src)
+        for step in reshard_steps(src, dst, (5, 7), (2, 3)[:num_axes]):
+            assert layout[step.axis] == step.src
+            touched = {step.src.shard_dim, step.dst.shard_dim} - {None}
+            assert all(later.shard_dim not in touched for later in layout[step.axis + 1 :])
+            layout[step.axis] = step.dst
+        assert tuple(layout) == dst
+
+
+def test_shape_of_a_step_is_the_largest_chunk():
+    (step,) = reshard_steps(dual_layout("S0 S1"), dual_layout("S0 R*"), (5, 7), (2, 3))
+    assert step.shape == (3, 7)
+    assert step_collectives(step, 4, True) == (("all_gather", 84, "forward"), ("reduce_scatter", 84, "backward"))
+    assert step_collectives(step, 4, False) == (("all_gather", 84, "forward"),)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_table_prices_the_steps(data):
+    layouts = st.tuples(st.sampled_from(DUALS), st.sampled_from(DUALS))
+    sources = data.draw(st.lists(layouts, min_size=1, max_size=4))
+    targets = data.draw(st.lists(layouts, min_size=1, max_size=4))
+    meta = TensorMeta((12, 12), torch.float32, data.draw(st.booleans()))
+    forward, backward = reshard_table(sources, targets, meta, mesh(2, 3))
+    for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
+        expected = {"forward": 0.0, "backward": 0.0}
+        for step in reshard_steps(src, dst, meta.shape, (2, 3)):
+            for kind, num_bytes, phase in step_collectives(step, 4, meta.requires_grad):
+                expected[phase] += VOLUME[kind] * num_bytes
+        np.testing.assert_allclose((forward[p, q], backward[p, q]), (expected["forward"], expected["backward"]))
+        assert reshard_seconds(src, dst, meta, mesh(2, 3)) == (forward[p, q], backward[p, q])
