@@ -1,0 +1,163 @@
+"""What one device runs of an op: local shapes, size arguments rewritten, the devices' share of means and randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from alpa_strategy.sharding.binding import bind, rebuild
+from alpa_strategy.sharding.layout import DualLayout, value_layout
+from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+
+aten = torch.ops.aten
+
+# Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
+_VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy"})
+_SIZE_ARGUMENT = frozenset(
+    {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full"}
+)
+
+
+def _local_metas(
+    metas: Sequence[TensorMeta], layouts: Sequence[DualLayout], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[TensorMeta, ...]:
+    return tuple(
+        m.with_shape(value_layout(layout).local_shape(m.shape, mesh_shape, coordinate))
+        for m, layout in zip(metas, layouts, strict=True)
+    )
+
+
+def localize(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> LocalCall:
+    """The op that the device at `coordinate` runs when mesh axis i follows `strategies[i]`."""
+    operands = _local_metas(
+        call.operands, list(zip(*(s.inputs for s in strategies), strict=True)), mesh_shape, coordinate
+    )
+    results = _local_metas(
+        call.results, list(zip(*(s.outputs for s in strategies), strict=True)), mesh_shape, coordinate
+    )
+    axes = tuple(axis for axis, s in enumerate(strategies) if s.implementation is not None)
+    implementation = strategies[axes[0]].implementation if axes else None
+    random_axes = None
+    if is_random(call):
+        random_axes = tuple(a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs))
+    return LocalCall(
+        _local_call(call, operands, results),
+        implementation,
+        axes,
+        random_axes,
+        _fraction(call, strategies, mesh_shape, coordinate) if implementation == "fraction" else 1.0,
+    )
+
+
+def _fraction(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> float:
+    """Share of the averaged elements on this device: the product over cut dims of local over whole length."""
+    share = 1.0
+    # Each averaged dim is cut at the same place of every operand that has it: follow one cut operand per axis.
+    done: tuple[AxisStrategy, ...] = ()
+    for strategy in strategies:
+        before = _shapes(call, done, mesh_shape, coordinate)
+        done = (*done, strategy)
+        after = _shapes(call, done, mesh_shape, coordinate)
+        if strategy.implementation == "fraction":
+            operand = next(i for i, p in enumerate(strategy.inputs) if p.shard_dim is not None)
+            dim = strategy.inputs[operand].shard_dim
+            share *= after[operand][dim] / before[operand][dim]
+    return share
+
+
+def _shapes(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Operand shapes after the first `len(strategies)` axes have been cut."""
+    if not strategies:
+        return tuple(o.shape for o in call.operands)
+    n = len(strategies)
+    layouts = list(zip(*(s.inputs for s in strategies), strict=True))
+    return tuple(m.shape for m in _local_metas(call.operands, layouts, mesh_shape[:n], coordinate[:n]))
+
+
+@lru_cache(maxsize=16384)
+def is_random(call: OpCall) -> bool:
+    """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in call.target.tags:
+        return False
+    arguments = bind(call)
+    if arguments.get("train") is False or arguments.get("training") is False:
+        return False
+    return not any(name in arguments and arguments[name] == 0 for name in ("p", "dropout_p"))
+
+
+def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:
+    if operands == call.operands and results == call.results:
+        return call
+    if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
+        return rebuild(call, operands, results, {})
+    name = call.target._schema.name.split("::")[1]
+    if name in _VIEWS:
+        source = next(a for a in bind(call).values() if isinstance(a, Slot))
+        return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
+    changes: dict[str, Any] = {}
+    if name in _SIZE_ARGUMENT:
+        changes["size"] = results[0].shape
+    elif name in _CHANGES:
+        changes = _CHANGES[name](call, operands, results)
+    return rebuild(call, operands, results, changes)
+
+
+Changes = Callable[[OpCall, tuple[TensorMeta, ...], tuple[TensorMeta, ...]], dict[str, Any]]
+
+
+def _groups(argument: str) -> Changes:
+    """Groups are divided with the channels."""
+
+    def change(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+        groups = bind(call)[argument]
+        whole, local = call.operands[0].shape, operands[0].shape
+        if groups == 1:
+            return {}
+        channel_dim = _channel_dim(call)
+        return {argument: groups * local[channel_dim] // whole[channel_dim]}
+
+    return change
+
+
+def _channel_dim(call: OpCall) -> int:
+    weight = bind(call).get("weight")
+    name = call.target._schema.name
+    if "conv" in name and isinstance(weight, Slot):
+        return len(call.operands[0].shape) - len(call.operands[weight.index].shape) + 1
+    return 1
+
+
+def _narrow(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    dim = bind(call)["dim"] % len(results[0].shape)
+    return {"length": results[0].shape[dim]}
+
+
+def _repeat_interleave(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> dict[str, Any]:
+    if "output_size" not in dict(call.kwargs):
+        return {}
+    dim = bind(call)["dim"] or 0
+    return {"output_size": results[0].shape[dim]}
+
+
+_CHANGES: dict[str, Changes] = {
+    **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
+    "convolution": _groups("groups"),
+    "group_norm": _groups("num_groups"),
+    "narrow": _narrow,
+    "repeat_interleave": _repeat_interleave,
+}

@@ -1,0 +1,174 @@
+"""Index notation: the language in which sharding rules are written, and how a rule is read for one call.
+
+    "[*b, k], [n, k], +[n]? -> [*b, n]"
+
+One bracket per tensor argument of the op's schema, in order, then one per result. An index that a result has is
+parallel: it is cut wherever it occurs. An index that no result has is contracted: operands are cut, the result is a
+partial sum. A tensor that lacks a cut index is needed whole by every device.
+
+- `*b`: any number of dims, broadcast and aligned to the right; its length is that of the argument of the same name, if
+  there is one (`*normalized_shape`), else found from the operands' ranks.
+- `k!`: never cut.  `h=`: cut only into equal chunks (lengths may then differ between tensors).
+- `v@name`: cutting this index needs the local implementation `name`.
+- `[...]?`: the tensor may be absent.  `+[...]`: added to the result, so a contraction must add it only once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from alpa_strategy.errors import ShardingError
+from alpa_strategy.sharding.binding import bind, tensor_arguments
+from alpa_strategy.sharding.op import OpCall, Slot
+from alpa_strategy.sharding.splits import SUM, Split, split_from_dims
+
+Key = tuple[str, int]  # index name, position inside its group (0 for single indices)
+
+
+@dataclass(frozen=True)
+class Index:
+    """One index (or group of indices) of a term."""
+
+    name: str
+    group: bool = False
+    whole: bool = False
+    even: bool = False
+    implementation: str | None = None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One tensor of a signature."""
+
+    indices: tuple[Index, ...]
+    optional: bool = False
+    added: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A parsed rule."""
+
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+
+
+_TERM = re.compile(r"\s*(\+?)\[([^\]]*)\](\??)\s*(?:,|$)")
+_INDEX = re.compile(r"(\*?)([A-Za-z_][A-Za-z_0-9]*)(!?)(=?)(?:@([a-z_]+))?")
+
+
+def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
+    terms, position = [], 0
+    while position < len(text) and text[position:].strip():
+        match = _TERM.match(text, position)
+        if match is None:
+            raise ShardingError(
+                f"cannot read the sharding rule {rule!r} at {text[position:]!r}", "see sharding/notation.py"
+            )
+        indices = []
+        for part in filter(None, (p.strip() for p in match[2].split(","))):
+            index = _INDEX.fullmatch(part)
+            if index is None:
+                raise ShardingError(f"{part!r} is no index in the sharding rule {rule!r}", "see sharding/notation.py")
+            star, name, whole, even, implementation = index.groups()
+            indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
+        terms.append(Term(tuple(indices), bool(match[3]), bool(match[1])))
+        position = match.end()
+    return tuple(terms)
+
+
+@cache
+def parse(rule: str) -> Signature:
+    """Read a rule; ShardingError says where it cannot be read."""
+    left, arrow, right = rule.partition("->")
+    if not arrow:
+        raise ShardingError(f"the sharding rule {rule!r} has no '->'", "write '[operand], ... -> [result], ...'")
+    return Signature(_parse_terms(left, rule), _parse_terms(right, rule))
+
+
+def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Length of every group, from arguments of the same name, else from ranks (the longest, others broadcast to it)."""
+    lengths: dict[str, int] = {}
+    for term, _ in pairs:
+        for index in term.indices:
+            if index.group and isinstance(arguments.get(index.name), tuple):
+                lengths[index.name] = len(arguments[index.name])
+    while True:
+        found: dict[str, int] = {}
+        for term, rank in pairs:
+            unknown = {i.name for i in term.indices if i.group and i.name not in lengths}
+            if len(unknown) == 1:
+                known = sum(lengths.get(i.name, 0) if i.group else 1 for i in term.indices)
+                name = unknown.pop()
+                found[name] = max(found.get(name, 0), rank - known)
+        if not found:
+            return lengths
+        lengths |= found
+
+
+def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
+    keys: list[tuple[Key, Index]] = []
+    for index in term.indices:
+        count = lengths.get(index.name, 0) if index.group else 1
+        keys += [((index.name, i), index) for i in range(count)]
+    return keys
+
+
+def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
+    """The splits that `rule` gives for `call`; None when the call's ranks do not fit the rule."""
+    signature = parse(rule)
+    arguments = tensor_arguments(call)
+    if any(a is not None for a in arguments[len(signature.operands) :]):
+        return None
+    present: list[tuple[Term, int]] = []
+    for term, argument in zip(signature.operands, arguments, strict=False):
+        if isinstance(argument, Slot):
+            present.append((term, argument.index))
+        elif argument is not None or not term.optional:
+            return None
+    if len(signature.results) != len(call.results):
+        return None
+    lengths = _group_lengths([(t, len(call.operands[i].shape)) for t, i in present], bind(call))
+
+    order: dict[Key, list[Index]] = {}
+    operand_dims: list[tuple[int, Term, dict[Key, int]]] = []
+    for term, operand in present:
+        keys, shape = _keys(term, lengths), call.operands[operand].shape
+        if len(shape) > len(keys):
+            return None
+        keys = keys[len(keys) - len(shape) :]
+        operand_dims.append((operand, term, {key: dim for dim, (key, _) in enumerate(keys) if shape[dim] != 1}))
+        for key, index in keys:
+            order.setdefault(key, []).append(index)
+    result_dims: list[dict[Key, int]] = []
+    for term, meta in zip(signature.results, call.results, strict=True):
+        keys = _keys(term, lengths)
+        if len(keys) != len(meta.shape):
+            return None
+        result_dims.append({key: dim for dim, (key, _) in enumerate(keys) if meta.shape[dim] != 1})
+        for key, index in keys:
+            if key in order:
+                order[key].append(index)
+
+    splits = []
+    for key, indices in order.items():
+        if any(i.whole for i in indices) or not any(key in dims for _, _, dims in operand_dims):
+            continue
+        contracted = not any(key in dims for dims in result_dims)
+        implementation = next((i.implementation for i in indices if i.implementation), None)
+        if contracted and any(term.added and key not in dims for _, term, dims in operand_dims):
+            implementation = "bias_on_first"
+        split = split_from_dims(
+            call,
+            ((operand, dims.get(key)) for operand, _, dims in operand_dims),
+            [dims.get(key, SUM) for dims in result_dims],
+            even=any(i.even for i in indices),
+            implementation=implementation,
+        )
+        if split is not None:
+            splits.append(split)
+    return tuple(splits)

@@ -1,0 +1,109 @@
+"""axis_strategies and op_strategies: every valid way to run an op on one mesh axis, and on a whole mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.op import AxisStrategy, OpCall, target_name
+from alpa_strategy.sharding.pointwise import aligned
+from alpa_strategy.sharding.splits import Found, repeated, to_strategies
+from alpa_strategy.sharding.table import FAMILIES, NOTATION, POINTWISE_LINEAR, UNTAGGED_POINTWISE, Family
+
+
+def _pointwise(call: OpCall, axis_size: int) -> Found:
+    name = target_name(call.target)
+    linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
+    if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
+        linear = ((0,),)
+    return aligned(call, linear=linear)
+
+
+@cache
+def _rule(target: Any) -> Family | None:
+    name = target_name(target)
+    is_aten = isinstance(target, torch._ops.OpOverload)
+    for key in (name, name.rpartition(".")[0]) if is_aten else (name,):
+        if key in NOTATION:
+            return NOTATION[key]
+        if key in FAMILIES:
+            return FAMILIES[key]
+        if key in UNTAGGED_POINTWISE:
+            return _pointwise
+    if is_aten and torch.Tag.pointwise in target.tags:
+        return _pointwise
+    return None
+
+
+def has_rule(target: Any) -> bool:
+    """Whether the table (or ATen's pointwise tag) covers this target."""
+    return _rule(target) is not None
+
+
+def _found(call: OpCall, axis_size: int) -> Found | None:
+    rule = _rule(call.target)
+    if rule is None or not call.results:
+        return None
+    return rule(call, axis_size)
+
+
+@lru_cache(maxsize=65536)
+def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Every valid way to run `call` on one mesh axis of `axis_size` devices, without duplicates, the repeated one first.
+
+    Ops without a rule get theirs by experiment (`discover`).
+    """
+    if not call.results:
+        return (repeated(call),)
+    found = _found(call, axis_size)
+    if found is None:
+        from alpa_strategy.sharding.discover import discover
+
+        return discover(call, axis_size)
+    return to_strategies(call, found, axis_size)
+
+
+@lru_cache(maxsize=65536)
+def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[AxisStrategy, ...], ...]:
+    """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
+    if not mesh_shape:
+        return ((),)
+    combinations: list[tuple[AxisStrategy, ...]] = [()]
+    for axis, axis_size in enumerate(mesh_shape):
+        longer = []
+        for chosen in combinations:
+            local = call
+            if chosen:
+                last = tuple(n - 1 for n in mesh_shape[:axis])
+                local = localize(call, chosen, mesh_shape[:axis], last).call
+            longer += [(*chosen, s) for s in axis_strategies(local, axis_size)]
+        combinations = longer
+    return tuple(_shrink_collectives(c, mesh_shape) for c in combinations)
+
+
+def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]) -> tuple[AxisStrategy, ...]:
+    """What an implementation communicates is divided by later axes that cut its first operand."""
+    result = list(strategies)
+    for i, strategy in enumerate(strategies):
+        if not strategy.collectives:
+            continue
+        share = 1
+        for later, size in zip(strategies[i + 1 :], mesh_shape[i + 1 :], strict=True):
+            if later.implementation is None and later.inputs[0].shard_dim is not None:
+                share *= size
+        if share > 1:
+            collectives = tuple(replace(c, num_bytes=-(-c.num_bytes // share)) for c in strategy.collectives)
+            result[i] = replace(strategy, collectives=collectives)
+    return tuple(result)
+
+
+def rule_origin(call: OpCall) -> str:
+    """Where the op's strategies come from: notation, view, pointwise, reduction, discovered, or replicated (none)."""
+    found = _found(call, 2)
+    if found is not None:
+        return found.origin
+    return "discovered" if len(axis_strategies(call, 2)) > 1 else "replicated"

@@ -1,0 +1,166 @@
+"""Rules of the few ops whose sharding depends on more than shapes and index letters: losses, BatchNorm, indexing, factories."""
+
+from __future__ import annotations
+
+from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
+from alpa_strategy.sharding.layout import REPLICATE, DualPlacement, shard
+from alpa_strategy.sharding.notation import read
+from alpa_strategy.sharding.op import AxisStrategy, InnerCollective, OpCall, Slot
+from alpa_strategy.sharding.splits import WHOLE, Found, Split, split_from_dims
+
+
+def cross_entropy(call: OpCall, axis_size: int) -> Found:
+    """Rows are summed; the class dim is cut with three all-reduces of one float per row (max, sum of exp, target logit)."""
+    bound = bind(call)
+    logits, target = bound["logits"].index, bound["target"].index
+    shape = call.operands[logits].shape
+    probabilities = call.operands[target].dtype.is_floating_point
+    if len(shape) == 1:
+        splits: tuple[Split, ...] = ()
+    elif probabilities:
+        splits = read("[n, c!, *d], [n, c!, *d], [c!]? -> []", call) or ()
+    else:
+        splits = read("[n, c!, *d], [n, *d], [c!]? -> []", call) or ()
+    weight = bound["weight"]
+    if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
+        class_dim = 0 if len(shape) == 1 else 1
+        num_rows = call.operands[logits].num_elements // shape[class_dim]
+        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")
+        split = split_from_dims(
+            call,
+            [(logits, class_dim)],
+            [WHOLE],
+            implementation="vocab_cross_entropy",
+            collectives=(collective,) * 3,
+        )
+        splits += (split,) if split is not None else ()
+    return Found(splits)
+
+
+def batch_norm_train(call: OpCall, axis_size: int) -> Found:
+    """Channels are independent; rows share their statistics: sums and counts are reduced, forward and backward."""
+    names = ("x", "weight", "bias", "running_mean", "running_var")
+    present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
+    num_channels = call.operands[present["x"]].shape[1]
+    statistics = [0] * (len(call.results) - 1)
+    channels = split_from_dims(call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics])
+    collectives = (
+        InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
+        InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
+    )
+    rows = split_from_dims(
+        call,
+        [(present["x"], 0)],
+        [0, *[WHOLE for _ in statistics]],
+        implementation="batch_norm_sync",
+        collectives=collectives,
+    )
+    return Found(tuple(s for s in (channels, rows) if s is not None))
+
+
+def batch_norm(call: OpCall, axis_size: int) -> Found:
+    """aten.batch_norm: with given statistics everything is parallel, with batch statistics the channels are."""
+    if bind(call)["training"]:
+        return Found(read("[n!, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n!, c, *s!]", call) or ())
+    return Found(read("[n, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n, c, *s!]", call) or ())
+
+
+def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[Split]:
+    """Dims other than `dim` that have one size in all operands and the result."""
+    shape = call.results[0].shape
+    found = []
+    for d in range(len(shape)):
+        if d != dim and all(call.operands[i].shape[d] == shape[d] for i in operands):
+            found.append(split_from_dims(call, [(i, d) for i in operands], [d] * len(call.results)))
+    return [s for s in found if s is not None]
+
+
+def gather(call: OpCall, axis_size: int) -> Found:
+    """gather, take_along_dim: other dims of equal size are parallel; the index's own dim is cut with the source whole."""
+    bound = bind(call)
+    source, index = (s.index for s in slots(call)[:2])
+    rank = len(call.results[0].shape)
+    if bound["dim"] is None or len(call.operands[source].shape) != rank or rank == 0:
+        return Found()
+    dim = bound["dim"] % rank
+    splits = _same_size_dims(call, (source, index), dim)
+    along = split_from_dims(call, [(index, dim), (source, None)], [dim])
+    return Found((*splits, *([along] if along is not None else [])))
+
+
+def scatter(call: OpCall, axis_size: int) -> Found:
+    """scatter, scatter_add: dims other than the scattered one where self, index and src are equally long."""
+    operands = tuple(s.index for s in slots(call))
+    rank = len(call.results[0].shape)
+    return Found(tuple(_same_size_dims(call, operands, bind(call)["dim"] % rank))) if rank else Found()
+
+
+def index_select(call: OpCall, axis_size: int) -> Found:
+    """index_select: other dims of the source are parallel; or the index is cut and the source is whole."""
+    source, index = (s.index for s in slots(call)[:2])
+    rank = len(call.results[0].shape)
+    if rank == 0 or len(call.operands[index].shape) != 1:
+        return Found()
+    dim = bind(call)["dim"] % rank
+    splits = [split_from_dims(call, [(source, d)], [d]) for d in range(rank) if d != dim]
+    splits.append(split_from_dims(call, [(index, 0), (source, None)], [dim]))
+    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),) if source != index else ())
+
+
+def index(call: OpCall, axis_size: int) -> Found:
+    """x[i, :, j]: dims of x that are not indexed are parallel, and so are the dims of the (broadcast) index tensors."""
+    source, indices = tensor_arguments(call)
+    used = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
+    if not used or any(call.operands[i].dtype.itemsize == 1 for i in used.values()):  # masks: sizes depend on data
+        return Found()
+    rank = len(call.operands[source.index].shape)
+    index_rank = max(len(call.operands[i].shape) for i in used.values())
+    positions = sorted(used)
+    adjacent = positions == list(range(positions[0], positions[-1] + 1))
+    start = positions[0] if adjacent else 0
+    free = [d for d in range(rank) if d not in used]
+    order = [*free[:start], *(["index"] * index_rank), *free[start:]]
+    splits = [split_from_dims(call, [(source.index, d)], [order.index(d)]) for d in free]
+    for dim in range(index_rank):
+        dims: list[tuple[int, int | None]] = [(source.index, None)]
+        for i in used.values():
+            own = dim - (index_rank - len(call.operands[i].shape))
+            dims.append((i, own if own >= 0 and call.operands[i].shape[own] != 1 else None))
+        if any(d is not None for _, d in dims):
+            splits.append(split_from_dims(call, dims, [start + dim]))
+    linear = () if source.index in used.values() else (frozenset({source.index}),)
+    return Found(tuple(s for s in splits if s is not None), linear)
+
+
+def factory(call: OpCall, axis_size: int) -> Found:
+    """full, zeros, ones, empty: any dim of the result may be made in shards."""
+    splits = (split_from_dims(call, [], [d]) for d in range(len(call.results[0].shape)))
+    fitting = [s for s in splits if s is not None and call.results[0].shape[int(s.results[0])] >= axis_size]
+    outputs = tuple(AxisStrategy((), (shard(int(s.results[0])),)) for s in fitting)
+    return Found(extra=outputs)
+
+
+def new_factory(call: OpCall, axis_size: int) -> Found:
+    """new_zeros and the like read only the operand's dtype: every layout of it will do."""
+    operand, result = call.operands[0].shape, call.results[0].shape
+    layouts = [shard(d) for d in range(len(operand)) if operand[d] >= axis_size]
+    made: list[DualPlacement] = [REPLICATE, *(shard(d) for d in range(len(result)) if result[d] >= axis_size)]
+    pairs = [AxisStrategy((REPLICATE,), (m,)) for m in made[1:]]
+    pairs += [AxisStrategy((p,), (m,)) for p in layouts for m in made if m is REPLICATE or m is p]
+    return Found(extra=tuple(pairs))
+
+
+def compare_along(call: OpCall, axis_size: int) -> Found:
+    """cosine_similarity: two broadcast operands, one dim reduced and kept whole."""
+    operands = tuple(s.index for s in slots(call))
+    rank = max(len(call.operands[i].shape) for i in operands)
+    dim = dims_of(bind(call)["dim"], rank)[0]
+    splits = []
+    for d in range(rank):
+        dims = []
+        for i in operands:
+            own = d - (rank - len(call.operands[i].shape))
+            dims.append((i, own if own >= 0 and call.operands[i].shape[own] != 1 else None))
+        if d != dim and any(x is not None for _, x in dims):
+            splits.append(split_from_dims(call, dims, [d - (1 if d > dim else 0)]))
+    return Found(tuple(s for s in splits if s is not None), origin="reduction")

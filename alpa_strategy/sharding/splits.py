@@ -1,0 +1,151 @@
+"""Split: one index of an op's work divided over one mesh axis, before it is known which tensors need gradients.
+
+Every family of rules (index notation, views, pointwise, reductions) ends in `Found`; `to_strategies` is the one place
+that turns it into dual placements, checks sizes and removes duplicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.sharding.op import AxisStrategy, InnerCollective, OpCall
+
+SUM = "P"  # result marker: every device holds a term of the sum
+WHOLE = "R"  # result marker: every device ends up with the whole result
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to divide an op's work over the devices of an axis.
+
+    Attributes:
+        operands: per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a gradient).
+        results: per result the dim that is cut, or `SUM`, or `WHOLE`.
+        even: the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv groups).
+        implementation, collectives: as in AxisStrategy.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | str, ...]
+    even: bool = False
+    implementation: str | None = None
+    collectives: tuple[InnerCollective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule says about one call.
+
+    Attributes:
+        splits: the ways to divide the work.
+        linear: sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`.
+        carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every op
+            (backward is linear in the gradient); offered only where it can save a collective.
+        origin: `rule_origin`'s answer.
+    """
+
+    splits: tuple[Split, ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+    carries: bool = False
+    origin: str = "notation"
+    extra: tuple[AxisStrategy, ...] = field(default=())
+
+
+def differentiable(call: OpCall) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Per operand and per result: whether a gradient flows through it in this call."""
+    results = tuple(r.requires_grad for r in call.results)
+    flows = any(results)
+    return tuple(flows and o.requires_grad for o in call.operands), results
+
+
+def split_from_dims(
+    call: OpCall, dims: Iterable[tuple[int, int | None]], results: Sequence[int | str], **rest: object
+) -> Split | None:
+    """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut in two ways."""
+    chosen: dict[int, int | None] = {}
+    for operand, dim in dims:
+        if chosen.setdefault(operand, dim) != dim:
+            return None
+    return Split(tuple(chosen.get(i) for i in range(len(call.operands))), tuple(results), **rest)  # type: ignore[arg-type]
+
+
+def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
+    """Every cut dim has an element for each device; uneven cuts only where all cut dims are equally long."""
+    sizes = [m.shape[d] for m, d in zip(call.operands, split.operands, strict=True) if d is not None]
+    sizes += [m.shape[d] for m, d in zip(call.results, split.results, strict=True) if isinstance(d, int)]
+    if split.even:
+        return all(size % axis_size == 0 for size in sizes)
+    return len(set(sizes)) == 1 and sizes[0] >= axis_size
+
+
+def _widens(call: OpCall) -> bool:
+    """False when partial sums (or partial gradients) would be rounded to a narrower type, or cut to integers."""
+    for result in call.results:
+        for operand in call.operands:
+            if not operand.dtype.is_floating_point and not operand.dtype.is_complex:
+                continue
+            if not result.dtype.is_floating_point and not result.dtype.is_complex:
+                return False
+            if torch.finfo(result.dtype).eps > torch.finfo(operand.dtype).eps:
+                return False
+    return True
+
+
+def _carries(call: OpCall) -> bool:
+    """False when the backward would round partial gradients to a narrower type."""
+    return all(
+        torch.finfo(o.dtype).eps <= torch.finfo(r.dtype).eps
+        for o in call.operands
+        for r in call.results
+        if o.requires_grad and r.requires_grad
+    )
+
+
+def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
+    operand_grads, result_grads = differentiable(call)
+    strategies = [repeated(call)]
+
+    def operand(index: int, dim: int | None) -> DualPlacement:
+        if dim is not None:
+            return shard(dim)
+        return BROADCAST if operand_grads[index] else REPLICATE
+
+    def result(mark: int | str) -> DualPlacement:
+        if isinstance(mark, int):
+            return shard(mark)
+        return PARTIAL if mark == SUM else REPLICATE
+
+    for split in found.splits:
+        if not _fits(call, split, axis_size):
+            continue
+        strategies.append(
+            AxisStrategy(
+                tuple(operand(i, d) for i, d in enumerate(split.operands)),
+                tuple(result(mark) for mark in split.results),
+                split.implementation,
+                split.collectives,
+            )
+        )
+    if found.carries and any(operand_grads) and _carries(call):
+        strategies.append(
+            AxisStrategy(
+                tuple(BROADCAST if g else REPLICATE for g in operand_grads),
+                tuple(BROADCAST if g else REPLICATE for g in result_grads),
+            )
+        )
+    if found.linear and _widens(call):
+        for chosen in found.linear:
+            inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
+            strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
+    strategies += found.extra
+    return tuple(dict.fromkeys(strategies))
+
+
+def repeated(call: OpCall) -> AxisStrategy:
+    """The strategy that is always valid: every device of the axis does the same work."""
+    return AxisStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))

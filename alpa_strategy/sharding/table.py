@@ -1,0 +1,229 @@
+"""The rules, as data: op -> a line of index notation, or the family that it belongs to. Nothing is decided here.
+
+Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen need no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from alpa_strategy.sharding import pointwise, special, views
+from alpa_strategy.sharding.binding import bind
+from alpa_strategy.sharding.notation import read
+from alpa_strategy.sharding.op import OpCall
+from alpa_strategy.sharding.pointwise import linear_sets
+from alpa_strategy.sharding.splits import Found
+
+Family = Callable[[OpCall, int], Found]
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A rule in index notation. `select` picks the line from the call and axis size where one line is not enough.
+
+    linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
+    carries: offer `R*` -> `R*` (see `Found`).
+    """
+
+    line: str | Callable[[OpCall, int], str]
+    linear: tuple[tuple[int, ...], ...] = ()
+    carries: bool = False
+
+    def __call__(self, call: OpCall, axis_size: int) -> Found | None:
+        line = self.line if isinstance(self.line, str) else self.line(call, axis_size)
+        splits = read(line, call)
+        if splits is None:
+            return None
+        return Found(splits, linear_sets(call, self.linear), self.carries)
+
+
+def _no_size(family: Callable[..., Found], **options: object) -> Family:
+    return lambda call, axis_size: family(call, **options)
+
+
+def _matmul(call: OpCall, axis_size: int) -> str:
+    left, right = (len(o.shape) for o in (call.operands[bind(call)[n].index] for n in ("self", "other")))
+    if left == 1:
+        return "[k], [k] -> []" if right == 1 else "[k], [*b, k, n] -> [*b, n]"
+    return "[*b, m, k], [k] -> [*b, m]" if right == 1 else "[*b, m, k], [*b, k, n] -> [*b, m, n]"
+
+
+def _einsum(call: OpCall, axis_size: int) -> str:
+    equation = bind(call)["equation"].replace(" ", "").replace("...", "*")
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        letters = left.replace(",", "")
+        right = ("*" if "*" in left else "") + "".join(sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1))
+
+    def term(text: str) -> str:
+        repeated = {c for operand in left.split(",") for c in operand if operand.count(c) > 1}
+        return "[" + ", ".join("*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text) + "]"
+
+    return ", ".join(term(t) for t in left.split(",")) + " -> " + term(right)
+
+
+def _attention(call: OpCall, axis_size: int) -> str:
+    arguments = bind(call)
+    rows = "l!" if arguments["is_causal"] else "l"
+    heads = "h=, " if arguments["enable_gqa"] else ""
+    query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
+    return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
+
+
+def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
+    arguments = bind(call)
+    if transposed is None:
+        transposed = arguments["transposed"]
+    groups = arguments["groups"]
+    if groups == 1:
+        weight = "[c, o, *s!]" if transposed else "[o, c, *s!]"
+        return f"[*n, c, *s!], {weight}, +[o]? -> [*n, o, *s!]"
+    channel = "c=" if groups % axis_size == 0 else "c!"
+    return f"[*n, {channel}, *s!], [{channel}, i!, *s!], [{channel}]? -> [*n, {channel}, *s!]"
+
+
+def _group_norm(call: OpCall, axis_size: int) -> str:
+    channel = "c=" if bind(call)["num_groups"] % axis_size == 0 else "c!"
+    return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
+
+
+def _embedding(call: OpCall, axis_size: int) -> str:
+    if bind(call)["scale_grad_by_freq"]:
+        return "[v!, d], [*i!] -> [*i!, d]"
+    return "[v@vocab_embedding, d], [*i] -> [*i, d]"
+
+
+def _one_hot(call: OpCall, axis_size: int) -> str:
+    return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
+
+
+_NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
+_IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
+_FIRST = ((0,),)
+
+NOTATION: dict[str, Notation] = {
+    "aten.linear": Notation("[*b, k], [n, k], +[n]? -> [*b, n]"),
+    "aten.matmul": Notation(_matmul),
+    "aten.mm": Notation("[m, k], [k, n] -> [m, n]"),
+    "aten.bmm": Notation("[b, m, k], [b, k, n] -> [b, m, n]"),
+    "aten.mv": Notation("[m, k], [k] -> [m]"),
+    "aten.dot": Notation("[k], [k] -> []"),
+    "aten.outer": Notation("[m], [n] -> [m, n]"),
+    "aten.addmm": Notation("+[m, n], [m, k], [k, n] -> [m, n]"),
+    "aten.baddbmm": Notation("+[b, m, n], [b, m, k], [b, k, n] -> [b, m, n]"),
+    "aten.embedding": Notation(_embedding),
+    "aten.layer_norm": Notation(f"{_NORM}, [*normalized_shape!]? -> [*b, *normalized_shape!]"),
+    "aten.native_layer_norm": Notation(
+        f"{_NORM}, [*normalized_shape!]? -> " + ", ".join(["[*b, *normalized_shape!]"] * 3)
+    ),
+    "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
+    "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
+    "aten.group_norm": Notation(_group_norm),
+    "aten.instance_norm": Notation("[n!, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n!, c, *s!]"),
+    "aten.scaled_dot_product_attention": Notation(_attention),
+    **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
+    **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
+    "aten.convolution": Notation(_convolution),
+    **{f"aten.{kind}_pool1d": Notation(f"{_IMAGE_1D} -> {_IMAGE_1D}") for kind in ("max", "avg", "adaptive_avg")},
+    **{f"aten.{kind}_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}") for kind in ("max", "avg", "adaptive_avg")},
+    **{f"aten.{kind}_pool3d": Notation(f"{_IMAGE_3D} -> {_IMAGE_3D}") for kind in ("max", "avg", "adaptive_avg")},
+    "aten._adaptive_avg_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
+    "aten.max_pool2d_with_indices": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}, {_IMAGE_2D}"),
+    "aten.adaptive_max_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}, {_IMAGE_2D}"),
+    "aten.upsample_nearest2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
+    "aten.upsample_bilinear2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
+    "aten.pixel_shuffle": Notation("[*b, c!, h!, w!] -> [*b, c!, h!, w!]"),
+    "aten.einsum": Notation(_einsum),
+    "aten.one_hot": Notation(_one_hot),
+    "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
+    "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
+    "aten.glu": Notation("[*b, c!] -> [*b, c!]"),
+    "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
+    "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
+    "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
+    "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),
+}
+
+# Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be whole.
+POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    "aten.add.Tensor": ((0, 1),),
+    "aten.sub.Tensor": ((0, 1),),
+    "aten.rsub.Tensor": ((0, 1),),
+    "aten.mul.Tensor": ((0,), (1,)),
+    "aten.mul.Scalar": _FIRST,
+    "aten.div.Tensor": _FIRST,
+    "aten.div.Scalar": _FIRST,
+    "aten.neg": _FIRST,
+    "aten.positive": _FIRST,
+    "aten.clone": _FIRST,
+    "aten.contiguous": _FIRST,
+    "aten._to_copy": _FIRST,
+    "aten.to": _FIRST,
+    "aten.detach": _FIRST,
+    "aten.alias": _FIRST,
+    "aten.lift_fresh_copy": _FIRST,
+    "aten.where.self": ((1, 2),),
+}
+
+# Pointwise ops that ATen does not tag as such.
+UNTAGGED_POINTWISE = (
+    *("aten.contiguous", "aten._to_copy", "aten.to", "aten.detach", "aten.alias", "aten.lift_fresh_copy"),
+    *("aten.lift_fresh", "aten.positive", "aten.masked_fill", "aten.lerp", "aten.where", "aten.polar"),
+    *("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.rrelu", "aten.rms_scale"),
+    *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
+    *("aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.isclose", "aten.nan_to_num"),
+)
+
+_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "soft_margin_loss")
+_OTHER_REDUCTIONS = (
+    *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean", "prod"),
+    *("norm", "linalg_vector_norm", "logsumexp", "median", "mode", "count_nonzero"),
+)
+
+FAMILIES: dict[str, Family] = {
+    **{
+        f"aten.{name}": _no_size(views.view)
+        for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy")
+    },
+    **{
+        f"aten.{name}": _no_size(views.permutation)
+        for name in ("transpose", "permute", "t", "movedim", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
+    },
+    **{f"aten.{name}": _no_size(views.expand) for name in ("expand", "broadcast_to")},
+    **{f"aten.{name}": _no_size(views.repeat) for name in ("repeat", "tile")},
+    "aten.repeat_interleave.self_int": _no_size(views.repeat_interleave),
+    **{
+        f"aten.{name}": _no_size(views.keep_other_dims)
+        for name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split.sections")
+    },
+    "aten.tensor_split.indices": _no_size(views.keep_other_dims),
+    **{f"aten.{name}": _no_size(views.keep_other_dims, removed=True) for name in ("select.int", "unbind.int")},
+    **{f"aten.{name}": _no_size(views.slice_) for name in ("slice.Tensor", "narrow.default")},
+    **{f"aten.{name}": _no_size(views.pad) for name in ("pad", "constant_pad_nd")},
+    **{f"aten.{name}": _no_size(views.moving) for name in ("flip", "roll")},
+    **{f"aten.{name}": _no_size(views.concatenate) for name in ("cat", "concat")},
+    "aten.stack": _no_size(views.stack),
+    "aten.sum": _no_size(pointwise.reduction, kind="sum"),
+    "aten.mean": _no_size(pointwise.reduction, kind="mean"),
+    **{f"aten.{name}": _no_size(pointwise.reduction, kind="other") for name in _OTHER_REDUCTIONS},
+    **{
+        f"aten.{name}": _no_size(pointwise.along)
+        for name in ("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod")
+    },
+    **{f"aten.{name}": _no_size(pointwise.along) for name in ("topk", "sort", "argsort", "logcumsumexp", "cummax")},
+    **{f"aten.{name}": _no_size(pointwise.elementwise_loss) for name in _LOSSES},
+    "aten.binary_cross_entropy_with_logits": _no_size(pointwise.elementwise_loss),
+    "aten.cosine_similarity": special.compare_along,
+    "aten.gather": special.gather,
+    "aten.take_along_dim": special.gather,
+    **{f"aten.{name}": special.scatter for name in ("scatter", "scatter_add")},
+    "aten.index_select": special.index_select,
+    "aten.index.Tensor": special.index,
+    "aten.batch_norm": special.batch_norm,
+    **{f"aten.{name}": special.factory for name in ("full", "zeros", "ones", "empty.memory_format", "rand", "randn")},
+    **{f"aten.{name}": special.new_factory for name in ("new_zeros", "new_ones", "new_empty", "new_full")},
+    "ops.cross_entropy_sum": special.cross_entropy,
+    "ops.batch_norm_train": special.batch_norm_train,
+}
