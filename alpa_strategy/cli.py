@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.errors import AlpaError, OptionError
 
 if TYPE_CHECKING:
-    from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.recipe import Recipe
 
 EXIT_USER_ERROR = 2
-CLUSTER_OVERRIDES = ("num_nodes", "devices_per_node")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,22 +97,22 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
-    from alpa_strategy.plan.make import make_plan
+    from alpa_strategy.plan.make import make_plan, memory_limit
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
     recipe = load_recipe(arguments.recipe, [*to_recipe, *to_options])
-    cluster = _override_cluster(ClusterSpec.load(arguments.cluster), to_cluster)
+    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     options = plan_options(recipe)
     progress = Progress()
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
-    with progress("plan"), _precision(recipe, model):
-        plan = make_plan(model, batch, cluster, options)
+    with _precision(recipe, model):
+        plan = make_plan(model, batch, cluster, options, progress=progress)
     console = Console()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    console.print(plan_table(plan, shapes))
+    console.print(plan_table(plan, shapes, memory_limit(options, cluster)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
         plan.save(arguments.output)
@@ -151,32 +149,26 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     return PlanOptions.from_user(**{key: value for key, value in recipe.strategy.items() if key in names})
 
 
-def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """`cluster.*` overrides (without the prefix), `plan.*` ones (as `strategy.*`), and the recipe's own."""
-    to_cluster, to_options, to_recipe = [], [], []
+def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """`cluster.*` overrides (field -> value), `plan.*` ones (as `strategy.*`), and the recipe's own."""
+    import yaml
+
+    to_cluster: dict[str, Any] = {}
+    to_options, to_recipe = [], []
     for text in overrides:
         if text.startswith("cluster."):
-            to_cluster.append(text.removeprefix("cluster."))
+            key, equals, value = text.removeprefix("cluster.").partition("=")
+            if not equals:
+                raise OptionError(f"override {text!r} is not of the form key=value", "write cluster.num_nodes=2")
+            try:
+                to_cluster[key] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise OptionError(f"override {text!r}: not a YAML value", "write cluster.num_nodes=2") from None
         elif text.startswith("plan."):
             to_options.append("strategy." + text.removeprefix("plan."))
         else:
             to_recipe.append(text)
     return to_cluster, to_options, to_recipe
-
-
-def _override_cluster(cluster: ClusterSpec, overrides: Sequence[str]) -> ClusterSpec:
-    from dataclasses import replace
-
-    for text in overrides:
-        key, _, value = text.partition("=")
-        if key not in CLUSTER_OVERRIDES:
-            raise OptionError(
-                f"override 'cluster.{text}' is unknown", f"use cluster.{' or cluster.'.join(CLUSTER_OVERRIDES)}"
-            )
-        if not value.isdigit() or int(value) < 1:
-            raise OptionError(f"override 'cluster.{text}': not a number of at least 1", f"write cluster.{key}=2")
-        cluster = replace(cluster, **{key: int(value)})
-    return cluster
 
 
 def _example_batch(data: Any, recipe: Recipe) -> Any:

@@ -66,6 +66,7 @@ class GPT(lightning.LightningModule):
     Args:
         num_layers, hidden, num_heads, vocab_size, sequence_length: the size.
         dropout: on embeddings, attention weights and both residual branches.
+        init_std: of the weights at the start; 0.02 suits a hidden size of about 1000, smaller models want more.
         lr, weight_decay, betas: AdamW; weights with two or more dims decay, biases and norms do not.
         warmup_steps, max_steps: linear warm-up, then a cosine down to a tenth of `lr` at `max_steps`; constant if None.
     """
@@ -78,6 +79,7 @@ class GPT(lightning.LightningModule):
         vocab_size: int,
         sequence_length: int,
         dropout: float = 0.0,
+        init_std: float = 0.02,
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -95,17 +97,13 @@ class GPT(lightning.LightningModule):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
         self.head.weight = self.embed.weight  # tied
-        self.apply(self._init_weights)
-        for block in self.blocks:  # GPT-2: the residual branches start small, so that depth does not grow the stream
-            for proj in (block.attn.proj, block.mlp.proj):
-                nn.init.normal_(proj.weight, std=0.02 / math.sqrt(2 * num_layers))
-
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim >= 2:
+                # GPT-2: the residual branches start small, so that depth does not grow the stream.
+                scale = 1 / math.sqrt(2 * num_layers) if name.endswith("proj.weight") else 1.0
+                nn.init.normal_(parameter, std=init_std * scale)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, T, V]."""
