@@ -96,14 +96,12 @@ def plan_order(network: Network) -> list[int] | None:
 
 def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]:
     """The minimising value of every choice and the minimum (inf when every assignment is forbidden)."""
-    holding: list[list[Factor]] = [[] for _ in network.sizes]
     position = {v: i for i, v in enumerate(order)}
+    holding = _buckets(network, position)
     minimum = 0.0
-    for factor in network.factors:
-        holding[min(factor.scope, key=position.__getitem__)].append(factor)
     decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for v in order:
-        rest = tuple(sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__))
+        rest = _others(holding[v], v, position)
         joined = _join(holding[v], (*rest, v), network.sizes)
         holding[v] = []
         best = joined.argmin(axis=-1)
@@ -117,6 +115,62 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
     for v, rest, best in reversed(decisions):
         values[v] = int(best[tuple(values[u] for u in rest)])
     return values[: network.num_choices], minimum
+
+
+def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
+    """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the bucket tree)."""
+    position = {v: i for i, v in enumerate(order)}
+    holding = _buckets(network, position)
+    tables: dict[int, np.ndarray] = {}
+    scopes: dict[int, tuple[int, ...]] = {}
+    messages: dict[int, np.ndarray] = {}
+    total = 0.0
+    for v in order:
+        rest = _others(holding[v], v, position)
+        tables[v] = _join(holding[v], (*rest, v), network.sizes)
+        scopes[v] = rest
+        holding[v] = []
+        messages[v] = tables[v].min(axis=-1)
+        if rest:
+            holding[rest[0]].append(Factor(rest, messages[v]))
+        else:
+            total += float(messages[v])
+    marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
+    for v in reversed(order):
+        rest = scopes[v]
+        belief = tables.pop(v)
+        if rest:
+            # What the rest of the network adds to this bucket: its parent's belief less the bucket's own message.
+            parent = rest[0]
+            inward = _minimum_onto(tables[parent], (*scopes[parent], parent), rest)
+            outside = np.where(
+                np.isfinite(messages[v]), inward - np.where(np.isfinite(messages[v]), messages[v], 0.0), 0.0
+            )
+            belief = belief + outside[..., None]
+        else:
+            belief = belief + (total - float(messages[v]))
+        marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
+        tables[v] = belief
+    return marginals[: network.num_choices]
+
+
+def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
+    """Every factor in the bucket of the variable of its scope that is eliminated first."""
+    holding: list[list[Factor]] = [[] for _ in network.sizes]
+    for factor in network.factors:
+        holding[min(factor.scope, key=position.__getitem__)].append(factor)
+    return holding
+
+
+def _others(factors: Sequence[Factor], v: int, position: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({u for f in factors for u in f.scope} - {v}, key=position.__getitem__))
+
+
+def _minimum_onto(table: np.ndarray, scope: tuple[int, ...], onto: tuple[int, ...]) -> np.ndarray:
+    """The minimum over the variables of `scope` outside `onto`, axes in the order of `onto`."""
+    reduced = table.min(axis=tuple(i for i, u in enumerate(scope) if u not in onto))
+    left = [u for u in scope if u in onto]
+    return reduced.transpose([left.index(u) for u in onto])
 
 
 def _join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:

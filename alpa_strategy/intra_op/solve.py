@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.elimination import eliminate, network_of, plan_order
+from alpa_strategy.intra_op.elimination import eliminate, min_marginals, network_of, plan_order
+from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory
 from alpa_strategy.intra_op.linear_program import formulate, solve_program
 from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
 from alpa_strategy.intra_op.presolve import Presolved, presolve
-from alpa_strategy.intra_op.problem import Choice, Problem, Solution, Transfer, evaluate
+from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
+LARGE_PROGRAM = 200_000  # transfer columns above which a gap within the target is good enough
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,13 @@ class _Found:
     method: str
 
 
-def solve(problem: Problem, time_limit: float = 60.0) -> Solution:
+def solve(problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3) -> Solution:
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
         problem: choices and transfers, seconds and bytes.
         time_limit: seconds after which the best assignment found is returned, with the bound proved so far.
+        gap_target: on large instances, a relative gap at which searching on is not worth the time.
 
     Raises:
         PlanError: when no assignment has a finite cost, or none fits into the memory limit (the message says the least
@@ -44,26 +47,30 @@ def solve(problem: Problem, time_limit: float = 60.0) -> Solution:
     deadline = time.monotonic() + time_limit
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
-    free, found = _solve_free(problem, deadline)
-    _, num_bytes = evaluate(problem, free.expand(found.assignment))
-    if num_bytes <= problem.memory_limit:
-        return _solution(problem, free, found)
-    reduced = presolve(problem)
-    limited = _solve_limited(reduced.problem, found.bound, deadline)
-    if limited.assignment is None:
-        raise _too_big(problem, deadline)
-    return _solution(problem, reduced, limited)
+    free = _minimise(problem, deadline)
+    if free is None or free.assignment is None:
+        raise _forbidden(problem)
+    if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
+        return _solution(problem, free)
+    least, least_found = _least(problem, deadline)
+    if least.num_bytes > problem.memory_limit:
+        raise _too_big(problem, least.num_bytes, least_found.bound >= least.num_bytes * (1 - PROVED))
+    return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target))
 
 
-def _solve_free(problem: Problem, deadline: float) -> tuple[Presolved, _Found]:
-    """The optimum without the memory limit."""
+def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
+    """The optimum without the memory limit; None where `only_elimination` and that would take too large tables."""
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
-        raise _forbidden(problem)
-    found = _by_elimination(reduced.problem) or _by_program(reduced.problem, deadline)
-    if found.assignment is None:
-        raise _forbidden(problem)
-    return reduced, found
+        return _Found(None, np.inf, "presolve")
+    found = _by_elimination(reduced.problem)
+    if found is None and not only_elimination:
+        found = _by_program(reduced.problem, deadline)
+    return (
+        found
+        if found is None or found.assignment is None
+        else replace(found, assignment=reduced.expand(found.assignment))
+    )
 
 
 def _by_elimination(problem: Problem) -> _Found | None:
@@ -72,20 +79,72 @@ def _by_elimination(problem: Problem) -> _Found | None:
     if network is None or order is None:
         return None
     assignment, minimum = eliminate(network, order)
-    if not np.isfinite(minimum):
-        return _Found(None, minimum, "elimination")
-    return _Found(assignment, minimum, "elimination")
+    return _Found(assignment if np.isfinite(minimum) else None, minimum, "elimination")
 
 
-def _by_program(problem: Problem, deadline: float) -> _Found:
+def _least(problem: Problem, deadline: float) -> tuple[Point, _Found]:
+    """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds), and how it was found."""
+    scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
+    total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
+    bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
+    found = _minimise(bytes_first, deadline)
+    assert found is not None and found.assignment is not None  # a finite assignment was found before
+    return point(problem, found.assignment), found
+
+
+def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float) -> _Found:
+    """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
+
+    def minimise(price: float) -> tuple[list[int], float] | None:
+        found = _minimise(price_memory(problem, price), deadline, only_elimination=True)
+        return None if found is None or found.assignment is None else (found.assignment, found.bound)
+
+    dual = best_price(problem, minimise, point(problem, free.assignment), least, deadline)
+    near = Neighbourhood(problem)
+    starts = [least, dual.under]
+    best = min((*starts, cross(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
+    found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
+    if _gap(problem, found) <= PROVED:
+        return found
+    core = _core(problem, dual, best.seconds)
+    large = sum(t.cost.size * len(t.uses) for t in core.problem.transfers) > LARGE_PROGRAM
+    if _gap(problem, found) <= gap_target and large:
+        return found
+    kept = [{int(k): i for i, k in enumerate(kept)} for kept in core.kept]
+    hint = [kept[c].get(k, 0) for c, k in enumerate(best.assignment)]
+    exact = _by_program(core.problem, deadline, hint)
+    if exact.assignment is None:
+        return found
+    better = point(problem, core.expand(exact.assignment))
+    # Whatever the core leaves out is no better than the incumbent.
+    bound = max(found.bound, min(exact.bound, best.seconds))
+    if better.seconds < best.seconds:
+        return _Found(list(better.assignment), bound, exact.method)
+    return replace(found, bound=bound, method=exact.method)
+
+
+def _core(problem: Problem, dual: Dual, seconds: float) -> Presolved:
+    """The problem without the strategies whose every use is provably dearer than an incumbent of `seconds`."""
+    core = presolve(problem)
+    priced = price_memory(core.problem, dual.price)
+    network = network_of(priced)
+    order = plan_order(network) if network else None
+    if network is None or order is None:
+        return core
+    limit = seconds * (1 + PROVED) + dual.price * problem.memory_limit
+    live = [np.flatnonzero(m <= limit) for m in min_marginals(network, order)]
+    return core.restrict(live)
+
+
+def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None = None) -> _Found:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
     relaxed = solve_program(program, integer=False, time_limit=deadline - time.monotonic())
     if not relaxed.feasible:
         return _Found(None, np.inf, "lp")
     near = Neighbourhood(problem)
-    incumbent = _round(problem, relaxed.mass, near)
-    if incumbent is not None and _gap(problem, incumbent, relaxed.bound) <= PROVED:
+    incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
+    if incumbent is not None and _gap(problem, _Found(incumbent, relaxed.bound, "lp")) <= PROVED:
         return _Found(incumbent, relaxed.bound, "lp")
     left = deadline - time.monotonic()
     if left <= 0.2 and incumbent is not None:
@@ -93,15 +152,8 @@ def _by_program(problem: Problem, deadline: float) -> _Found:
     exact = solve_program(program, integer=True, time_limit=left, hint=incumbent)
     if not exact.feasible:
         return _Found(None, np.inf, "mip")
-    candidates = [c for c in (incumbent, _round(problem, exact.mass, near)) if c is not None]
-    best = min(candidates, key=lambda c: evaluate(problem, c)[0], default=None)
+    best = _best(problem, incumbent, _round(problem, exact.mass, near))
     return _Found(best, max(relaxed.bound, exact.bound), "mip")
-
-
-def _solve_limited(problem: Problem, free_bound: float, deadline: float) -> _Found:
-    """With the memory limit binding; assignment None when nothing that fits was found."""
-    found = _by_program(problem, deadline)
-    return replace(found, bound=max(found.bound, free_bound))
 
 
 def _round(problem: Problem, mass: tuple[np.ndarray, ...] | None, near: Neighbourhood) -> list[int] | None:
@@ -113,17 +165,21 @@ def _round(problem: Problem, mass: tuple[np.ndarray, ...] | None, near: Neighbou
     return repair(problem, start, near)
 
 
-def _gap(problem: Problem, assignment: list[int], bound: float) -> float:
-    seconds = evaluate(problem, assignment)[0]
-    return (seconds - bound) / seconds if seconds > 0 else 0.0
+def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
+    """The cheapest candidate that is finite and fits the limit."""
+    measured = [(*evaluate(problem, c), c) for c in candidates if c is not None]
+    fitting = [(s, b, c) for s, b, c in measured if np.isfinite(s) and b <= problem.memory_limit]
+    return min(fitting, default=(0.0, 0.0, None))[2]
 
 
-def _solution(problem: Problem, reduced: Presolved, found: _Found) -> Solution:
-    assert found.assignment is not None
-    assignment = reduced.expand(found.assignment)
-    seconds, num_bytes = evaluate(problem, assignment)
-    bound = min(found.bound, seconds)
-    return Solution(tuple(assignment), seconds, num_bytes, bound, found.method)
+def _gap(problem: Problem, found: _Found) -> float:
+    seconds = evaluate(problem, found.assignment)[0]
+    return (seconds - found.bound) / seconds if seconds > 0 else 0.0
+
+
+def _solution(problem: Problem, found: _Found) -> Solution:
+    seconds, num_bytes = evaluate(problem, found.assignment)
+    return Solution(tuple(found.assignment), seconds, num_bytes, min(found.bound, seconds), found.method)
 
 
 def _forbidden(problem: Problem) -> PlanError:
@@ -135,8 +191,7 @@ def _forbidden(problem: Problem) -> PlanError:
     )
 
 
-def _too_big(problem: Problem, deadline: float) -> PlanError:
-    least, exact = least_bytes(problem, max(5.0, deadline - time.monotonic()))
+def _too_big(problem: Problem, least: float, exact: bool) -> PlanError:
     return PlanError(
         f"The memory limit cannot be met: the least is {'' if exact else 'about '}{_size(least)}"
         f" ({least:.0f} bytes) per device, the limit is {_size(problem.memory_limit)}.",
@@ -144,19 +199,9 @@ def _too_big(problem: Problem, deadline: float) -> PlanError:
     )
 
 
-def least_bytes(problem: Problem, time_limit: float = 60.0) -> tuple[float, bool]:
-    """(fewest bytes of any finite-cost assignment, whether that is proved)."""
-    choices = tuple(
-        Choice(x.name, np.where(np.isfinite(x.cost), x.memory, np.inf), np.zeros(len(x.cost))) for x in problem.choices
-    )
-    transfers = tuple(
-        Transfer(t.name, t.producer, t.source, t.uses, np.where(np.isfinite(t.cost), t.memory, np.inf), 0.0 * t.memory)
-        for t in problem.transfers
-    )
-    swapped = Problem(choices, transfers)
-    reduced, found = _solve_free(swapped, time.monotonic() + time_limit)
-    least = evaluate(swapped, reduced.expand(found.assignment))[0]
-    return least, found.bound >= least * (1 - PROVED)
+def least_bytes(problem: Problem, time_limit: float = 60.0) -> float:
+    """The fewest bytes of any finite-cost assignment."""
+    return _least(problem, time.monotonic() + time_limit)[0].num_bytes
 
 
 def _size(num_bytes: float) -> str:

@@ -1,0 +1,173 @@
+"""The memory limit as a price: min over x of seconds(x) + price * (bytes(x) - limit) is a lower bound, price >= 0.
+
+The best price is found by the secant method on the lower hull of (bytes, seconds) points (exact after a few
+eliminations); the two assignments that meet there are crossed into one that fits the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_strategy.intra_op.local_search import Neighbourhood, improve
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, evaluate
+
+HULL = 1e-9  # relative distance at which a point counts as lying on the line through its neighbours
+
+
+@dataclass(frozen=True)
+class Point:
+    """An assignment with its seconds and bytes."""
+
+    assignment: tuple[int, ...]
+    seconds: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Dual:
+    """The best price found (s/byte), its bound (s), and the hull's points on both sides of the limit."""
+
+    price: float
+    bound: float
+    over: Point
+    under: Point
+
+
+def point(problem: Problem, assignment: Sequence[int]) -> Point:
+    return Point(tuple(assignment), *evaluate(problem, assignment))
+
+
+def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) -> Problem:
+    """No limit, and the seconds are seconds_weight * seconds + price * bytes; equal arrays stay shared."""
+    shared: dict[tuple[int, int], np.ndarray] = {}
+
+    def priced(cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
+        key = (id(cost), id(memory))
+        if key not in shared:
+            base = np.where(np.isfinite(cost), seconds_weight * np.where(np.isfinite(cost), cost, 0.0), np.inf)
+            shared[key] = base + price * memory
+        return shared[key]
+
+    def free(memory: np.ndarray) -> np.ndarray:
+        return shared.setdefault((id(memory), 0), np.zeros(np.shape(memory)))
+
+    choices = tuple(Choice(x.name, priced(x.cost, x.memory), free(x.memory)) for x in problem.choices)
+    transfers = tuple(
+        Transfer(t.name, t.producer, t.source, t.uses, priced(t.cost, t.memory), free(t.memory))
+        for t in problem.transfers
+    )
+    return Problem(choices, transfers)
+
+
+def best_price(
+    problem: Problem,
+    minimise: Callable[[float], tuple[Sequence[int], float] | None],
+    over: Point,
+    under: Point,
+    deadline: float,
+    max_rounds: int = 25,
+) -> Dual:
+    """Maximise the bound over prices.
+
+    Args:
+        problem: with a finite memory limit.
+        minimise: price -> (assignment, lower bound of seconds + price * bytes), None when it cannot tell.
+        over: the optimum at price 0 (above the limit). under: any assignment within the limit.
+        deadline: time.monotonic() at which to stop.
+    """
+    limit = problem.memory_limit
+    best = Dual(0.0, over.seconds, over, under)
+    for _ in range(max_rounds):
+        price = (under.seconds - over.seconds) / (over.num_bytes - under.num_bytes)
+        if price <= 0 or time.monotonic() > deadline:
+            break
+        found = minimise(price)
+        if found is None:
+            break
+        assignment, value = found
+        new = point(problem, assignment)
+        line = over.seconds + price * over.num_bytes
+        if value - price * limit > best.bound:
+            best = Dual(price, value - price * limit, over, under)
+        if new.seconds + price * new.num_bytes >= line * (1 - HULL):
+            break
+        if new.num_bytes > limit:
+            over = new
+        else:
+            under = new
+    return Dual(best.price, best.bound, over, under)
+
+
+def cross(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
+    """From `over`, take over from `under` the groups of choices that cost the fewest seconds per byte until it fits.
+
+    A group is a connected set of choices in which the two differ, so that groups act (almost) independently.
+    """
+    current = list(over.assignment)
+    num_bytes = over.num_bytes
+    moves = []
+    for group in _groups(problem, over.assignment, under.assignment):
+        seconds, change = _change(near, over.assignment, {c: under.assignment[c] for c in group})
+        rate = seconds / -change if change < 0 else (-np.inf if seconds < 0 and change == 0 else np.inf)
+        moves.append((rate, group, change))
+    for rate, group, change in sorted(moves, key=lambda move: move[0]):
+        if num_bytes <= problem.memory_limit and rate > 0:
+            break
+        for c in group:
+            current[c] = under.assignment[c]
+        num_bytes += change
+    if evaluate(problem, current)[1] > problem.memory_limit:
+        current = list(under.assignment)
+    return point(problem, improve(problem, current, near))
+
+
+def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[int]]:
+    """Connected sets of the choices in which a and b differ."""
+    leader = {c: c for c in range(len(a)) if a[c] != b[c]}
+
+    def find(c: int) -> int:
+        while leader[c] != c:
+            leader[c] = leader[leader[c]]
+            c = leader[c]
+        return c
+
+    for transfer in problem.transfers:
+        ends = [c for c in (transfer.producer, *(use.choice for use in transfer.uses)) if c in leader]
+        for c in ends[1:]:
+            leader[find(c)] = find(ends[0])
+    groups: dict[int, list[int]] = {}
+    for c in leader:
+        groups.setdefault(find(c), []).append(c)
+    return list(groups.values())
+
+
+def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int]) -> tuple[float, float]:
+    """(seconds, bytes) added by making `moves` together."""
+    after = list(assignment)
+    for c, k in moves.items():
+        after[c] = k
+    transfers = list({id(t): t for c in moves for t in near.incident[c]}.values())
+    seconds = num_bytes = 0.0
+    for c, k in moves.items():
+        choice = near.problem.choices[c]
+        seconds += float(choice.cost[k] - choice.cost[assignment[c]])
+        num_bytes += float(choice.memory[k] - choice.memory[assignment[c]])
+    for sign, values in ((1, after), (-1, assignment)):
+        s, b = _transfer_totals(transfers, values)
+        seconds += sign * s
+        num_bytes += sign * b
+    return seconds, num_bytes
+
+
+def _transfer_totals(transfers: Sequence[Transfer], assignment: Sequence[int]) -> tuple[float, float]:
+    seconds = num_bytes = 0.0
+    for transfer in transfers:
+        source = transfer.source[assignment[transfer.producer]]
+        for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
+            seconds += float(transfer.cost[source, target])
+            num_bytes += float(transfer.memory[source, target])
+    return seconds, num_bytes
