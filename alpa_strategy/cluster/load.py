@@ -34,7 +34,9 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
     try:
         content = OmegaConf.load(file)
         for key, value in (overrides or {}).items():
-            OmegaConf.update(content, key, value)
+            # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line too
+            parsed = OmegaConf.from_dotlist([f"{key}={value}"]) if isinstance(value, str) else None
+            OmegaConf.update(content, key, value if parsed is None else OmegaConf.select(parsed, key))
         data = OmegaConf.to_container(content, resolve=True)
     except (OmegaConfBaseException, OSError, ValueError) as error:
         raise ClusterError(f"cluster file {file} cannot be read: {error}", "correct the file") from error
