@@ -242,14 +242,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _check_strategy(recipe: Recipe) -> None:
-    if not recipe.strategy:
-        return
     from dataclasses import fields
 
     from alpa_strategy.options import PlanOptions
 
-    parameters = inspect.signature(_strategy_class()).parameters
-    known = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD] + [f.name for f in fields(PlanOptions)]
+    known = [f.name for f in fields(PlanOptions)]
+    if not set(recipe.strategy) <= set(known):
+        parameters = inspect.signature(_strategy_class()).parameters
+        known += [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in known]
     _check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option", "AlpaStrategy")
 
 
@@ -305,7 +305,7 @@ def _trainer_class() -> Any:
 
 
 def _strategy_class() -> Any:
-    from alpa_strategy.strategy import AlpaStrategy
+    from alpa_strategy import AlpaStrategy
 
     return AlpaStrategy
 

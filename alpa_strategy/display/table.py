@@ -137,7 +137,7 @@ def _stage_line(index: int, stage: StagePlan) -> Text:
 
 def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
     groups = parameter_groups(stage.parameter_plans, shapes)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("parameters", overflow="fold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     sized = any(group.shape is not None for group in groups)
@@ -160,7 +160,7 @@ def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
 
 
 def _collectives(stage: StagePlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("collective", "axis", "when"):
         table.add_column(name, no_wrap=True)
     for name in ("calls", "bytes", "time per step"):

@@ -1,0 +1,75 @@
+"""The `alpa` command: its subcommands do their work, and what a user gets wrong is one message and exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alpa_strategy.cli import main
+from alpa_strategy.plan.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "gpt_tiny.yaml")
+P3 = str(ROOT / "configs" / "clusters" / "p3_16xlarge_x8.yaml")
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    command = ["plan", TINY, "--cluster", P3, "-o", str(path), "model.num_layers=1", "cluster.num_nodes=1"]
+    assert main([*command, "cluster.devices_per_node=2", "plan.parallel=data"]) == 0
+    return path
+
+
+def test_plan_is_stored_and_obeys_its_overrides(plan_file):
+    plan = Plan.load(plan_file)
+    (stage,) = plan.stages
+    assert stage.logical_mesh == (2,)
+    assert {p.modes for p in stage.parameter_plans.values()} == {("R*",)}
+    assert plan.predicted.step_seconds > 0
+
+
+def test_show_prints_and_draws(plan_file, tmp_path, capsys):
+    html, svg = tmp_path / "plan.html", tmp_path / "plan.svg"
+    assert main(["show", str(plan_file), "--html", str(html), "--svg", str(svg)]) == 0
+    assert "blocks.0.attn.qkv.weight" in capsys.readouterr().out
+    assert svg.read_text().startswith("<svg")
+    assert "<svg" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", TINY, "model.num_layer=2"], "did you mean 'num_layers'"),
+        (["train", TINY, "trainer.accelerator=abacus"], "abacus"),
+        (["train", TINY, "strategy.parallel=dta"], "dta"),
+        (["plan", TINY, "--cluster", "nowhere.yaml"], "nowhere.yaml"),
+        (["plan", TINY, "--cluster", P3, "cluster.num_node=2"], "num_node"),
+        (["plan", TINY, "--cluster", P3, "plan.paralel=data"], "did you mean 'parallel'"),
+        (["plan", TINY, "--cluster", P3, "trainer.precision=7-bit"], "7-bit"),
+        (["show", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(command, message, capsys):
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_names_the_subcommands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("train", "plan", "show"))
+
+
+def test_module_runs_as_a_command():
+    result = subprocess.run(
+        [sys.executable, "-m", "alpa_strategy", "show", "nowhere.json"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert "nowhere.json" in result.stderr

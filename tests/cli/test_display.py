@@ -1,0 +1,159 @@
+"""The display: numbers, grouping, and a plan of a realistic GPT as table, picture and page."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from alpa_strategy.display import Progress, measured_line, plan_html, plan_svg, plan_table, plan_timing
+from alpa_strategy.display.groups import parameter_groups
+from alpa_strategy.display.numbers import format_bytes, format_seconds
+from alpa_strategy.plan.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+
+LAYERS = 24
+
+
+def gpt_plan(num_stages: int = 1) -> Plan:
+    """A plan of a 24-layer GPT: data parallel x tensor parallel, the last four layers without ZeRO."""
+    modes = {"embed.weight": ("R*", "S0")}
+    for layer in range(LAYERS):
+        zero = "G0" if layer < LAYERS - 4 else "R*"
+        modes |= {
+            f"blocks.{layer}.attn.qkv.weight": ("G0", "S0"),
+            f"blocks.{layer}.attn.qkv.bias": ("R*", "S0"),
+            f"blocks.{layer}.mlp.fc.weight": (zero, "S0"),
+        }
+    predicted = Predicted(0.8, 11 * 2**30, 0.6, 0.15, 0.05)
+    stages = tuple(
+        StagePlan(
+            submesh=(2, 4),
+            first_device=8 * index,
+            logical_mesh=(2, 4),
+            ops=(0, 100),
+            parameter_plans={name: ParameterPlan(m) for name, m in modes.items()},
+            strategies={},
+            collectives=(Collective("all_reduce", 1, "forward", 48, 3 * 2**29, 0.05),),
+            predicted=predicted,
+        )
+        for index in range(num_stages)
+    )
+    return Plan(
+        fingerprint=Fingerprint("g", "p", "b", "c", "o", "1"),
+        stages=stages,
+        predicted=predicted,
+        baselines={"data": None, "zero3": 1.2},
+        notes=("aten.foo runs whole on every device <really>",),
+        solver_seconds={"capture": 3.0, "solve": 4.5},
+        cluster_name="p3",
+    )
+
+
+def as_text(renderable, width: int = 120) -> str:
+    console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_table_says_what_was_decided():
+    text = as_text(plan_table(gpt_plan(), {"embed.weight": (51200, 2048)}, memory_limit=14 * 2**30))
+    for expected in (
+        "8 devices on p3, mesh 2 x 4, proved optimal",
+        "800 ms",
+        "communication 150 ms",
+        "11.0 GiB per device at the peak, 79% of 14.0 GiB",
+        "data does not fit, zero3 1.20 s (1.50x)",
+        "blocks.*.attn.qkv.weight",
+        "x24",
+        "51200 x 2048",
+        "blocks.{0-19}.mlp.fc.weight",
+        "blocks.{20-23}.mlp.fc.weight",
+        "all_reduce",
+        "1.50 GiB",
+        "aten.foo runs whole on every device <really>",
+    ):
+        assert expected in text
+
+
+def test_table_of_two_stages_shows_both():
+    text = as_text(plan_table(gpt_plan(num_stages=2)))
+    assert "Stage 0  devices 0-7" in text
+    assert "Stage 1  devices 8-15" in text
+
+
+def test_table_fits_a_narrow_terminal():
+    assert max(map(len, as_text(plan_table(gpt_plan()), width=80).splitlines())) <= 80
+
+
+def test_timing_and_measured_line():
+    assert "planned in 7.50 s: capture 3.00 s, solve 4.50 s" in as_text(plan_timing(gpt_plan(), 2**30))
+    assert "measured 1.00 s, predicted 800 ms (1.25x" in as_text(measured_line(gpt_plan(), 1.0))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_picture_is_well_formed_and_complete(num_stages):
+    root = ET.fromstring(plan_svg(gpt_plan(num_stages)))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("G0") == 2 * num_stages
+    assert [str(device) for device in range(8 * num_stages)] == [t for t in texts if t and t.isdigit()]
+
+
+def test_page_is_self_contained_and_escaped():
+    page = plan_html(gpt_plan())
+    assert "&lt;really&gt;" in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+@given(st.floats(1e-9, 1e9))
+def test_seconds_keep_three_digits(seconds):
+    text = format_seconds(seconds)
+    number, unit = text.split(" ")[:2]
+    if unit == "min":
+        assert int(number) == round(seconds) // 60
+        return
+    scale = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
+    assert float(number) * scale == pytest.approx(seconds, rel=6e-3, abs=6e-9)
+    assert len(number) <= 5
+
+
+@given(st.integers(0, 2**60))
+def test_bytes_keep_three_digits(num_bytes):
+    number, unit = format_bytes(num_bytes).split(" ")
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
+    assert float(number) * scale == pytest.approx(num_bytes, rel=6e-3)
+
+
+names = st.lists(st.sampled_from(["a", "b", "0", "1", "7"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(st.dictionaries(names, st.sampled_from([("R",), ("S0",), ("R*",)]).map(ParameterPlan)))
+def test_groups_partition_the_parameters(plans):
+    groups = parameter_groups(plans)
+    grouped = [name for group in groups for name in group.names]
+    assert sorted(grouped) == sorted(plans)
+    assert all(plans[name].modes == group.modes for group in groups for name in group.names)
+    lines = [(group.pattern, group.modes) for group in groups]
+    assert len(set(lines)) == len(lines)
+
+
+def test_progress_prints_one_line_a_phase_and_adds_up():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    phases = Progress(enabled=True, console=console)
+    with phases("plan"), phases("capture", "GPT"):
+        pass
+    with pytest.raises(ValueError, match="broken"), phases("solve"):
+        raise ValueError("broken")
+    lines = console.export_text().splitlines()
+    assert [("✓" in line, "✗" in line) for line in lines] == [(True, False), (True, False), (False, True)]
+    assert "capture GPT" in lines[0]
+    assert set(phases.seconds) == {"plan", "capture", "solve"}
+
+
+def test_progress_is_silent_on_other_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with Progress(console=console)("capture"):
+        pass
+    assert console.export_text() == ""

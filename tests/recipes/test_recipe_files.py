@@ -1,0 +1,179 @@
+"""Recipes: every file is readable, what is misspelt is named, overrides reach their place, the model is a GPT."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from alpa_strategy.errors import OptionError
+from alpa_strategy.recipe import build_data, build_model, load_recipe, read_yaml
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TINY = RECIPES / "gpt_tiny.yaml"
+MILLIONS = {  # parameters as the names promise
+    "gpt_tiny": 0.84,
+    "gpt_small": 124,
+    "gpt_350m": 355,
+    "gpt_1_3b": 1315,
+    "gpt_2_6b": 2650,
+    "gpt_6_7b": 6660,
+    "gpt_15b": 15400,
+    "gpt_39b": 39100,
+    "gpt_175b": 174600,
+}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_builds_the_model_it_names(path):
+    recipe = load_recipe(path)
+    # Blocks are alike: two of them tell the size of all, and 175 B parameters are 96 blocks of modules.
+    num_layers = recipe.model["num_layers"]
+    sizes = []
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = build_model(load_recipe(path, [f"model.num_layers={layers}"]))
+        sizes.append(sum(p.numel() for p in model.parameters()))
+    total = sizes[0] + (num_layers - 1) * (sizes[1] - sizes[0])
+    assert total / 1e6 == pytest.approx(MILLIONS[path.stem], rel=0.01)
+    tokens, targets = build_data(recipe).example_batch()
+    assert tokens.shape == targets.shape == (recipe.data["batch_size"], recipe.model["sequence_length"])
+
+
+def test_loss_falls_and_biases_do_not_decay():
+    model = build_model(load_recipe(TINY, ["model.num_layers=1", "model.dropout=0", "model.warmup_steps=0"]))
+    data = build_data(load_recipe(TINY, ["data.batch_size=4"]))
+    optimizer = model.configure_optimizers()["optimizer"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(p.ndim < 2 for p in optimizer.param_groups[1]["params"])
+    batch = next(iter(data.train_dataloader()))
+    losses = []
+    for _ in range(8):
+        loss = torch.nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+def test_attention_is_causal():
+    model = build_model(load_recipe(TINY)).eval()
+    tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 256
+    torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
+
+
+def test_windows_are_the_same_for_every_reader(tmp_path):
+    text = tmp_path / "some.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 10)
+    overrides = [f"data.path={text}", "data.sequence_length=16"]
+    one, two = (build_data(load_recipe(TINY, overrides)).train_dataloader().dataset for _ in range(2))
+    assert len(one) == 450 // 16
+    for index in (0, 5, len(one) - 1):
+        (tokens, targets), (again, _) = one[index], two[index]
+        assert torch.equal(tokens, again)
+        assert torch.equal(tokens[1:], targets[:-1])
+    decoded = bytes(one[3][0].tolist()).decode()
+    assert decoded in text.read_text()
+
+
+def test_token_ids_from_a_bin_file(tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(torch.arange(1000, dtype=torch.int32).numpy().astype("uint16").tobytes())
+    dataset = build_data(load_recipe(TINY, [f"data.path={path}"])).train_dataloader().dataset
+    tokens, targets = dataset[0]
+    assert torch.equal(targets, tokens + 1)
+    assert tokens.dtype == torch.int64
+
+
+def test_overrides_reach_their_place_and_are_typed():
+    recipe = load_recipe(TINY, ["model.lr=1e-3", "trainer.devices=2", "strategy.parallel=data", "seed=7"])
+    assert recipe.model["lr"] == 1e-3
+    assert recipe.trainer["devices"] == 2
+    assert recipe.strategy == {"parallel": "data"}
+    assert recipe.seed == 7
+    pins = load_recipe(TINY, ["strategy.placements={'blocks.*.fc.weight': S0}"]).strategy["placements"]
+    assert pins == {"blocks.*.fc.weight": "S0"}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem", "fix"),
+    [
+        ("model.num_layer=2", "num_layer", "num_layers"),
+        ("data.batchsize=2", "batchsize", "batch_size"),
+        ("trainer.device=2", "device", "devices"),
+        ("strategy.paralel=data", "paralel", "parallel"),
+        ("modell.num_layers=2", "modell", "model"),
+        ("model.num_layers=many", "num_layers is 'many'", "int"),
+        ("model.num_layers=2.5", "num_layers is 2.5", "int"),
+        ("model._target_=gtp.GPT", "no module 'gtp'", "gpt"),
+        ("model._target_=gpt.GTP", "no 'GTP'", "GPT"),
+        ("model.lr.start=1", "model.lr", "itself"),
+        ("model=3", "model is 3", "model:"),
+        ("seed=x", "seed", "whole number"),
+        ("trainer.devices", "key=value", "trainer.devices=2"),
+    ],
+)
+def test_a_wrong_override_is_named_with_the_nearest_right_one(override, problem, fix):
+    with pytest.raises(OptionError) as caught:
+        load_recipe(TINY, [override])
+    assert problem in str(caught.value)
+    assert fix in str(caught.value)
+
+
+def test_a_constructor_that_refuses_is_one_message():
+    with pytest.raises(OptionError, match="multiple of num_heads"):
+        build_model(load_recipe(TINY, ["model.num_heads=3"]))
+
+
+def test_yaml_mistake_names_file_and_line(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("model:\n  a: 1\n   b: 2\n")
+    with pytest.raises(OptionError, match=r"broken\.yaml, line 3"):
+        load_recipe(path)
+
+
+def test_missing_file_suggests_its_neighbour():
+    with pytest.raises(OptionError, match=r"gpt_tiny\.yaml"):
+        load_recipe(RECIPES / "gpt_tinny.yaml")
+
+
+def test_unknown_top_level_key(tmp_path):
+    path = tmp_path / "typo.yaml"
+    path.write_text(TINY.read_text().replace("trainer:", "trainr:"))
+    with pytest.raises(OptionError) as caught:
+        load_recipe(path)
+    assert "'trainr'" in caught.value.problem
+    assert "'trainer'" in caught.value.fix
+
+
+def test_missing_argument_and_missing_target(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Model:\n    def __init__(self, size: int) -> None:\n        self.size = size\n"
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {_target_: mine.Model}\ndata: {_target_: mine.Model, size: 2}\n")
+    with pytest.raises(OptionError, match="needs size"):
+        load_recipe(path)
+    assert build_model(load_recipe(path, ["model.size=3"])).size == 3
+    path.write_text("model: {size: 3}\ndata: {_target_: mine.Model, size: 2}\n")
+    with pytest.raises(OptionError, match="_target_"):
+        load_recipe(path)
+
+
+def test_two_folders_with_modules_of_one_name(tmp_path):
+    for folder, size in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "samename.py").write_text(f"class Model:\n    size = {size}\n")
+        content = "model: {_target_: samename.Model}\ndata: {_target_: samename.Model}\n"
+        (tmp_path / folder / "recipe.yaml").write_text(content)
+    sizes = [build_model(load_recipe(tmp_path / folder / "recipe.yaml")).size for folder in ("one", "two", "one")]
+    assert sizes == [1, 2, 1]
+
+
+def test_read_yaml_refuses_a_list(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(OptionError, match="mapping"):
+        read_yaml(path)
