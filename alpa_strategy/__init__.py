@@ -1,0 +1,43 @@
+"""Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then `Trainer(strategy="alpa")`.
+
+The import registers the strategy and loads little besides Lightning; the rest is loaded by the first use of a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.strategy import AlpaStrategy
+
+if TYPE_CHECKING:
+    from alpa_strategy.capture import capture_step
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.options import PlanOptions
+    from alpa_strategy.plan.make import make_plan
+    from alpa_strategy.plan.plan import Plan
+
+__all__ = ["AlpaError", "AlpaStrategy", "ClusterSpec", "Plan", "PlanOptions", "capture_step", "make_plan"]
+
+_LAZY = {
+    "ClusterSpec": "alpa_strategy.cluster.spec",
+    "Plan": "alpa_strategy.plan.plan",
+    "PlanOptions": "alpa_strategy.options",
+    "capture_step": "alpa_strategy.capture",
+    "make_plan": "alpa_strategy.plan.make",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'alpa_strategy' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+if "alpa" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"
+    )

@@ -54,6 +54,21 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
     return experiment(optimizer)
 
 
+def optimizer_info_of(module: Any) -> OptimizerInfo:
+    """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
+
+    A module whose method needs a Trainer is planned as with Adam.
+    """
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    try:
+        optimizers, _, _ = _configure_optimizers(module.configure_optimizers())
+    # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
+    except Exception:
+        return OptimizerInfo()
+    return inspect_optimizer(optimizers)
+
+
 def experiment(optimizer: Optimizer) -> OptimizerInfo:
     """`OptimizerInfo` by experiment alone, for any optimizer class."""
     name = type(optimizer).__name__

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.optimizer_info import _ELEMENT_WISE, experiment, inspect_optimizer
+from alpa_strategy.optimizer_info import _ELEMENT_WISE, experiment, inspect_optimizer, optimizer_info_of
+from alpa_strategy.options import OptimizerInfo
 
 
 def parameter() -> list[torch.nn.Parameter]:
@@ -81,3 +82,12 @@ def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
 def test_several_optimizers_are_one_clear_error() -> None:
     with pytest.raises(AlpaError, match="2 optimizers"):
         inspect_optimizer([torch.optim.SGD(parameter(), lr=0.1), torch.optim.SGD(parameter(), lr=0.1)])
+
+
+def test_info_of_a_module_without_a_trainer() -> None:
+    from models import MLP
+
+    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD")
+    model = MLP()
+    model.configure_optimizers = lambda: model.trainer.optimizers
+    assert optimizer_info_of(model) == OptimizerInfo()

@@ -1,0 +1,43 @@
+"""What a module and a Trainer must be for the strategy; each refusal is one clear error before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from alpa_strategy.errors import AlpaError
+
+
+def check_module(trainer: Any, module: Any) -> None:
+    """AlpaError for modules and callbacks that cannot train under this strategy."""
+    if not any(p.requires_grad for p in module.parameters()):
+        raise AlpaError(
+            f"{type(module).__name__} has no trainable parameters",
+            "create its layers in __init__ or configure_model, and leave requires_grad on for what should train",
+        )
+    if not module.automatic_optimization:
+        raise AlpaError(
+            f"{type(module).__name__} uses manual optimization, which runs its own backward passes",
+            "use automatic optimization (remove `self.automatic_optimization = False`), or another strategy",
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise AlpaError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise AlpaError(
+                f"{type(callback).__name__} copies the whole module every step, which does not work on shards",
+                "remove the callback, or average the checkpoints afterwards",
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """AlpaError unless there is exactly one optimizer."""
+    if len(optimizers) != 1:
+        raise AlpaError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, one is supported",
+            "return one optimizer with a parameter group for each setting",
+        )

@@ -1,0 +1,193 @@
+"""Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get the same one."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import isolate_rng
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import AlpaError, PlanError, RuntimeMismatchError
+from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
+from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.plan.store import PlanStore
+
+Progress = Callable[[str], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where a run takes place, and what the user asked of it.
+
+    Attributes:
+        num_nodes, devices_per_node: the job's shape.
+        device: this rank's.
+        options: planning options.
+        folder: `.alpa` folder: measurements below `costs`.
+        plan_folder: the plan store.
+        plan_file: a plan to use instead, or None.
+        cluster: declared costs (spec, file or name), or None to measure.
+        context: what surrounds `training_step` (autocast of the precision plugin).
+        progress: shows phases (rank 0).
+        say: prints a line or table (rank 0).
+    """
+
+    num_nodes: int
+    devices_per_node: int
+    device: torch.device
+    options: PlanOptions
+    folder: Path
+    plan_folder: Path
+    plan_file: Path | None
+    cluster: ClusterSpec | str | Path | None
+    context: Callable[[], AbstractContextManager]
+    progress: Progress
+    say: Callable[[Any], None]
+
+
+def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
+    """Capture `training_step` on every rank and make sure that all captured the same. Collective."""
+    from alpa_strategy.capture import capture_step
+
+    def work() -> StepGraph:
+        with isolate_rng(include_cuda=job.device.type == "cuda"), job.progress("capture"):
+            return capture_step(
+                module,
+                batch,
+                world_size=world_size(),
+                batch_scope=job.options.batch_scope,
+                batch_idx=batch_idx,
+                context=job.context,
+            )
+
+    step, summaries = on_all_ranks(work, _summary)
+    for part, (name, fix) in enumerate(_PARTS):
+        values = [summary[part] for summary in summaries]
+        if len(set(values)) > 1:
+            shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RuntimeMismatchError(f"the ranks differ in {name}: {shown}", fix)
+    return step
+
+
+_PARTS = (
+    (
+        "the shapes of their batches",
+        "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
+    ),
+    ("the parameters of the module", "build the same module on every rank"),
+    ("what training_step computes", "do not let the step depend on the rank"),
+)
+
+
+def _summary(step: StepGraph) -> tuple[str, str, str]:
+    shapes = ", ".join(str(list(leaf.meta.shape)) for leaf in step.batch)
+    return f"{shapes} (all ranks' rows)", step.parameter_digest, step.graph_digest
+
+
+def job_cluster(job: Job) -> ClusterSpec:
+    """The cluster that the plan is made for: declared costs on the job's devices, or measured ones. Collective."""
+    if job.cluster is not None:
+        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+        return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
+    from alpa_strategy.runtime.measure import ClusterStore, measure_cluster
+    from alpa_strategy.runtime.torch_comm import build_mesh
+
+    with job.progress("cluster"):
+        return measure_cluster(
+            "this cluster",
+            job.num_nodes,
+            job.devices_per_node,
+            build_mesh,
+            job.device,
+            store=ClusterStore(job.folder / "costs"),
+            backend="nccl" if job.device.type == "cuda" else "gloo",
+        )
+
+
+def find_or_make_plan(
+    step: StepGraph,
+    job: Job,
+    cluster: ClusterSpec,
+    optimizer: OptimizerInfo,
+    rank_zero: RankZero,
+    running: StagePlan | None,
+) -> Plan:
+    """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that rank 0 solves.
+
+    Args:
+        running: the stage that is already running, for a step of another shape: parameters stay as they lie.
+    """
+    options, pinned = job.options, None
+    if running is not None:
+        pinned = running.parameter_plans
+        options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
+    data = rank_zero.result_of(
+        lambda: _plan_on_rank_zero(step, job, cluster, options, optimizer, pinned).to_dict(), "planning"
+    )
+    return Plan.from_dict(data)
+
+
+def _plan_on_rank_zero(
+    step: StepGraph,
+    job: Job,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    pinned: Mapping[str, ParameterPlan] | None,
+) -> Plan:
+    wanted = fingerprint_of(step, cluster, options, optimizer)
+    if job.plan_file is not None and pinned is None:
+        plan = Plan.load(job.plan_file)
+        check_fits(plan, wanted, str(job.plan_file))
+        _check_devices(plan, job)
+        return plan
+    store = PlanStore(job.plan_folder)
+    plan = store.find(wanted)
+    if plan is not None:
+        job.say(f"alpa: plan {store.path(wanted)}")
+        return plan
+    job.say(f"alpa: making a plan: {store.explain(wanted)}")
+    from alpa_strategy.plan.make import plan_step
+
+    plan = plan_step(step, cluster, options, optimizer, progress=job.progress, pinned=pinned)
+    try:
+        job.say(f"alpa: plan stored in {store.put(plan)}")
+    except OSError as error:
+        job.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
+    return plan
+
+
+def _check_devices(plan: Plan, job: Job) -> None:
+    planned = sum(nodes * devices for nodes, devices in (stage.submesh for stage in plan.stages))
+    if planned != job.num_nodes * job.devices_per_node:
+        raise PlanError(
+            f"the plan {job.plan_file} is for {planned} devices, the job has {job.num_nodes * job.devices_per_node}",
+            "start the job with as many devices, or leave `plan` out",
+        )
+
+
+def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, str], ...]:
+    """Parameter plans as placement options: so that plans under different pins have different fingerprints."""
+    return tuple((glob.escape(name), " ".join(plan.modes)) for name, plan in parameter_plans.items())
+
+
+def check_optimizer(optimizer: OptimizerInfo, stage: StagePlan) -> None:
+    """AlpaError when the optimizer cannot work on shards and the stage shards a parameter."""
+    if optimizer.element_wise:
+        return
+    for name, plan in stage.parameter_plans.items():
+        if any(mode[0] in "SG" for mode in plan.modes):
+            raise AlpaError(
+                f"{optimizer.name} does not work element by element, and the plan stores {name!r} in shards "
+                f"({' '.join(plan.modes)})",
+                'use an element-wise optimizer such as AdamW, or parallel="data"',
+            )

@@ -1,0 +1,61 @@
+"""What a captured step does besides computing: its return value, its `self.log` calls, its metric updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.capture.step_graph import MetricRef, StepGraph, ValueRef
+
+
+def fill(structure: Any, values: Mapping[int, Tensor]) -> Any:
+    """`structure` with every ValueRef replaced by its tensor."""
+    if isinstance(structure, ValueRef):
+        return values[structure.index]
+    if type(structure) is dict:
+        return {key: fill(item, values) for key, item in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(fill(item, values) for item in structure))
+    if type(structure) in (list, tuple):
+        return type(structure)(fill(item, values) for item in structure)
+    return structure
+
+
+def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
+    """Store the step's new buffer values (BatchNorm statistics) in the module."""
+    with torch.no_grad():
+        for buffer in step.buffers:
+            if buffer.update is not None:
+                resolve(module, buffer.name).copy_(values[buffer.update])
+
+
+def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor]) -> None:
+    """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
+
+    The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
+    the state of metrics.
+    """
+    metric_values: dict[str, Any] = {}
+    for record in step.metrics:
+        metric = module.get_submodule(record.metric)
+        metric.sync_on_compute = False
+        kwargs = {key: fill(value, values) for key, value in record.kwargs}
+        with torch.no_grad():
+            metric_values[record.metric] = getattr(metric, record.method)(*fill(record.args, values), **kwargs)
+    for record in step.logs:
+        value = record.value
+        if isinstance(value, MetricRef):
+            metric = module.get_submodule(value.metric)
+            value = metric if value.kind == "metric" else metric_values.get(value.metric)
+            value = metric.compute() if value is None else value
+        kwargs = {**{key: fill(item, values) for key, item in record.kwargs}, "sync_dist": False}
+        module.log(record.name, fill(value, values), **kwargs)
+
+
+def resolve(module: torch.nn.Module, name: str) -> Any:
+    """The attribute at dotted path `name`."""
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)

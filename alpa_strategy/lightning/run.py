@@ -1,0 +1,192 @@
+"""TrainingRun: a prepared training. The plan, the sharded parameters, and one lowered program per shape of batch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.lightning.agree import RankZero, world_size
+from alpa_strategy.lightning.planning import Job, capture, check_optimizer, find_or_make_plan, job_cluster
+from alpa_strategy.lightning.replay import fill, replay_records, resolve, write_buffers
+from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import Plan
+from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.torch_comm import build_mesh
+from alpa_strategy.sharding.layout import chunk_range
+
+MEET_SECONDS = 60.0
+MEASURED_STEPS = range(5, 25)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured step and what this device runs for it."""
+
+    step: StepGraph
+    lowered: LoweredStep
+
+    def fits(self, counters: dict[str, int]) -> bool:
+        """True when the step's Python would take the same path for these counters."""
+        return all(guard.holds(**counters) for guard in self.step.guards)
+
+
+class TrainingRun:
+    """Plans and shards `module` in place (collective), then runs its steps.
+
+    Args:
+        module: the LightningModule; its parameters are swapped to local shards, the objects stay.
+        optimizer: made on the whole parameters; its state, if any, is sharded too.
+        batch, batch_idx, counters: the first batch, on this rank's device; `global_step` and `current_epoch`.
+        seed: the run's seed, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        optimizer_info: OptimizerInfo,
+        batch: Any,
+        batch_idx: int,
+        job: Job,
+        rank_zero: RankZero,
+        seed: int,
+        bucket_bytes: int,
+        backend: str,
+    ) -> None:
+        self.module, self._job, self._rank_zero = module, job, rank_zero
+        self._optimizer_info = optimizer_info
+        step = capture(module, batch, batch_idx, job)
+        self._cluster = job_cluster(job)
+        self.step, self.say = step, job.say
+        self.plan: Plan = find_or_make_plan(step, job, self._cluster, optimizer_info, rank_zero, None)
+        self.stage = self.plan.stages[0]
+        check_optimizer(optimizer_info, self.stage)
+        self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
+        self._random = ShardedRandom(self.mesh, seed)
+        with job.progress("lower"):
+            program = Program(step, lower(step, self.stage, self.mesh, job.device, self._random))
+        self.store = ParameterStore(module, step, self.stage, self.mesh, optimizer, bucket_bytes=bucket_bytes)
+        self._programs: dict[tuple[Any, ...], list[Program]] = {_shape_key(batch): [program]}
+        self._step_starts: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
+        self._measure()
+        program = self._program(batch, batch_idx)
+        step = program.step
+        values = program.lowered(
+            self.store.step_inputs(), {b.name: resolve(self.module, b.name) for b in step.buffers}, _rows(step, batch)
+        )
+        write_buffers(self.module, step, values)
+        replay_records(self.module, step, values)
+        return fill(step.output, values)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """The module with its whole parameters, for evaluation and checkpoints. Collective on entry."""
+        named = [(p, self.store.gather_like(name, p.detach())) for name, p in self.store.named_parameters()]
+        shards = [p.data for p, _ in named]
+        for parameter, full in named:
+            parameter.data = full
+        try:
+            yield
+        finally:
+            for (parameter, _), shard in zip(named, shards, strict=True):
+                parameter.data = shard
+
+    def release(self) -> None:
+        """Give the module and the optimizer their whole tensors back, for good. Collective."""
+        self.store.release()
+
+    def _program(self, batch: Any, batch_idx: int) -> Program:
+        trainer = self.module.trainer
+        counters = {
+            "batch_idx": batch_idx,
+            "global_step": trainer.global_step,
+            "current_epoch": trainer.current_epoch,
+        }
+        programs = self._programs.setdefault(_shape_key(batch), [])
+        for program in programs:
+            if program.fits(counters):
+                return program
+        if not programs:
+            self._meet(batch)
+            rank_zero_info(f"alpa: a batch of another shape, planned once more: {_shapes(batch)}")
+        step = capture(self.module, batch, batch_idx, self._job)
+        plan = find_or_make_plan(
+            step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
+        )
+        program = Program(step, lower(step, plan.stages[0], self.mesh, self._job.device, self._random))
+        programs.append(program)
+        return program
+
+    def _meet(self, batch: Any) -> None:
+        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one.
+
+        In the job's store, not by a collective: the ranks that see nothing new are already in the step's collectives.
+        """
+        number = len(self._programs)
+        came = self._rank_zero.meet(f"shape{number}", _shapes(batch), MEET_SECONDS)
+        missing = sorted(set(range(world_size())) - set(came))
+        if missing:
+            raise RuntimeMismatchError(
+                f"batches differ between ranks: {'; '.join(f'rank {r}: {s}' for r, s in came.items())}, "
+                f"ranks {missing} go on with the shape of before",
+                "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
+            )
+
+    def _measure(self) -> None:
+        """Remember when steps begin; after some, say how long a step takes against the prediction."""
+        count = len(self._step_starts)
+        if count > MEASURED_STEPS.stop:
+            return
+        self._step_starts.append(time.perf_counter())
+        if count == MEASURED_STEPS.stop:
+            from alpa_strategy.display import measured_line
+
+            starts = self._step_starts[MEASURED_STEPS.start :]
+            seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
+            self._job.say(measured_line(self.plan, seconds))
+
+
+def _shape_key(batch: Any) -> tuple[Any, ...]:
+    """What a program depends on: shapes and dtypes of the tensors, the other leaves themselves, the structure."""
+    leaves, spec = pytree.tree_flatten(batch)
+    described = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return (spec, *described)
+
+
+def _shapes(batch: Any) -> str:
+    leaves = pytree.tree_leaves(batch)
+    others = hashlib.sha256(repr([x for x in leaves if not isinstance(x, Tensor)]).encode()).hexdigest()[:6]
+    text = ", ".join(str(list(x.shape)) for x in leaves if isinstance(x, Tensor))
+    return text if all(isinstance(x, Tensor) for x in leaves) else f"{text} and values #{others}"
+
+
+def _rows(step: StepGraph, batch: Any) -> list[Tensor]:
+    """This rank's rows of the batch's tensor leaves, in `step.batch` order."""
+    leaves = pytree.tree_leaves(batch)
+    found = []
+    for given in step.batch:
+        leaf = leaves[given.leaf]
+        if step.batch_scope == "global" and given.batch_dim is not None and world_size() > 1:
+            start, stop = chunk_range(leaf.shape[0], world_size(), torch.distributed.get_rank())
+            leaf = leaf[start:stop]
+        found.append(leaf)
+    return found

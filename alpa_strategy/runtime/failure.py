@@ -1,0 +1,141 @@
+"""FailureWatch: an exception on one rank ends the job on all ranks within seconds, with the first cause shown last.
+
+The failing rank writes its traceback into the job's store (the one that formed the process group); a thread on every
+rank looks there once a second. No collectives, so it also works while the main thread hangs in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 3.0
+_CAUSE, _SEEN = "alpa/failure/cause", "alpa/failure/seen"
+
+
+class FailureWatch:
+    """Watches the other ranks of the job between `start` and `stop`.
+
+    Args:
+        store: the job's store; clones of it (own connections) are used, so a blocked main thread does not
+            block the watch.
+        rank, world_size: this process's place in the job.
+        children: gives the processes that this one launched; they are ended before this process ends itself.
+        parent: process id whose death ends this rank too (the launcher's), or None.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        children: Callable[[], Sequence[subprocess.Popen]] = tuple,
+        parent: int | None = None,
+    ) -> None:
+        self._watch_store, self._main_store = store.clone(), store.clone()
+        self._rank, self._world_size = rank, world_size
+        self._children, self._parent = children, parent
+        self._stopped = threading.Event()
+        # A process may train several times with one store; every rank counts its own watches, in step with the others.
+        run = self._main_store.add(f"alpa/failure/runs/{rank}", 1)
+        self._cause_key, self._seen_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}"
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Normal end: nothing fires any more."""
+        self._stopped.set()
+
+    def publish(self, error: BaseException) -> None:
+        """Called where `error` is about to end this rank: tell the others, and give them time to read it.
+
+        When another rank failed first, its traceback is shown last and this process ends at once: `error` is then only
+        the consequence (a closed connection). An error that every rank raises by agreement ends each rank by itself.
+        """
+        self._stopped.set()
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"{self._rank}\n{message}\n" + "".join(traceback.format_exception(error))
+        try:
+            first = self._main_store.compare_set(self._cause_key, "", text).decode()
+            self._main_store.add(self._seen_key, 1)
+            if first == text:
+                self._wait_until_seen()
+                end_children(self._children(), GRACE_SECONDS)
+                return
+        except RuntimeError:  # the store went with rank 0: nobody is left to tell
+            return
+        rank, first_message, _ = _parse(first)
+        if rank != self._rank and first_message != message:
+            self._show(first)
+            self._exit()
+
+    def _wait_until_seen(self) -> None:
+        deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
+        while self._main_store.add(self._seen_key, 0) < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            if self._parent is not None and os.getppid() != self._parent:
+                self._stopped.wait(GRACE_SECONDS)
+                if not self._stopped.is_set():
+                    print("alpa: the process that launched this rank is gone", file=sys.stderr)
+                    self._exit()
+            try:
+                failed = self._watch_store.check([self._cause_key])
+                first = self._watch_store.get(self._cause_key).decode() if failed else ""
+            except RuntimeError:
+                return  # rank 0 has ended; what hangs on it raises in its own collective
+            if failed:
+                # An error that all ranks raise together reaches this rank's main thread by itself.
+                if self._stopped.wait(GRACE_SECONDS / 2):
+                    return
+                self._show(first)
+                with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
+                    self._watch_store.add(self._seen_key, 1)
+                self._exit()
+
+    def _show(self, text: str) -> None:
+        rank, _, trace = _parse(text)
+        sys.stdout.flush()
+        print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+
+    def _exit(self) -> None:
+        """End this process at once: its main thread may hang in a collective for good."""
+        end_children(self._children(), GRACE_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> None:
+    """Wait for `children` to end by themselves, then kill what is left: no orphan stays behind."""
+    deadline = time.monotonic() + grace_seconds
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def job_store() -> Any:
+    """The store that formed the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _parse(text: str) -> tuple[int, str, str]:
+    rank, message, trace = text.split("\n", 2)
+    return int(rank), message, trace

@@ -1,0 +1,428 @@
+"""AlpaStrategy: the life of a run, as the list of hooks that the Trainer calls, in its order.
+
+The Trainer sets up, runs its sanity check and restores checkpoints on the whole module; the first training batch then
+brings the plan and the shards (`_prepare`). Everything heavy is a function in `alpa_strategy.lightning`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from alpa_strategy.errors import OptionError
+from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
+from alpa_strategy.lightning.checks import check_module, check_optimizers
+from alpa_strategy.options import Limits, PlanOptions, check_names
+from alpa_strategy.runtime.failure import FailureWatch, job_store
+
+if TYPE_CHECKING:
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.lightning.run import TrainingRun
+    from alpa_strategy.plan.plan import Plan
+
+
+class AlpaStrategy(ParallelStrategy):
+    """Plans how an ordinary LightningModule is sharded, shards it, and trains it: same results as on one device.
+
+    Args:
+        plan: a plan file to run; None: a stored plan that fits, or a new one.
+        plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
+        cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
+            None: measured on the job's devices, once.
+        parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines: see
+            `PlanOptions`.
+        backend: library of the collectives: `auto`, `torch` or `deepspeed`.
+        bucket_bytes: gradients are reduced in buckets of this many bytes.
+        plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
+        collective_timeout_seconds: timeout of the process group.
+        verbose: show phases, the plan, and predicted against measured step time (on rank 0).
+        unknown: anything else is an OptionError that names the nearest option.
+    """
+
+    def __init__(
+        self,
+        plan: str | Path | None = None,
+        plan_dir: str | Path | None = None,
+        cluster: ClusterSpec | str | Path | None = None,
+        parallel: str | Sequence[str] = "auto",
+        logical_mesh: Sequence[int] | None = None,
+        placements: Mapping[str, str] | None = None,
+        memory_limit: float | str | None = None,
+        memory_fraction: float = 0.9,
+        batch_scope: str = "rank",
+        solver_seconds: float = 60.0,
+        baselines: bool = False,
+        backend: str = "auto",
+        bucket_bytes: int = 25 * 2**20,
+        plan_timeout_seconds: float = 3600.0,
+        collective_timeout_seconds: float = 1800.0,
+        verbose: bool = True,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **unknown: Any,
+    ) -> None:
+        check_names(unknown, _OPTION_NAMES, "option of AlpaStrategy")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.options = PlanOptions.from_user(
+            parallel=parallel,
+            logical_mesh=logical_mesh,
+            placements=placements,
+            memory_limit=memory_limit,
+            memory_fraction=memory_fraction,
+            batch_scope=batch_scope,
+            solver_seconds=solver_seconds,
+            baselines=baselines,
+        )
+        for name, value in (("plan_timeout_seconds", plan_timeout_seconds), ("bucket_bytes", bucket_bytes)):
+            if not value > 0:
+                raise OptionError(f"{name}={value!r} cannot be", "give a number above 0")
+        self.limits = Limits(plan_timeout_seconds, collective_timeout_seconds, bucket_bytes)
+        self.plan: Plan | None = None
+        self._plan_file = None if plan is None else Path(plan)
+        self._plan_dir = None if plan_dir is None else Path(plan_dir)
+        self._cluster = cluster
+        self._backend = backend
+        self._verbose = verbose
+        self.num_nodes = 1
+        self._run: TrainingRun | None = None
+        self._watch: FailureWatch | None = None
+        self._interrupted = False
+        self._whole: Any = None  # the open whole_parameters() context during an evaluation
+
+    # Which devices, which ranks
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without it the Trainer neither replaces samplers nor lets `sync_dist` do anything."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def store(self) -> Any:
+        """The running training's ParameterStore, or None outside of one."""
+        return None if self._run is None else self._run.store
+
+    # Before the module is set up
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        self._interrupted = False
+        if self.world_size == 1:
+            return
+        _init_dist_connection(
+            self.cluster_environment,
+            _get_default_process_group_backend_for_device(self.root_device),
+            timeout=timedelta(seconds=self.limits.collective_timeout_seconds),
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        launched_here = isinstance(self._launcher, _SubprocessScriptLauncher)
+        self._watch = FailureWatch(
+            job_store(),
+            self.global_rank,
+            self.world_size,
+            children=lambda: self._launcher.procs if launched_here else (),
+        )
+        self._watch.start()
+
+    # The module is set up, whole
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            check_module(trainer, self.lightning_module)
+            if self.options.batch_scope == "global":
+                trainer._accelerator_connector.use_distributed_sampler = False
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        broadcast_states(self.lightning_module)
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Training
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The first batch brings the plan: it is the loader's own, so none is lost and no random state is touched."""
+        if self._run is None:
+            self._prepare(batch, batch_idx)
+
+    def _prepare(self, batch: Any, batch_idx: int) -> None:
+        from alpa_strategy.lightning.run import TrainingRun
+        from alpa_strategy.optimizer_info import inspect_optimizer
+
+        assert self.lightning_module is not None
+        seed = agree_on_seed()
+        self._run = TrainingRun(
+            self.lightning_module,
+            self.optimizers[0],
+            inspect_optimizer(self.optimizers),
+            batch,
+            batch_idx,
+            self._job(),
+            RankZero(self.limits.plan_timeout_seconds),
+            seed,
+            self.limits.bucket_bytes,
+            self._backend,
+        )
+        self.plan = self._run.plan
+        self._use_sharded_norms()
+        self._show_plan()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._run is not None
+        batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        return self._run.training_step(batch, batch_idx)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Micro-batches of an accumulated step: gradients stay local until the last one."""
+        assert self._run is not None
+        with self._run.store.no_sync():
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
+        assert self.lightning_module is not None
+        assert self._run is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self._run.store.finish_backward()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._run is not None
+        self._run.store.after_optimizer_step()
+        return result
+
+    # Evaluation: every rank runs the module's own steps on its own rows, with whole parameters
+
+    @override
+    def on_validation_start(self) -> None:
+        self._make_whole()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._make_local()
+
+    @override
+    def on_train_end(self) -> None:
+        """The module leaves the training as it came, whole, and so does the optimizer."""
+        if self._run is not None:
+            self._run.release()
+            self._run = None
+
+    def _make_whole(self) -> None:
+        if self._run is not None and self._whole is None:
+            self._whole = self._run.whole_parameters()
+            self._whole.__enter__()
+
+    def _make_local(self) -> None:
+        if self._whole is not None:
+            self._whole.__exit__(None, None, None)
+            self._whole = None
+
+    # Checkpoints: ordinary Lightning files with whole tensors, written by rank 0
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._whole_for_now():
+            return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return optimizer.state_dict() if self._run is None else self._run.store.optimizer_state_dict(optimizer)
+
+    def _whole_for_now(self) -> Any:
+        return nullcontext() if self._run is None or self._whole is not None else self._run.whole_parameters()
+
+    # Values between ranks
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same value already."""
+        if not isinstance(tensor, Tensor) or (self.options.batch_scope == "global" and group is None):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._interrupted:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._interrupted = True
+        if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
+            self._watch.publish(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Called after exceptions too: no collectives here."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._whole = None
+        self._run = None
+        super().teardown()
+
+    # Details
+
+    def _job(self) -> Any:
+        from alpa_strategy.lightning.planning import Job
+
+        assert self.lightning_module is not None
+        folder = Path(self.lightning_module.trainer.default_root_dir) / ".alpa"
+        shows = self._verbose and self.global_rank == 0
+        if shows:
+            from alpa_strategy.display import Progress
+
+            progress = Progress(enabled=True)
+            progress_phase: Any = progress
+            say: Any = progress.console.print
+        else:
+            progress_phase, say = _silent, lambda text: None
+        return Job(
+            num_nodes=self.num_nodes,
+            devices_per_node=self.num_processes,
+            device=self.root_device,
+            options=self.options,
+            folder=folder,
+            plan_folder=self._plan_dir or folder / "plans",
+            plan_file=self._plan_file,
+            cluster=self._cluster,
+            context=self.precision_plugin.train_step_context,
+            progress=progress_phase,
+            say=say,
+        )
+
+    def _use_sharded_norms(self) -> None:
+        """Make the precision plugin's clipping and loss scaling see all shards, whatever plugin the user chose."""
+        from alpa_strategy.runtime.clip import clip_grad_norm
+
+        assert self._run is not None
+        store, plugin = self._run.store, self.precision_plugin
+        plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(store, clip_val)
+        if getattr(plugin, "scaler", None) is not None and self.world_size > 1:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            plugin.scaler = ShardedGradScaler(self.root_device.type)
+
+    def _show_plan(self) -> None:
+        assert self._run is not None
+        if self._verbose and self.global_rank == 0:
+            from alpa_strategy.display import plan_table
+
+            shapes = {p.name: p.meta.shape for p in self._run.step.parameters}
+            self._run.say(plan_table(self._run.plan, shapes))
+
+
+@contextmanager
+def _silent(name: str, detail: str = "") -> Generator[None, None, None]:
+    """A progress phase that shows nothing."""
+    yield
+
+
+_OPTION_NAMES = [
+    name for name in inspect.signature(AlpaStrategy.__init__).parameters if name not in ("self", "unknown")
+]
