@@ -1,7 +1,7 @@
 """StepGraph: one training step as data. The forward only; autograd makes the backward at run time.
 
-Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update (BatchNorm statistics) is
-an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device would run it.
+Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update (BatchNorm statistics)
+is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device runs it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from alpa_strategy.capture.guards import Guard
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
 
@@ -49,8 +50,8 @@ class BufferInput:
 class BatchInput:
     """One tensor leaf of the batch; `leaf` is its index in `torch.utils._pytree.tree_leaves(batch)`.
 
-    `batch_dim` is 0 when the leaf has one row per sample (its global shape is then world x the loader's), else None: the
-    same tensor on every rank.
+    `batch_dim` is 0 when the leaf has one row per sample (its global shape is then world x the loader's), else
+    None: the same tensor on every rank.
     """
 
     value: int
@@ -104,6 +105,16 @@ class MetricRecord:
 
 
 @dataclass(frozen=True)
+class MetricRef:
+    """Stands in log records for a torchmetrics object: `kind` is "metric" (the object itself was logged) or "value"
+    (what its last `forward` or `compute` gave).
+    """
+
+    metric: str
+    kind: str = "metric"
+
+
+@dataclass(frozen=True)
 class StepGraph:
     """A captured step.
 
@@ -118,6 +129,7 @@ class StepGraph:
         batch_size: rows of the global batch.
         batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
         notes: things that the user should know (shown with the plan).
+        guards: what the step's Python asked of its counters; when one no longer holds, capture again.
     """
 
     values: tuple[TensorMeta, ...]
@@ -133,6 +145,7 @@ class StepGraph:
     batch_size: int = 0
     batch_scope: str = "rank"
     notes: tuple[str, ...] = ()
+    guards: tuple[Guard, ...] = ()
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:

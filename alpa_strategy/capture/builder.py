@@ -1,0 +1,118 @@
+"""Builds the op list of a StepGraph: numbered values, calls with slots, results inferred on fake tensors.
+
+Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.step_graph import Op, ValueRef
+from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """Results of a call: metadata of its tensors, whether it returns a tuple, and per returned item its tensor's
+    number (None where the op returned no tensor).
+    """
+
+    results: tuple[TensorMeta, ...]
+    returns_tuple: bool
+    items: tuple[int | None, ...]
+
+
+@lru_cache(maxsize=1)
+def _inference_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def fake_operands(metas: tuple[TensorMeta, ...]) -> list[Tensor]:
+    """Contiguous fake CPU tensors; call inside `_inference_mode()`."""
+    return [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in metas]
+
+
+def run_fake(call: OpCall, before: Callable[[list[Tensor]], Any] | None = None) -> Any:
+    """Call on fake operands in grad mode; `before` sees the operands first."""
+    with _inference_mode(), torch.enable_grad():
+        operands = fake_operands(call.operands)
+        if before is not None:
+            before(operands)
+        return call.call(*operands)
+
+
+@lru_cache(maxsize=4096)
+def infer(call: OpCall) -> Inferred:
+    """Infer what `call` (with empty `results`) returns, requires_grad included."""
+    out = run_fake(call)
+    returned = list(out) if isinstance(out, tuple | list) else [out]
+    metas: list[TensorMeta] = []
+    items: list[int | None] = []
+    for item in returned:
+        if isinstance(item, Tensor):
+            items.append(len(metas))
+            metas.append(TensorMeta(tuple(item.shape), item.dtype, item.requires_grad))
+        else:
+            items.append(None)
+    return Inferred(tuple(metas), isinstance(out, tuple | list), tuple(items))
+
+
+def frozen(arg: Any) -> Any:
+    """Lists become tuples, recursively."""
+    return tuple(frozen(a) for a in arg) if isinstance(arg, list | tuple) else arg
+
+
+class Builder:
+    """Grows values and ops. Arguments given to `emit` hold ValueRefs for tensors."""
+
+    def __init__(self) -> None:
+        self.values: list[TensorMeta] = []
+        self.ops: list[Op] = []
+        self.module = ""
+        self.source = ""
+
+    def add_value(self, meta: TensorMeta) -> ValueRef:
+        self.values.append(meta)
+        return ValueRef(len(self.values) - 1)
+
+    def meta(self, ref: ValueRef) -> TensorMeta:
+        return self.values[ref.index]
+
+    def call_of(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[OpCall, list[ValueRef]]:
+        """The OpCall without results, and its operands."""
+        operands: list[ValueRef] = []
+
+        def slot(arg: Any) -> Any:
+            if isinstance(arg, ValueRef):
+                operands.append(arg)
+                return Slot(len(operands) - 1)
+            return tuple(slot(a) for a in arg) if isinstance(arg, list | tuple) else arg
+
+        new_args = slot(tuple(args))
+        new_kwargs = tuple((k, slot(v)) for k, v in sorted((kwargs or {}).items()))
+        return OpCall(target, new_args, new_kwargs, tuple(self.meta(v) for v in operands), ()), operands
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add an op; a ValueRef, or a tuple of ValueRefs and Nones when the op returns a tuple."""
+        call, operands = self.call_of(target, args, kwargs)
+        inferred = infer(call)
+        refs = [self.add_value(meta) for meta in inferred.results]
+        call = OpCall(call.target, call.args, call.kwargs, call.operands, inferred.results, inferred.returns_tuple)
+        self.ops.append(
+            Op("", call, tuple(o.index for o in operands), tuple(r.index for r in refs), self.module, self.source)
+        )
+        items = tuple(None if i is None else refs[i] for i in inferred.items)
+        return items if inferred.returns_tuple else items[0]
+
+
+def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
+    """Replace the ValueRefs of a pytree."""
+    return pytree.tree_map_only(ValueRef, fn, tree)

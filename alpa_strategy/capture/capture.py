@@ -1,0 +1,51 @@
+"""capture_step: an ordinary LightningModule and one batch in, the training step as a StepGraph out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.capture.trace import trace_step
+from alpa_strategy.errors import CaptureError, OptionError
+
+
+def capture_step(
+    module: LightningModule,
+    batch: Any,
+    *,
+    world_size: int = 1,
+    batch_scope: str = "rank",
+    step: str = "training_step",
+    batch_idx: int = 0,
+    context: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> StepGraph:
+    """Capture `module.<step>(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
+
+    Args:
+        module: parameters on any device, meta included; with or without a trainer.
+        batch: one rank's batch, any pytree of tensors (real, fake or meta) and constants.
+        world_size: number of ranks that load rows.
+        batch_scope: `rank`: leaves with one row per sample are `world_size` times longer in the graph; `global`: the
+            batch is already the whole one.
+        step: name of the method.
+        batch_idx: what the step sees as batch_idx; comparisons with it become guards.
+        context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
+
+    Raises:
+        CaptureError: with the user's line and a way out. Errors of the user's own code pass unchanged.
+    """
+    if batch_scope not in ("rank", "global"):
+        raise OptionError(f"batch_scope={batch_scope!r}", "use 'rank' or 'global'")
+    if not module.automatic_optimization:
+        raise CaptureError(
+            "the module uses manual optimization (automatic_optimization = False)",
+            "return the loss from training_step and let Lightning step one optimizer",
+        )
+    rows_factor = world_size if batch_scope == "rank" else 1
+    trace = trace_step(module, batch, rows_factor=rows_factor, step=step, batch_idx=batch_idx, context=context)
+    return convert(trace, step)

@@ -1,0 +1,567 @@
+"""From the raw fx trace to the StepGraph: one walk over the nodes, then removal of what has no effect.
+
+Factories (arange, zeros, ...) and conversions lose their `device` argument when it is the capture device: the lowering
+runs them on its own device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture import rewrite
+from alpa_strategy.capture.aliasing import Memory, View, ViewStep
+from alpa_strategy.capture.autocast import AutocastState, casts_inside, has_policy, operand_casts
+from alpa_strategy.capture.builder import Builder, frozen
+from alpa_strategy.capture.step_graph import (
+    BatchInput,
+    BufferInput,
+    ConstantInput,
+    LogRecord,
+    MetricRecord,
+    Op,
+    ParameterInput,
+    StepGraph,
+    ValueRef,
+)
+from alpa_strategy.capture.trace import TensorLeaf, Trace, TracedInput
+from alpa_strategy.errors import CaptureError
+from alpa_strategy.sharding.op import TensorMeta
+
+aten = torch.ops.aten
+
+_SAME_VALUE = {
+    aten.alias.default,
+    aten.detach_.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+}
+_FRESH_COPY = {aten.lift_fresh_copy.default}
+_CONVERSIONS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.to.prim_dtype,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+_RANDOM_IN_PLACE = {aten.normal_.default: aten.normal_functional.default}
+
+
+@dataclass
+class _Autocast:
+    """Open autocast regions, innermost last (None: switched off), and the parameters already cast in the outermost."""
+
+    regions: list[tuple[fx.Node, AutocastState | None]]
+    cast_parameters: dict[tuple[int, torch.dtype], ValueRef]
+
+    @property
+    def state(self) -> AutocastState | None:
+        return self.regions[-1][1] if self.regions else None
+
+
+class _Converter:
+    """State of the walk: the Builder, the memory of views, grad mode, autocast."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.builder = Builder()
+        self.memory = Memory(self.builder)
+        self.views: dict[fx.Node, Any] = {}  # node -> View, or a tuple of Views and Nones
+        self.inputs: list[tuple[TracedInput, View, int]] = []
+        self.constants: list[ConstantInput] = []
+        self.constant_views: dict[str, View] = {}
+        self.grad_enabled = True
+        self.autocast = _Autocast([], {})
+        self.parameters: set[int] = set()
+        self.detached: dict[int, ValueRef] = {}
+        self.outputs: list[ValueRef] = []
+
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def add_inputs(self, placeholders: list[fx.Node]) -> None:
+        """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
+        for node, entry in zip(placeholders, self.trace.inputs, strict=True):
+            ref = self.builder.add_value(TensorMeta(entry.shape, entry.dtype, entry.requires_grad))
+            view = self.memory.new(ref, f"{entry.kind} {entry.names[0]}" if entry.names else "the batch")
+            self.views[node] = view
+            self.inputs.append((entry, view, ref.index))
+            if entry.kind == "parameter":
+                self.parameters.add(ref.index)
+        for node in self.trace.graph.nodes:
+            if node.op == "get_attr":
+                self.views[node] = self._constant(node)
+
+    def _constant(self, node: fx.Node) -> View:
+        name = str(node.target)
+        if name not in self.constant_views:
+            tensor = getattr(self.trace.module, name)
+            if tensor.requires_grad:
+                raise CaptureError(
+                    "the step uses a tensor that requires grad and is not a parameter of the module "
+                    f"(shape {tuple(tensor.shape)})",
+                    "register it: assign an nn.Parameter to a module attribute (lists need nn.ParameterList)",
+                )
+            tensor = tensor.detach()
+            meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
+            ref = self.builder.add_value(meta)
+            self.constants.append(ConstantInput(ref.index, tensor, meta, _digest(tensor)))
+            self.constant_views[name] = self.memory.new(ref)
+        return self.constant_views[name]
+
+    # -- the walk -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        for node in self.trace.graph.nodes:
+            self.builder.module, self.builder.source = self.trace.origins.get(node, ("", ""))
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self.outputs = [self.memory.read(self.views[n]) for n in node.args[0]]
+
+    def _call(self, node: fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            self.views[node] = self.views[node.args[0]][node.args[1]]
+        elif target is torch._C._set_grad_enabled:
+            self.grad_enabled = bool(node.args[0])
+        elif target is torch.amp.autocast_mode._enter_autocast:
+            self._enter_autocast(node)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self.autocast.regions = [r for r in self.autocast.regions if r[0] is not node.args[0]]
+            if not self.autocast.regions:
+                self.autocast.cast_parameters.clear()
+        elif isinstance(target, torch._ops.OpOverload):
+            self._op(node, target)
+        else:
+            raise CaptureError(
+                f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a captured step",
+                "write it with ordinary torch functions",
+            )
+
+    def _enter_autocast(self, node: fx.Node) -> None:
+        device_type, dtype, enabled = node.args[0], node.args[1], node.args[2]
+        on_capture_device = device_type == self.trace.device.type
+        if enabled and not on_capture_device:
+            raise CaptureError(
+                f"autocast for {device_type} ({self.builder.source}), but the module is on {self.trace.device.type}",
+                f"move the module to {device_type}, or use autocast({self.trace.device.type!r})",
+            )
+        outer = self.autocast.state
+        state = (
+            (AutocastState(dtype or torch.get_autocast_dtype(device_type)) if enabled else None)
+            if on_capture_device
+            else outer
+        )
+        self.autocast.regions.append((node, state if on_capture_device else outer))
+
+    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        operand_nodes: list[fx.Node] = []
+
+        def read(n: fx.Node) -> Any:
+            operand_nodes.append(n)
+            return self._read(self.views[n])
+
+        if target in _SAME_VALUE:
+            self.views[node] = self.memory.same(self.views[node.args[0]])
+            return
+        if target in _FRESH_COPY or (target is aten.clone.default and not node.kwargs.get("memory_format")):
+            self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
+            return
+        if any(map(_is_written, target._schema.arguments)):
+            self._mutation(node, target)
+            return
+        if target is aten.detach.default:
+            self._detach(node)
+            return
+        args = fx.map_arg(tuple(node.args), read)
+        kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
+        if target is aten.broadcast_tensors.default:
+            self._broadcast(node)
+            return
+        if target in _CONVERSIONS:
+            self._conversion(node)
+            return
+        if rewrite.is_training_batch_norm(target, args, kwargs):
+            self._batch_norm(node, args, kwargs)
+            return
+        args, kwargs = self._autocast_operands(target, args, kwargs)
+        result = rewrite.rewrite_loss(self.builder, target, args, kwargs)
+        if result is None:
+            result = self.builder.emit(target, *args, **kwargs)
+        self._check_dtype(node, target, result)
+        self._bind(node, target, result, operand_nodes, args, kwargs)
+
+    def _read(self, view: View) -> ValueRef:
+        """The value of a view; inside no_grad, detached from what requires grad."""
+        ref = self.memory.read(view)
+        return ref if self.grad_enabled else self._detached(ref)
+
+    def _detached(self, ref: ValueRef) -> ValueRef:
+        if not self.builder.meta(ref).requires_grad:
+            return ref
+        if ref.index not in self.detached:
+            self.detached[ref.index] = self.builder.emit(aten.detach.default, ref)
+        return self.detached[ref.index]
+
+    def _detach(self, node: fx.Node) -> None:
+        base = self.views[node.args[0]]
+        ref = self.memory.read(base)
+        if not self.builder.meta(ref).requires_grad:
+            self.views[node] = self.memory.same(base)
+        else:
+            self.views[node] = self.memory.derive(
+                base, ViewStep(aten.detach.default, (None,), (), 0, None), self._detached(ref)
+            )
+
+    def _without_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != self.trace.device.type:
+            raise CaptureError(
+                f"{target} asks for device {device} ({self.builder.source}) while the module is on {self.trace.device}",
+                "create tensors on the module's device: device=self.device, or the device of another tensor",
+            )
+        dropped = ("device", "pin_memory", "layout", "non_blocking")
+        return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
+
+    def _conversion(self, node: fx.Node) -> None:
+        """dtype and device conversions: nothing, a cast, or a copy."""
+        base, value = self.views[node.args[0]], node.meta["val"]
+        target_device = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)), None)
+        self._without_device(node.target, {"device": target_device})
+        ref = self._read(base)
+        if value.dtype != self.builder.meta(ref).dtype:
+            self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
+        elif _storage(value) == _storage(node.args[0].meta["val"]):
+            self.views[node] = self.memory.same(base)
+        else:
+            self.views[node] = self.memory.new(ref)
+
+    def _broadcast(self, node: fx.Node) -> None:
+        """broadcast_tensors: an expand for each tensor that needs one."""
+        views = []
+        for operand, value in zip(node.args[0], node.meta["val"], strict=True):
+            base, shape = self.views[operand], tuple(value.shape)
+            ref = self._read(base)
+            if self.builder.meta(ref).shape == shape:
+                views.append(self.memory.same(base))
+            else:
+                step = ViewStep(aten.expand.default, (None, shape), (), 0, None)
+                views.append(self.memory.derive(base, step, self.builder.emit(aten.expand.default, ref, shape)))
+        self.views[node] = tuple(views)
+
+    def _bind(
+        self,
+        node: fx.Node,
+        target: torch._ops.OpOverload,
+        result: Any,
+        operand_nodes: list[fx.Node],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
+        traced = node.meta["val"]
+        many = isinstance(result, tuple)
+        traced_items = list(traced) if many else [traced]
+
+        def view(item: int, ref: ValueRef | None) -> View | None:
+            if ref is None:
+                return None
+            owner = _shared_operand(traced_items[item], operand_nodes)
+            if owner is None:
+                return self.memory.new(ref)
+            position = next((i for i, a in enumerate(node.args) if a is owner), None)
+            step_args = tuple(None if i == position else frozen(a) for i, a in enumerate(args))
+            step_kwargs = tuple(sorted((k, frozen(v)) for k, v in kwargs.items()))
+            step = ViewStep(target, step_args, step_kwargs, position, item if many else None)
+            return self.memory.derive(self.views[owner], step, ref)
+
+        if many:
+            self.views[node] = tuple(view(i, ref) for i, ref in enumerate(result))
+        else:
+            self.views[node] = view(0, result)
+
+    # -- mutation -------------------------------------------------------------------------------------------------
+
+    def _mutation(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        """`x.op_(...)`: compute out of place, write the result to x."""
+        written = [
+            i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        name = target._schema.name.split("::")[1]
+        if written != [0] or not name.endswith("_") or not isinstance(node.args[0], fx.Node):
+            raise CaptureError(
+                f"{target} ({self.builder.source}) writes into its arguments in a way that capture does not follow",
+                "use the form that returns a new tensor",
+            )
+        view = self.views[node.args[0]]
+        before = self.memory.read(view)
+        origin = view.storage.origin
+        if origin.startswith("parameter"):
+            raise CaptureError(
+                f"the step changes {origin} in place ({self.builder.source})",
+                "parameters are changed by the optimizer; do it in a hook such as on_train_batch_end",
+            )
+        meta = self.builder.meta(before)
+        if not self.grad_enabled and meta.requires_grad:
+            raise CaptureError(
+                f"under no_grad, {name} changes a tensor that requires grad ({self.builder.source})",
+                "change a detached clone instead: `y = x.detach().clone()`",
+            )
+        args = fx.map_arg(tuple(node.args), lambda n: self._read(self.views[n]))
+        kwargs = fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n]))
+        new = self._functional(target, name, args, self._without_device(target, kwargs), meta)
+        if self.builder.meta(new).dtype != meta.dtype:
+            new = self.builder.emit(aten.to.dtype, new, meta.dtype)
+        if self.builder.meta(new).shape != meta.shape:
+            raise CaptureError(
+                f"{name} changes the shape of a tensor in place ({self.builder.source})",
+                "use the form without the trailing underscore",
+            )
+        self.memory.write(view, new)
+        self.views[node] = view
+
+    def _functional(
+        self, target: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta
+    ) -> ValueRef:
+        emit = self.builder.emit
+        if name in ("copy_", "fill_") and isinstance(args[1], ValueRef):
+            source = args[1]
+            if self.builder.meta(source).dtype != meta.dtype:
+                source = emit(aten.to.dtype, source, meta.dtype)
+            return (
+                source
+                if self.builder.meta(source).shape == meta.shape
+                else emit(aten.expand.default, source, meta.shape)
+            )
+        if name in ("fill_", "zero_"):
+            return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
+        if target in _RANDOM_IN_PLACE:
+            return emit(_RANDOM_IN_PLACE[target], *args, **kwargs)
+        packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
+        overload = getattr(packet, target._overloadname, None) if packet is not None else None
+        if overload is None:
+            raise CaptureError(
+                f"the in-place op {name} ({self.builder.source}) has no form that returns a new tensor",
+                "compute the new value with ordinary ops",
+            )
+        return emit(overload, *args, **kwargs)
+
+    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = rewrite.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
+        y, *statistics = rewrite.rewrite_batch_norm(self.builder, args, kwargs)
+        self.views[node] = self.memory.new(y)
+        for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
+            self.memory.write(self.views[given[name]], new)
+
+    # -- autocast -------------------------------------------------------------------------------------------------
+
+    def _autocast_operands(
+        self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        state = self.autocast.state
+        if state is None:
+            return args, kwargs
+        call, operands = self.builder.call_of(target, args, kwargs)
+        if not has_policy(target, self.trace.device.type):
+            if _is_composite(target) and casts_inside(call, state):
+                raise CaptureError(
+                    f"{target} under autocast ({self.builder.source}) casts inside itself: not supported",
+                    "write it with matmul, linear or conv, or leave it out of autocast",
+                )
+            return args, kwargs
+        dtypes = operand_casts(call, state)
+        cast = [v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)]
+        rest = iter(cast)
+
+        def swap(arg: Any) -> Any:
+            if isinstance(arg, ValueRef):
+                return next(rest)
+            return type(arg)(swap(a) for a in arg) if isinstance(arg, list | tuple) else arg
+
+        new_args = tuple(swap(a) for a in args)
+        return new_args, {k: swap(v) for k, v in sorted(kwargs.items())}
+
+    def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
+        """A cast; parameters are cast once per outermost region, as autocast's own cache does."""
+        key = (ref.index, dtype)
+        if ref.index not in self.parameters:
+            return self.builder.emit(aten.to.dtype, ref, dtype)
+        if key not in self.autocast.cast_parameters:
+            self.autocast.cast_parameters[key] = self.builder.emit(aten.to.dtype, ref, dtype)
+        return self.autocast.cast_parameters[key]
+
+    def _check_dtype(self, node: fx.Node, target: Any, result: Any) -> None:
+        traced = node.meta["val"]
+        if (
+            isinstance(result, ValueRef)
+            and isinstance(traced, Tensor)
+            and self.builder.meta(result).dtype != traced.dtype
+        ):
+            raise CaptureError(
+                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but "
+                f"{self.builder.meta(result).dtype} in the captured graph",
+                "cast its operands by hand",
+            )
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, step: str) -> StepGraph:
+        rest = iter(self.outputs)
+        leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
+        result = pytree.tree_unflatten(leaves, self.trace.spec)
+        loss = _loss_of(result["output"], step)
+        self._check_loss(loss, step)
+        logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
+        metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
+        updates: dict[int, int] = {}
+        for entry, view, index in self.inputs:
+            if entry.kind == "buffer" and view.storage.version:
+                updates[index] = self._detached(view.storage.value).index
+            if entry.kind == "buffer" and entry.names[0] in result["buffers"]:
+                updates[index] = self._detached(result["buffers"][entry.names[0]]).index
+        return self._number(loss.index, result["output"], logs, metrics, updates)
+
+    def _check_loss(self, loss: ValueRef, step: str) -> None:
+        meta = self.builder.meta(loss)
+        if meta.num_elements != 1:
+            raise CaptureError(
+                f"{step} returned a loss of shape {list(meta.shape)}; a loss is one number",
+                "reduce it: loss.mean() or loss.sum()",
+            )
+        if not any(entry.kind == "parameter" and entry.requires_grad for entry, _, _ in self.inputs):
+            raise CaptureError(
+                "no parameter of the module requires grad: there is nothing to train",
+                "give the module parameters, or unfreeze some (requires_grad_(True))",
+            )
+        if not meta.requires_grad:
+            raise CaptureError(
+                f"the loss that {step} returned depends on no parameter that requires grad",
+                "look for .detach(), no_grad or frozen parameters on the way to the loss",
+            )
+
+    def _number(
+        self,
+        loss: int,
+        output: Any,
+        logs: tuple[LogRecord, ...],
+        metrics: tuple[MetricRecord, ...],
+        updates: dict[int, int],
+    ) -> StepGraph:
+        """Drop ops and constants without effect, number values anew, name the ops."""
+        needed = {loss, *updates.values()}
+        for ref in pytree.tree_leaves((output, [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])):
+            if isinstance(ref, ValueRef):
+                needed.add(ref.index)
+        kept: list[Op] = []
+        for op in reversed(self.builder.ops):
+            if needed.intersection(op.results):
+                kept.append(op)
+                needed.update(op.operands)
+        kept.reverse()
+        new_index: dict[int, int] = {}
+        values: list[TensorMeta] = []
+
+        def define(old: int) -> int:
+            new_index[old] = len(values)
+            values.append(self.builder.values[old])
+            return new_index[old]
+
+        parameters, buffers, batch = [], [], []
+        for entry, _, old in self.inputs:
+            meta = self.builder.values[old]
+            match entry.kind:
+                case "parameter":
+                    parameters.append(ParameterInput(define(old), entry.names, meta))
+                case "buffer":
+                    if old in needed or old in updates:
+                        buffers.append((define(old), old, entry.names[0], meta))
+                case _:
+                    batch.append(BatchInput(define(old), entry.leaf, meta, entry.batch_dim))
+        constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
+        counts: dict[str, int] = {}
+        ops: list[Op] = []
+        for op in kept:
+            base = op.call.target_name.split(".")[1]
+            number = counts[base] = counts.get(base, -1) + 1
+            operands = tuple(new_index[o] for o in op.operands)
+            ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
+
+        def renumber(tree: Any) -> Any:
+            return pytree.tree_map_only(ValueRef, lambda r: ValueRef(new_index[r.index]), tree)
+
+        return StepGraph(
+            values=tuple(values),
+            parameters=tuple(parameters),
+            buffers=tuple(
+                BufferInput(new, name, meta, new_index[updates[old]] if old in updates else None)
+                for new, old, name, meta in buffers
+            ),
+            batch=tuple(batch),
+            constants=tuple(constants),
+            ops=tuple(ops),
+            loss=new_index[loss],
+            output=renumber(output),
+            logs=tuple(replace(r, value=renumber(r.value)) for r in logs),
+            metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in metrics),
+            batch_size=self.trace.batch_size,
+            guards=tuple(self.trace.recording.guards),
+        )
+
+
+def convert(trace: Trace, step: str) -> StepGraph:
+    """The frozen graph of a trace."""
+    converter = _Converter(trace)
+    converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
+    converter.run()
+    return converter.finish(step)
+
+
+def _loss_of(output: Any, step: str) -> ValueRef:
+    if output is None:
+        raise CaptureError(f"{step} returned None: skipping a batch is not supported", "return a loss for every batch")
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, ValueRef):
+        raise CaptureError(
+            f"{step} returned {type(output).__name__} without a loss tensor", 'return the loss, or a dict with "loss"'
+        )
+    return loss
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.cpu().contiguous()
+    content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _shared_operand(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
+    """The operand whose memory a result uses."""
+    if not isinstance(result, Tensor):
+        return None
+    for node in operand_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and _storage(value) == _storage(result):
+            return node
+    return None
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -1,0 +1,145 @@
+"""Guards: what the step asked of batch_idx, global_step and current_epoch while it was captured.
+
+A captured graph is one path through the user's Python. Where the path depends on a counter, the comparison is
+recorded; the strategy captures again when a recorded comparison would come out differently.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.errors import CaptureError
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "%": operator.mod,
+    "//": operator.floordiv,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
+_COMPARISON: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`name`, put through `arithmetic` in order and compared by `op` with `other`, gave `outcome`."""
+
+    name: str
+    arithmetic: tuple[tuple[str, int], ...]
+    op: str
+    other: int | float
+    outcome: bool
+
+    def holds(self, *, batch_idx: int = 0, global_step: int = 0, current_epoch: int = 0) -> bool:
+        """True when the comparison comes out as it did at capture."""
+        value: Any = {"batch_idx": batch_idx, "global_step": global_step, "current_epoch": current_epoch}[self.name]
+        for op, number in self.arithmetic:
+            value = _ARITHMETIC[op](value, number)
+        return bool(_COMPARISON[self.op](value, self.other)) == self.outcome
+
+    def __str__(self) -> str:
+        left = self.name + "".join(f" {op} {number}" for op, number in self.arithmetic)
+        return f"({left} {self.op} {self.other}) is {self.outcome}"
+
+
+class StepCounter(int):
+    """An int that records every comparison made with it; integer arithmetic gives another StepCounter."""
+
+    counter_name: str
+    arithmetic: tuple[tuple[str, int], ...]
+    record: Callable[[Guard], None]
+
+    @classmethod
+    def make(
+        cls, value: int, name: str, record: Callable[[Guard], None], arithmetic: tuple[tuple[str, int], ...] = ()
+    ) -> StepCounter:
+        counter = cls(value)
+        counter.counter_name, counter.arithmetic, counter.record = name, arithmetic, record
+        return counter
+
+    def _compare(self, op: str, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        plain_other = int(other) if isinstance(other, int) else other
+        if isinstance(other, StepCounter):
+            self.refuse()  # two counters in one comparison: not expressible as a Guard
+        outcome = bool(_COMPARISON[op](int(self), plain_other))
+        self.record(Guard(self.counter_name, self.arithmetic, op, plain_other, outcome))
+        return outcome
+
+    def _calculate(self, op: str, other: Any) -> Any:
+        if type(other) is not int:
+            self.refuse()
+        value = _ARITHMETIC[op](int(self), other)
+        return StepCounter.make(value, self.counter_name, self.record, (*self.arithmetic, (op, other)))
+
+    def refuse(self) -> NoReturn:
+        """The counter goes where its number would be frozen into the graph."""
+        raise CaptureError(
+            f"{self.counter_name} is used as a number in the step ({user_frame()}): the captured graph would keep the "
+            f"value of the first step forever",
+            f"compare it (`if {self.counter_name} % 100 == 0`), or keep the number in a registered buffer that the "
+            "step or a callback updates",
+        )
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare("==", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare("!=", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare("<", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(">=", other)
+
+    def __bool__(self) -> bool:
+        return self._compare("!=", 0)
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._calculate("%", other)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._calculate("//", other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._calculate("+", other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._calculate("+", other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._calculate("-", other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._calculate("*", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._calculate("*", other)
+
+    def _refused(self, *_: Any) -> NoReturn:
+        self.refuse()
+
+    __truediv__ = __rtruediv__ = __rsub__ = __rmod__ = __rfloordiv__ = __pow__ = __rpow__ = _refused
+    __neg__ = __float__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __divmod__ = _refused

@@ -1,0 +1,40 @@
+"""Reference executor of a StepGraph: whole tensors on one device. For tests and inspection, not for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from alpa_strategy.capture.step_graph import StepGraph
+
+
+def run_step(
+    step: StepGraph, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch_leaves: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Every value of the step.
+
+    Args:
+        parameters: by any of the names that the parameter has (all tensors on one device).
+        buffers: by name.
+        batch_leaves: global tensors in `step.batch` order.
+
+    Returns:
+        Value index -> tensor; `step.escaping` says which leave the graph.
+    """
+    values: dict[int, Tensor] = {}
+    for entry in step.parameters:
+        values[entry.value] = next(parameters[name] for name in entry.names if name in parameters)
+    for buffer in step.buffers:
+        values[buffer.value] = buffers[buffer.name]
+    for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
+        values[leaf.value] = tensor
+    device = next(iter(values.values())).device
+    for constant in step.constants:
+        values[constant.value] = constant.tensor.to(device)
+    with device:
+        for op in step.ops:
+            out = op.call.call(*(values[i] for i in op.operands))
+            results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
+            values.update(zip(op.results, results, strict=True))
+    return values

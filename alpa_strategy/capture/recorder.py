@@ -1,0 +1,311 @@
+"""What surrounds the step's tensors while it is captured: self.log, metrics, counters, attributes, forbidden calls.
+
+`recording(module)` makes the module record instead of act, and puts everything back on exit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric, MetricCollection
+
+from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.capture.guards import Guard, StepCounter
+from alpa_strategy.capture.step_graph import MetricRef
+from alpa_strategy.errors import CaptureError
+
+
+@dataclass
+class Recording:
+    """What one run of the step did besides computing. Tensors are still the traced ones."""
+
+    logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
+    metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+
+    def guard(self, guard: Guard) -> None:
+        if guard not in self.guards:
+            self.guards.append(guard)
+
+    def counter(self, value: int, name: str) -> StepCounter:
+        return StepCounter.make(value, name, self.guard)
+
+
+class MetricValue:
+    """What a torchmetrics call gives back during capture: it can be logged, but not computed with."""
+
+    def __init__(self, name: str) -> None:
+        self._metric_name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"the value of metric {self._metric_name!r} is used in a computation ({user_frame()}): metrics are updated "
+            "outside the captured graph",
+            "log the metric (`self.log(name, self.metric)`) and compute what the loss needs with torch functions",
+        )
+
+    __torch_function__ = classmethod(lambda cls, *_, **__: MetricValue("")._refuse())
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __getitem__ = __iter__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+
+class _TrainerView:
+    """The trainer with its counters recorded; everything else is the trainer's own."""
+
+    def __init__(self, trainer: Any, counters: Mapping[str, StepCounter]) -> None:
+        object.__setattr__(self, "_view", (trainer, counters))
+
+    @property
+    def __class__(self) -> type:
+        return type(self._view[0])
+
+    def __getattr__(self, name: str) -> Any:
+        trainer, counters = object.__getattribute__(self, "_view")
+        return counters[name] if name in counters else getattr(trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._view[0], name, value)
+
+
+@contextmanager
+def recording(module: LightningModule) -> Iterator[Recording]:
+    """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit."""
+    record = Recording()
+    names = {id(m): name for name, m in module.named_modules()}
+    with ExitStack() as stack:
+        stack.enter_context(_attributes_kept(module))
+        stack.enter_context(_recording_class(module, record, names))
+        for name, metric in _outermost_metrics(module):
+            stack.enter_context(_shadowed_metric(metric, name, record))
+        stack.enter_context(_forbidden_calls())
+        yield record
+
+
+def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
+    def value_of(key: str, value: Any) -> Any:
+        if isinstance(value, MetricValue):
+            return MetricRef(value._metric_name, "value")
+        if isinstance(value, Metric | MetricCollection):
+            return MetricRef(names.get(id(value), ""), "metric")
+        if isinstance(value, StepCounter):
+            value.refuse()
+        if isinstance(value, Tensor):
+            return value.clone()  # the value as it is now: a later in-place op must not change what was logged
+        if isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, Mapping):
+            return {k: value_of(key, v) for k, v in value.items()}
+        raise CaptureError(
+            f"self.log({key!r}, ...) got a {type(value).__name__} ({user_frame()})",
+            "log a tensor, a number or a torchmetrics Metric",
+        )
+
+    def given(function: Callable[..., Any], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = dict(inspect.signature(function).bind(self, *args, **kwargs).arguments)
+        del bound["self"]
+        return bound
+
+    def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+        bound = given(LightningModule.log, self, args, kwargs)
+        name, value = bound.pop("name"), bound.pop("value")
+        record.logs.append((name, value_of(name, value), bound))
+
+    def log_dict(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+        bound = given(LightningModule.log_dict, self, args, kwargs)
+        values = bound.pop("dictionary")
+        if isinstance(values, MetricCollection | MetricValue):
+            raise CaptureError(
+                f"self.log_dict of a whole MetricCollection ({user_frame()}) is not supported in a captured step",
+                "log each metric of the collection: `for name, m in collection.items(): self.log(name, m)`",
+            )
+        for name, value in values.items():
+            record.logs.append((name, value_of(name, value), dict(bound)))
+
+    return {"log": log, "log_dict": log_dict}
+
+
+@contextmanager
+def _recording_class(module: LightningModule, record: Recording, names: Mapping[int, str]) -> Iterator[None]:
+    """Swap the module's class for a subclass whose log methods and counters record."""
+    original = type(module)
+    trainer = module._trainer
+    counters = {
+        "global_step": record.counter(int(trainer.global_step) if trainer is not None else 0, "global_step"),
+        "current_epoch": record.counter(int(trainer.current_epoch) if trainer is not None else 0, "current_epoch"),
+    }
+    view = _TrainerView(trainer, counters) if trainer is not None else None
+
+    def get_trainer(self: LightningModule) -> Any:
+        return view if view is not None else original.trainer.fget(self)
+
+    def refuse_gather(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"self.all_gather is called in the step ({user_frame()}): the captured step already sees the global batch",
+            "drop the call: tensors in the step have the rows of all ranks",
+        )
+
+    members = {
+        **_recording_log(record, names),
+        "global_step": property(lambda self: counters["global_step"]),
+        "current_epoch": property(lambda self: counters["current_epoch"]),
+        "trainer": property(get_trainer, original.trainer.fset),
+        "all_gather": refuse_gather,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    shadowed = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+    for name in shadowed:
+        del vars(module)[name]
+    object.__setattr__(module, "__class__", type(original.__name__, (original,), members))
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", original)
+        vars(module).update(shadowed)
+
+
+def _outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, Metric | MetricCollection) and not any(name.startswith(f"{p}.") for p in inside):
+            inside.append(name)
+            yield name, child
+
+
+@contextmanager
+def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterator[None]:
+    def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+        record.metrics.append((name, method, args, kwargs))
+
+    def forward(*args: Any, **kwargs: Any) -> MetricValue:
+        keep("forward", args, kwargs)
+        return MetricValue(name)
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        keep("update", args, kwargs)
+
+    def compute(*_: Any, **__: Any) -> MetricValue:
+        return MetricValue(name)
+
+    shadows = {"forward": forward, "update": update, "compute": compute}
+    before = {key: vars(metric)[key] for key in shadows if key in vars(metric)}
+    vars(metric).update(shadows)
+    try:
+        yield
+    finally:
+        for key in shadows:
+            del vars(metric)[key]
+        vars(metric).update(before)
+
+
+@lru_cache(maxsize=1)
+def _framework_attributes() -> frozenset[str]:
+    return frozenset(vars(LightningModule()))
+
+
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again."""
+    skipped = _framework_attributes()
+    metrics = {id(m) for _, root in _outermost_metrics(module) for m in root.modules()}
+    before = []
+    for path, child in module.named_modules():
+        if id(child) not in metrics:
+            plain = {k: v for k, v in vars(child).items() if k not in skipped}
+            before.append((path, child, plain, {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}))
+    changed: list[str] = []
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        for path, child, plain, copies in before:
+            now = vars(child)
+            for key in [k for k in now if k not in plain and k not in skipped]:
+                changed.append(f"{path}.{key}".lstrip("."))
+                del now[key]
+            for key, value in plain.items():
+                old = copies.get(key)
+                if now.get(key) is not value or (old is not None and not _same_items(old, value)):
+                    changed.append(f"{path}.{key}".lstrip("."))
+                if old is not None:
+                    value.clear()
+                    value.extend(old) if isinstance(value, list) else value.update(old)
+                now[key] = value
+    if completed and changed:
+        raise CaptureError(
+            f"the step sets or changes attributes of the module ({', '.join(sorted(set(changed)))}): a captured step "
+            "repeats tensor work only, so this would happen once and never again",
+            "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
+            "a hook such as on_train_batch_end (the step's returned dict arrives there)",
+        )
+
+
+def _same_items(old: Any, new: Any) -> bool:
+    """Same keys and identical (not merely equal: tensors do not compare) items."""
+    if len(old) != len(new):
+        return False
+    if isinstance(old, list):
+        return all(a is b for a, b in zip(old, new, strict=True))
+    if isinstance(old, dict):
+        return all(k in new and new[k] is v for k, v in old.items())
+    return {id(v) for v in old} == {id(v) for v in new}
+
+
+@contextmanager
+def _forbidden_calls() -> Iterator[None]:
+    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently."""
+
+    def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise CaptureError(f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix)
+
+        return refuse
+
+    def refuse_function(cls: type, *_: Any, **__: Any) -> NoReturn:
+        fix = "write it with ordinary torch functions and `.detach()` (straight-through: `y = x + (q - x).detach()`)"
+        if cls.__name__ == "CheckpointFunction":
+            fix = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        refusal(f"the autograd.Function {cls.__name__}", fix)()
+
+    patches: list[tuple[Any, str, Any]] = [
+        (torch.autograd.Function, "apply", classmethod(refuse_function)),
+        (
+            Tensor,
+            "register_hook",
+            refusal(
+                "Tensor.register_hook",
+                "register hooks on parameters before training, or change the gradient in on_after_backward",
+            ),
+        ),
+        (torch.autograd, "grad", refusal("torch.autograd.grad", "use a loss without a gradient inside it")),
+        (torch.autograd, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
+        (Tensor, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
+    ]
+    missing = object()
+    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in patches]
+    for owner, name, new in patches:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for owner, name, old in before:
+            delattr(owner, name) if old is missing else setattr(owner, name, old)

@@ -1,0 +1,83 @@
+"""Ops that capture replaces: mean losses as sum over count, BatchNorm with its statistics as results (see ops.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alpa_strategy.capture import ops
+from alpa_strategy.capture.builder import Builder
+from alpa_strategy.capture.step_graph import ValueRef
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+_NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def bound_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults of the schema filled in."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(target._schema.arguments):
+        if index < len(args):
+            found[argument.name] = args[index]
+        else:
+            found[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return found
+
+
+def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:
+    """Sum-and-count form of a cross entropy or NLL loss; None when the call stays as it is.
+
+    Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result has the call's dtype.
+    """
+    is_cross_entropy = target is aten.cross_entropy_loss.default
+    if not is_cross_entropy and target not in (
+        aten.nll_loss_nd.default,
+        aten.nll_loss.default,
+        aten.nll_loss2d.default,
+    ):
+        return None
+    a = bound_arguments(target, args, kwargs)
+    logits, labels, weight = a["self"], a["target"], a["weight"]
+    if a["reduction"] not in (_MEAN, _SUM):
+        return None
+    dtype = builder.meta(logits).dtype
+    if dtype in _HALF:
+        logits = builder.emit(aten.to.dtype, logits, torch.float32)
+        weight = builder.emit(aten.to.dtype, weight, torch.float32) if weight is not None else None
+    smoothing = a.get("label_smoothing", 0.0)
+    probabilities = builder.meta(labels).dtype.is_floating_point
+    if is_cross_entropy:
+        loss = builder.emit(ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing)
+    else:
+        loss = builder.emit(ops.nll_sum, logits, labels, weight, a["ignore_index"])
+    if a["reduction"] == _MEAN and probabilities:
+        meta = builder.meta(logits)
+        num_rows = meta.num_elements // meta.shape[1] if len(meta.shape) > 1 else 1
+        loss = builder.emit(aten.div.Tensor, loss, num_rows)
+    elif a["reduction"] == _MEAN:
+        count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
+        loss = builder.emit(aten.div.Tensor, loss, count)
+    return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
+
+
+def is_training_batch_norm(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a BatchNorm call that normalises by the batch's own statistics."""
+    return target is aten.batch_norm.default and bool(bound_arguments(target, args, kwargs)["training"])
+
+
+def rewrite_batch_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ValueRef, ...]:
+    """(y,) or (y, new running mean, new running variance)."""
+    a = bound_arguments(aten.batch_norm.default, args, kwargs)
+    return builder.emit(
+        ops.batch_norm_train,
+        a["input"],
+        a["weight"],
+        a["bias"],
+        a["running_mean"],
+        a["running_var"],
+        a["momentum"],
+        a["eps"],
+    )

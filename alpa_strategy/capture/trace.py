@@ -1,0 +1,284 @@
+"""Run the step once on fake tensors and keep the ATen ops that it asked for, before autograd and autocast act on them.
+
+`make_fx(pre_dispatch=True)` gives the graph that torch.export gives (linear, layer_norm, ... whole), about five times
+faster. What comes out is an fx graph with in-place ops, grad-mode and autocast markers; `convert` makes the StepGraph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.blame import user_line, user_position
+from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.recorder import Recording, recording
+from alpa_strategy.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """One tensor input of the traced graph. names: those of a parameter or buffer; leaf: index in the batch."""
+
+    kind: str  # "parameter", "buffer" or "batch"
+    names: tuple[str, ...]
+    leaf: int
+    requires_grad: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The raw trace. `results` are, in graph output order, the tensor leaves of the pytree `results_spec`, which holds
+    {"output", "logs", "metrics", "buffers"}; non-tensor leaves stand in `constants` by leaf index.
+    """
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    inputs: tuple[TracedInput, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    recording: Recording
+    origins: Mapping[fx.Node, tuple[str, str]]
+    device: torch.device
+    batch_size: int
+
+
+class TensorLeaf:
+    """Marks in `Trace.leaves` the place of the next graph output."""
+
+
+def trace_step(
+    module: LightningModule,
+    batch: Any,
+    *,
+    rows_factor: int,
+    step: str,
+    batch_idx: int,
+    context: Callable[[], AbstractContextManager[Any]] | None,
+) -> Trace:
+    """Trace `module.<step>(batch, batch_idx)` with batched leaves `rows_factor` times as long."""
+    device = _capture_device(module)
+    leaves, batch_spec = pytree.tree_flatten(batch)
+    batch_size = _batch_size(leaves)
+    names = _names_by_tensor(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    inputs: list[TracedInput] = []
+    fakes: list[Tensor] = []
+    with mode:
+        for tensor, tensor_names in names:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            fakes.append(nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+            kind = "parameter" if is_parameter else "buffer"
+            requires_grad = bool(tensor.requires_grad)
+            inputs.append(TracedInput(kind, tensor_names, -1, requires_grad, tuple(tensor.shape), tensor.dtype))
+        num_state = len(fakes)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                batched = leaf.ndim >= 1 and leaf.size(0) == batch_size
+                shape = (leaf.size(0) * rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+                fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
+                inputs.append(TracedInput("batch", (), index, False, shape, leaf.dtype, 0 if batched else None))
+
+    origins: dict[fx.Node, tuple[str, str]] = {}
+    seen: dict[str, Any] = {}
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        state = {n: t for entry, t in zip(inputs, tensors, strict=False) for n in entry.names}
+        rest = iter(tensors[num_state:])
+        rows = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], batch_spec)
+        with (
+            torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True),
+            context() if context is not None else nullcontext(),
+            _Origins(module, origins),
+        ):
+            output = getattr(module, step)(**_step_arguments(module, step, rows, batch_idx, record))
+            buffers = _reassigned_buffers(module, inputs, tensors)
+        result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
+        result_leaves, seen["spec"] = pytree.tree_flatten(result)
+        seen["leaves"] = tuple(TensorLeaf() if isinstance(x, Tensor) else x for x in result_leaves)
+        return [x for x in result_leaves if isinstance(x, Tensor)]
+
+    with recording(module) as record, _rng_kept(), _clear_errors(step), mode, torch.enable_grad():
+        module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
+    return Trace(
+        module_graph.graph,
+        module_graph,
+        tuple(inputs),
+        seen["leaves"],
+        seen["spec"],
+        record,
+        origins,
+        device,
+        batch_size * rows_factor,
+    )
+
+
+def _step_arguments(module: LightningModule, step: str, rows: Any, batch_idx: int, record: Recording) -> dict[str, Any]:
+    function = getattr(module, step)
+    parameters = list(inspect.signature(function).parameters)
+    if "dataloader_iter" in parameters:
+        raise CaptureError(
+            f"{step} takes dataloader_iter: it pulls its own batches", f"write {step}(self, batch, batch_idx)"
+        )
+    arguments = {parameters[0]: rows}
+    if is_param_in_hook_signature(function, "batch_idx", min_args=2):
+        arguments["batch_idx"] = record.counter(batch_idx, "batch_idx")
+    return arguments
+
+
+def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Buffers that the step replaced by another tensor (`self.buffer = ...`)."""
+    found: dict[str, Tensor] = {}
+    for entry, tensor in zip(inputs, tensors, strict=True):
+        if entry.kind == "buffer":
+            owner, _, name = entry.names[0].rpartition(".")
+            now = getattr(module.get_submodule(owner), name)
+            if now is not tensor:
+                found[entry.names[0]] = now
+    return found
+
+
+def _capture_device(module: nn.Module) -> torch.device:
+    """Device of the parameters; CPU for those on meta: tracing allocates nothing either way."""
+    for tensor in module.parameters():
+        return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    return torch.device("cpu")
+
+
+def _names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Every parameter and buffer once, with all names that it has in the tree."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for group in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in group:
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [(tensor, tuple(names)) for tensor, names in found.values()]
+
+
+def _batch_size(leaves: list[Any]) -> int:
+    """The size(0) that most tensor leaves share; the first leaf's among equals."""
+    sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim >= 1]
+    if not sizes:
+        raise CaptureError(
+            "the batch holds no tensor with a batch dim", "let the loader yield tensors with one row per sample"
+        )
+    return max(sizes, key=sizes.count)
+
+
+@contextmanager
+def _rng_kept() -> Iterator[None]:
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+
+
+_PYTHON_VALUE = (
+    "torch.where chooses between values, register_buffer keeps state, callbacks and hooks may look at numbers"
+)
+
+
+@contextmanager
+def _clear_errors(step: str) -> Iterator[None]:
+    """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay the user's own."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        line = user_line(error.__traceback__)
+        shape = isinstance(error, DynamicOutputShapeException)
+        what = (
+            f"the shape of a tensor depends on its data ({error.func})"
+            if shape
+            else "a tensor's value is needed by Python (a branch on it, .item(), .tolist(), int() or float())"
+        )
+        fix = "multiply by a mask or use torch.where instead of selecting rows" if shape else _PYTHON_VALUE
+        raise CaptureError(f"{step} cannot be captured: {what}\n  at {line}", fix) from error
+    except RuntimeError as error:
+        if ".numpy() is not supported" not in str(error):
+            raise
+        line = user_line(error.__traceback__)
+        raise CaptureError(
+            f"{step} cannot be captured: a tensor is turned into a numpy array\n  at {line}",
+            "use torch functions in the step, or do it in a callback or hook",
+        ) from error
+
+
+class _Origins(TorchFunctionMode):
+    """Notes for every traced node which submodule and which user line asked for it."""
+
+    def __init__(self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]]) -> None:
+        super().__init__()
+        self.origins = origins
+        self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
+        self.stack = [""]
+        self.last: fx.Node | None = None
+
+    def __enter__(self) -> _Origins:
+        self.hooks = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*exc)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for arg in pytree.tree_leaves((args, kwargs)):
+            if isinstance(arg, StepCounter):
+                arg.refuse()
+        result = func(*args, **(kwargs or {}))
+        proxy_mode = get_proxy_mode()
+        if proxy_mode is not None:
+            nodes = proxy_mode.tracer.graph._root
+            node = nodes.prev
+            if node is not self.last:
+                position = user_position(sys._getframe(1))
+                origin = (self.stack[-1], f"{position[0]}:{position[1]}" if position else "")
+                newest = node
+                while node is not self.last and node is not nodes and node not in self.origins:
+                    self.origins[node] = origin
+                    node = node.prev
+                self.last = newest
+        return result
+
+
+def is_fake(tensor: Any) -> bool:
+    """True for tensors that capture made."""
+    return isinstance(tensor, FakeTensor)
