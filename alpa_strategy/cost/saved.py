@@ -27,7 +27,7 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     storage once. An op that cannot run on fake tensors is taken to keep all its operands.
     """
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
-    if not any(meta.requires_grad for meta in call.operands):
+    if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
         return nothing
     name = op_base_name(call)
     if name in ATTENTION:
