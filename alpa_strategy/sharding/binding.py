@@ -51,17 +51,22 @@ def bind(call: OpCall) -> Mapping[str, Any]:
 
 
 def tensor_arguments(call: OpCall) -> tuple[Any, ...]:
-    """Values of the tensor arguments in schema order: a Slot, None, a tuple of those, or a scalar in a tensor's place."""
+    """Values of the tensor arguments in schema order: a Slot, None, a tuple of those, or a scalar in their place."""
     bound = bind(call)
     return tuple(bound[name] for name, is_tensor, _, _ in _parameters(call.target) if is_tensor)
 
 
+def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
+    """`tensor_arguments` with lists of tensors flattened."""
+    flat: list[Any] = []
+    for value in tensor_arguments(call):
+        flat += value if isinstance(value, tuple) else (value,)
+    return tuple(flat)
+
+
 def slots(call: OpCall) -> tuple[Slot, ...]:
     """The tensor operands in schema order, lists flattened, absent ones left out. A slot used twice is there twice."""
-    found: list[Slot] = []
-    for value in tensor_arguments(call):
-        found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Slot)]
-    return tuple(found)
+    return tuple(v for v in flat_tensor_arguments(call) if isinstance(v, Slot))
 
 
 def dims_of(value: Any, rank: int) -> tuple[int, ...]:

@@ -51,37 +51,7 @@ def localize(
         implementation,
         axes,
         random_axes,
-        _fraction(call, strategies, mesh_shape, coordinate) if implementation == "fraction" else 1.0,
     )
-
-
-def _fraction(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> float:
-    """Share of the averaged elements on this device: the product over cut dims of local over whole length."""
-    share = 1.0
-    # Each averaged dim is cut at the same place of every operand that has it: follow one cut operand per axis.
-    done: tuple[AxisStrategy, ...] = ()
-    for strategy in strategies:
-        before = _shapes(call, done, mesh_shape, coordinate)
-        done = (*done, strategy)
-        after = _shapes(call, done, mesh_shape, coordinate)
-        if strategy.implementation == "fraction":
-            operand = next(i for i, p in enumerate(strategy.inputs) if p.shard_dim is not None)
-            dim = strategy.inputs[operand].shard_dim
-            share *= after[operand][dim] / before[operand][dim]
-    return share
-
-
-def _shapes(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Operand shapes after the first `len(strategies)` axes have been cut."""
-    if not strategies:
-        return tuple(o.shape for o in call.operands)
-    n = len(strategies)
-    layouts = list(zip(*(s.inputs for s in strategies), strict=True))
-    return tuple(m.shape for m in _local_metas(call.operands, layouts, mesh_shape[:n], coordinate[:n]))
 
 
 @lru_cache(maxsize=16384)

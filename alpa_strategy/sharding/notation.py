@@ -2,9 +2,9 @@
 
     "[*b, k], [n, k], +[n]? -> [*b, n]"
 
-One bracket per tensor argument of the op's schema, in order, then one per result. An index that a result has is
-parallel: it is cut wherever it occurs. An index that no result has is contracted: operands are cut, the result is a
-partial sum. A tensor that lacks a cut index is needed whole by every device.
+One bracket per tensor argument of the op's schema, in order (lists flattened), then one per result. An index that a
+result has is parallel: it is cut wherever it occurs. An index that no result has is contracted: operands are cut, the
+result is a partial sum. A tensor that lacks a cut index is needed whole by every device.
 
 - `*b`: any number of dims, broadcast and aligned to the right; its length is that of the argument of the same name, if
   there is one (`*normalized_shape`), else found from the operands' ranks.
@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.sharding.binding import bind, tensor_arguments
+from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
 from alpa_strategy.sharding.op import OpCall, Slot
 from alpa_strategy.sharding.splits import SUM, Split, split_from_dims
 
@@ -121,7 +121,7 @@ def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
 def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
     """The splits that `rule` gives for `call`; None when the call's ranks do not fit the rule."""
     signature = parse(rule)
-    arguments = tensor_arguments(call)
+    arguments = flat_tensor_arguments(call)
     if any(a is not None for a in arguments[len(signature.operands) :]):
         return None
     present: list[tuple[Term, int]] = []

@@ -146,12 +146,9 @@ class LocalCall:
         axes: the mesh axes over which `implementation` works.
         random_axes: for random ops, the mesh axes whose devices must draw different numbers (the others must draw the
             same); None for ops that draw none.
-        fraction: for implementation `fraction` (means): the share of the averaged elements that this device holds; the
-            local result times this share, summed over the axes, is the whole result.
     """
 
     call: OpCall
     implementation: str | None = None
     axes: tuple[int, ...] = ()
     random_axes: tuple[int, ...] | None = None
-    fraction: float = 1.0

@@ -1,12 +1,12 @@
 """Rules of pointwise ops, of ops that work along some dims, and of reductions, from their schema and arguments.
 
-All three read as index notation with broadcasting: every dim of the (broadcast) operands that the op does not work along
-is parallel; a dim that is summed is contracted.
+All three read as index notation with broadcasting: every dim of the (broadcast) operands that the op does not work
+along is parallel; a dim that is summed is contracted.
 """
 
 from __future__ import annotations
 
-from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
+from alpa_strategy.sharding.binding import bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.sharding.op import OpCall, Slot
 from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
 
@@ -39,11 +39,8 @@ def aligned(
 
 
 def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
-    """Sets of tensor argument positions -> sets of operands; dropped where an argument is no tensor or is used twice."""
-    arguments = tensor_arguments(call)
-    flat: list[object] = []
-    for argument in arguments:
-        flat += list(argument) if isinstance(argument, tuple) else [argument]
+    """Sets of tensor argument positions -> sets of operands; dropped where one is no tensor or is used twice."""
+    flat = flat_tensor_arguments(call)
     found = []
     for positions in linear:
         if positions == (-1,):  # all tensor arguments together
@@ -58,7 +55,7 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
 
 
 def along(call: OpCall, argument: str = "dim", all_if_none: bool = True) -> Found:
-    """Ops that work along the dims in `argument` and keep the shape, or change it only there (softmax, cumsum, topk)."""
+    """Ops that work along the dims in `argument` and keep the shape, or change it only there (softmax, topk)."""
     bound = bind(call)
     rank = len(call.results[0].shape)
     value = bound[argument]
@@ -95,7 +92,14 @@ _REDUCTION_NAMES = {0: "none", 1: "mean", 2: "sum"}
 
 
 def elementwise_loss(call: OpCall) -> Found:
-    """Losses with a `reduction` argument over broadcast operands: none, mean or sum."""
+    """Losses with a `reduction` argument: none, mean or sum. Weights broadcast; input and target must not.
+
+    (ATen's backward of a mean over broadcast operands counts the elements of one operand only, so it cannot be split;
+    `torch.nn.functional` expands both before it calls ATen.)
+    """
+    first, second = (call.operands[s.index].shape for s in slots(call)[:2])
+    if first != second:
+        return Found(origin="reduction")
     kind = _REDUCTION_NAMES[bind(call)["reduction"]]
     if kind == "none":
         return aligned(call, carries=False)

@@ -53,7 +53,7 @@ def _found(call: OpCall, axis_size: int) -> Found | None:
 
 @lru_cache(maxsize=65536)
 def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Every valid way to run `call` on one mesh axis of `axis_size` devices, without duplicates, the repeated one first.
+    """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the repeated one first.
 
     Ops without a rule get theirs by experiment (`discover`).
     """

@@ -1,4 +1,4 @@
-"""Rules of the few ops whose sharding depends on more than shapes and index letters: losses, BatchNorm, indexing, factories."""
+"""Rules of ops whose sharding depends on more than index letters: losses, BatchNorm, indexing, factories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alpa_strategy.sharding.splits import WHOLE, Found, Split, split_from_dims
 
 
 def cross_entropy(call: OpCall, axis_size: int) -> Found:
-    """Rows are summed; the class dim is cut with three all-reduces of one float per row (max, sum of exp, target logit)."""
+    """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of exp, target)."""
     bound = bind(call)
     logits, target = bound["logits"].index, bound["target"].index
     shape = call.operands[logits].shape
@@ -76,7 +76,7 @@ def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[S
 
 
 def gather(call: OpCall, axis_size: int) -> Found:
-    """gather, take_along_dim: other dims of equal size are parallel; the index's own dim is cut with the source whole."""
+    """gather, take_along_dim: other dims of equal size are parallel; or the index is cut and the source is whole."""
     bound = bind(call)
     source, index = (s.index for s in slots(call)[:2])
     rank = len(call.results[0].shape)

@@ -43,8 +43,8 @@ class Found:
     Attributes:
         splits: the ways to divide the work.
         linear: sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`.
-        carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every op
-            (backward is linear in the gradient); offered only where it can save a collective.
+        carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every
+            op (backward is linear in the gradient); offered only where it can save a collective.
         origin: `rule_origin`'s answer.
     """
 
@@ -140,6 +140,8 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
         )
     if found.linear and _widens(call):
         for chosen in found.linear:
+            if any(call.operands[i].dtype == torch.bool for i in chosen):
+                continue
             inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
             strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
     strategies += found.extra

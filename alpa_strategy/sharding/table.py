@@ -171,9 +171,12 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 UNTAGGED_POINTWISE = (
     *("aten.contiguous", "aten._to_copy", "aten.to", "aten.detach", "aten.alias", "aten.lift_fresh_copy"),
     *("aten.lift_fresh", "aten.positive", "aten.masked_fill", "aten.lerp", "aten.where", "aten.polar"),
-    *("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.rrelu", "aten.rms_scale"),
+    *("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.alpha_dropout"),
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
     *("aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.isclose", "aten.nan_to_num"),
+    *("aten.hardswish", "aten.hardsigmoid", "aten.log_sigmoid", "aten.relu6", "aten.selu", "aten.softshrink"),
+    *("aten.absolute", "aten.negative", "aten.fix", "aten.conj", "aten.real", "aten.lift", "aten.special_ndtr"),
+    *(f"aten.arc{name}{h}" for name in ("cos", "sin", "tan") for h in ("", "h")),
 )
 
 _LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "soft_margin_loss")

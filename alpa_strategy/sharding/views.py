@@ -1,7 +1,7 @@
 """Rules of ops that only rearrange elements: views, permutations, concatenation and splitting.
 
-A view pairs groups of operand dims with groups of result dims that hold the same elements in the same order. A group of one
-dim on each side may be cut anyhow; of a larger group only the leading dims, and only into equal chunks.
+A view pairs groups of operand dims with groups of result dims that hold the same elements in the same order. A group of
+one dim on each side may be cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def keep_other_dims(call: OpCall, argument: str = "dim", removed: bool = False) 
 
 
 def slice_(call: OpCall) -> Found:
-    """slice, narrow, pad, flip, roll: a dim whose size does not change and whose elements stay in place maps one to one."""
+    """slice, narrow: a dim whose size does not change maps one to one."""
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     dim = bind(call)["dim"] % len(source)

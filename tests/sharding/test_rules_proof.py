@@ -1,0 +1,33 @@
+"""Every rule is proved by experiment: shards in, combine, equal to the whole op, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+from rule_cases import CASES, Case
+
+from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
+from alpa_strategy.sharding.prove import prove
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_has_the_sharded_strategies_that_it_must_have(case: Case) -> None:
+    found = [str(s) for s in axis_strategies(case.call, 2)]
+    assert has_rule(case.call.target)
+    assert rule_origin(case.call) in ("notation", "view", "pointwise", "reduction")
+    assert set(case.sharded) <= set(found), found
+    assert len(found) == len(set(found))
+    assert set(found[0].replace("->", ",").split(",")) <= {"R", ""}
+
+
+@pytest.mark.parametrize("axis_size", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_strategy_is_right_on_one_axis(case: Case, axis_size: int) -> None:
+    for strategy in axis_strategies(case.call, axis_size):
+        prove(case.call, (strategy,), axis_size, case.operands)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_combination_is_right_on_a_mesh(case: Case) -> None:
+    combinations = op_strategies(case.call, (2, 2))
+    for strategies in combinations[:: max(1, len(combinations) // 8)]:
+        prove(case.call, strategies, (2, 2), case.operands)
