@@ -81,11 +81,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    import warnings
+
+    # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could act upon.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    from alpa_strategy.display.steps import StepLines
     from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     _seed(recipe)
     trainer = build_trainer(recipe)
+    # A progress bar makes a log unreadable: without a terminal there is a line every few steps instead.
+    lines = not sys.stderr.isatty() and "enable_progress_bar" not in recipe.trainer
+    if lines:
+        bar = trainer.progress_bar_callback
+        if bar is not None:
+            bar.disable()
+    trainer.callbacks.append(StepLines(every=25 if lines else None))
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
     return 130 if trainer.interrupted else 0

@@ -17,9 +17,9 @@ python="${PYTHON:-python3}"
 }
 echo "setup: installing into .venv (a few minutes the first time)" >&2
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install -q --disable-pip-version-check --retries 1)
+pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check --retries 1)
 index=(--extra-index-url https://download.pytorch.org/whl/cpu)  # there 2.13.0+cpu, which pip takes before 2.13.0
 nvidia-smi >/dev/null 2>&1 && index=()
-"${pip[@]}" "torch==2.13.0" "${index[@]}"
+"${pip[@]}" --no-deps "torch==2.13.0" "${index[@]}"
 "${pip[@]}" -e ".[dev]"
 echo "$wanted" >"$stamp"
