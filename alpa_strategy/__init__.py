@@ -14,7 +14,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
-    from alpa_strategy.capture import capture_step
+    from alpa_strategy.capture.capture import capture_step
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.plan.make import make_plan
@@ -26,7 +26,7 @@ _LAZY = {
     "ClusterSpec": "alpa_strategy.cluster.spec",
     "Plan": "alpa_strategy.plan.plan",
     "PlanOptions": "alpa_strategy.options",
-    "capture_step": "alpa_strategy.capture",
+    "capture_step": "alpa_strategy.capture.capture",
     "make_plan": "alpa_strategy.plan.make",
 }
 

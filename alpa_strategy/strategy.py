@@ -251,8 +251,11 @@ class AlpaStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Micro-batches of an accumulated step: gradients stay local until the last one."""
         assert self._run is not None
-        with self._run.store.no_sync():
+        self._run.store.sync(False)
+        try:
             yield
+        finally:
+            self._run.store.sync(True)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -315,7 +318,7 @@ class AlpaStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return optimizer.state_dict() if self._run is None else self._run.store.optimizer_state_dict(optimizer)
+        return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
 
     def _whole_for_now(self) -> Any:
         return nullcontext() if self._run is None or self._whole is not None else self._run.whole_parameters()
@@ -398,11 +401,13 @@ class AlpaStrategy(ParallelStrategy):
 
     def _use_sharded_norms(self) -> None:
         """Make the precision plugin's clipping and loss scaling see all shards, whatever plugin the user chose."""
-        from alpa_strategy.runtime.clip import clip_grad_norm
+        from alpa_strategy.runtime.clip import clip_by_norm
 
         assert self._run is not None
         store, plugin = self._run.store, self.precision_plugin
-        plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_grad_norm(store, clip_val)
+        plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm(
+            store, float(clip_val), parameters=plugin.main_params(optimizer)
+        )
         if getattr(plugin, "scaler", None) is not None and self.world_size > 1:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

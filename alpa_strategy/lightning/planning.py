@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import isolate_rng
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -56,10 +55,10 @@ class Job:
 
 def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     """Capture `training_step` on every rank and make sure that all captured the same. Collective."""
-    from alpa_strategy.capture import capture_step
+    from alpa_strategy.capture.capture import capture_step
 
     def work() -> StepGraph:
-        with isolate_rng(include_cuda=job.device.type == "cuda"), job.progress("capture"):
+        with job.progress("capture"):
             return capture_step(
                 module,
                 batch,

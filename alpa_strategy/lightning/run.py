@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
+from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.planning import Job, capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.replay import fill, replay_records, resolve, write_buffers
 from alpa_strategy.lower.lower import LoweredStep, lower
@@ -77,11 +78,15 @@ class TrainingRun:
         self.plan: Plan = find_or_make_plan(step, job, self._cluster, optimizer_info, rank_zero, None)
         self.stage = self.plan.stages[0]
         check_optimizer(optimizer_info, self.stage)
+        self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
         self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
         self._random = ShardedRandom(self.mesh, seed)
         with job.progress("lower"):
             program = Program(step, lower(step, self.stage, self.mesh, job.device, self._random))
-        self.store = ParameterStore(module, step, self.stage, self.mesh, optimizer, bucket_bytes=bucket_bytes)
+        self.store = ParameterStore(module, step.parameters, self.stage.parameter_plans, self.mesh, bucket_bytes)
+        self.store.shard()
+        shard_state(optimizer, self.store)
+        self._optimizer = optimizer
         self._programs: dict[tuple[Any, ...], list[Program]] = {_shape_key(batch): [program]}
         self._step_starts: list[float] = []
 
@@ -90,9 +95,9 @@ class TrainingRun:
         self._measure()
         program = self._program(batch, batch_idx)
         step = program.step
-        values = program.lowered(
-            self.store.step_inputs(), {b.name: resolve(self.module, b.name) for b in step.buffers}, _rows(step, batch)
-        )
+        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
+            values = program.lowered(self.store.step_inputs(), buffers, _rows(step, batch))
         write_buffers(self.module, step, values)
         replay_records(self.module, step, values)
         return fill(step.output, values)
@@ -100,19 +105,27 @@ class TrainingRun:
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """The module with its whole parameters, for evaluation and checkpoints. Collective on entry."""
-        named = [(p, self.store.gather_like(name, p.detach())) for name, p in self.store.named_parameters()]
-        shards = [p.data for p, _ in named]
-        for parameter, full in named:
-            parameter.data = full
+        shards = []
+        # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in self.store.parameters:
+                shards.append((parameter, parameter.data))
+                parameter.data = self.store.gather(self.store.name_of(parameter))
         try:
             yield
         finally:
-            for (parameter, _), shard in zip(named, shards, strict=True):
-                parameter.data = shard
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter, shard in shards:
+                    parameter.data = shard
+
+    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict as a plain Trainer would write it. Collective."""
+        return whole_state_dict(optimizer, self.store)
 
     def release(self) -> None:
         """Give the module and the optimizer their whole tensors back, for good. Collective."""
-        self.store.release()
+        unshard_state(self._optimizer, self.store)
+        self.store.unshard()
 
     def _program(self, batch: Any, batch_idx: int) -> Program:
         trainer = self.module.trainer
@@ -128,7 +141,8 @@ class TrainingRun:
         if not programs:
             self._meet(batch)
             rank_zero_info(f"alpa: a batch of another shape, planned once more: {_shapes(batch)}")
-        step = capture(self.module, batch, batch_idx, self._job)
+        with self.whole_parameters():
+            step = capture(self.module, batch, batch_idx, self._job)
         plan = find_or_make_plan(
             step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
         )

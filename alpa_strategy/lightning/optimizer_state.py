@@ -1,0 +1,52 @@
+"""The optimizer's state between whole tensors (before and after training, in checkpoints) and local shards (in it).
+
+The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that have a parameter's
+shape are cut or gathered. Step counters and the like are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from alpa_strategy.runtime.parameters import ParameterStore
+
+
+def shard_state(optimizer: Optimizer, store: ParameterStore) -> None:
+    """Keep this device's part of every state tensor (of a restored checkpoint)."""
+    _replace(optimizer, store, store.shard_like)
+
+
+def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
+    """Give every state tensor its whole shape again. Collective."""
+    _replace(optimizer, store, store.gather_like)
+
+
+def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole tensors, as a plain Trainer would write it. Collective."""
+    result = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [number for group in result["param_groups"] for number in group["params"]]
+    state = dict(result["state"])
+    for parameter, number in zip(parameters, ids, strict=True):
+        name = store.name_of(parameter)
+        if name is not None and number in state:
+            state[number] = {key: _moved(store.gather_like, name, value) for key, value in state[number].items()}
+    return {**result, "state": state}
+
+
+def _replace(optimizer: Optimizer, store: ParameterStore, move: Callable[[str, Tensor], Tensor]) -> None:
+    for group in optimizer.param_groups:  # in the groups' order: the same on every rank, as collectives need it
+        for parameter in group["params"]:
+            name = store.name_of(parameter)
+            if name is not None and parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                for key, value in list(state.items()):
+                    state[key] = _moved(move, name, value)
+
+
+def _moved(move: Callable[[str, Tensor], Tensor], name: str, value: Any) -> Any:
+    return move(name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
