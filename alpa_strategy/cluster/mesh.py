@@ -31,9 +31,7 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     Below the first point the first time holds: it is latency. `points` are (bytes, seconds), bytes ascending.
     """
     sizes = [size for size, _ in points]
-    seconds: list[float] = []
-    for _, value in points:  # noise must not make a larger message cheaper than a smaller one
-        seconds.append(max(value, seconds[-1]) if seconds else value)
+    seconds = _never_decreasing([value for _, value in points])
     if num_bytes <= sizes[0]:
         return seconds[0]
     if num_bytes > sizes[-1]:
@@ -45,6 +43,26 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     left = right - 1
     share = (num_bytes - sizes[left]) / (sizes[right] - sizes[left])
     return seconds[left] + share * (seconds[right] - seconds[left])
+
+
+def without_outliers(points: Sequence[tuple[int, float]], slack: float = 1.5) -> tuple[tuple[int, float], ...]:
+    """Measured (bytes, seconds), bytes ascending, with what only noise explains taken out. Noise only ever adds time.
+
+    A message costs no more than a larger one, and at most `slack` times as much as sending it in pieces of the size
+    before would (slack, since caches favour small ones).
+    """
+    seconds = _never_decreasing([value for _, value in points])
+    for i in range(1, len(points)):
+        seconds[i] = min(seconds[i], slack * seconds[i - 1] * points[i][0] / points[i - 1][0])
+    return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
+
+
+def _never_decreasing(seconds: Sequence[float]) -> list[float]:
+    """Each time lowered to the least of those after it."""
+    result = list(seconds)
+    for i in range(len(result) - 2, -1, -1):
+        result[i] = min(result[i], result[i + 1])
+    return result
 
 
 def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:

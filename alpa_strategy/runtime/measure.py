@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from alpa_strategy.cluster.mesh import crossing_groups, factorisations, strides, volume_factor
+from alpa_strategy.cluster.mesh import crossing_groups, factorisations, strides, volume_factor, without_outliers
 from alpa_strategy.cluster.spec import NOMINAL, ClusterSpec, CommTable, DeviceSpec, Link
 from alpa_strategy.cost.measure import device_name, measure_device
 from alpa_strategy.cost.table import write_json_atomically
@@ -27,21 +27,22 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
-REPETITIONS = 5
+ROUNDS = 8
 
 
 def measure_collectives(
     mesh: MeshComm,
     kinds: Iterable[str] = KINDS,
     sizes_bytes: Iterable[int] = SIZES_BYTES,
-    budget_seconds: float = 2.0,
+    budget_seconds: float = 1.5,
     device: torch.device | str = "cpu",
     axes: Iterable[int] | None = None,
 ) -> list[CommTable]:
     """Time each collective on each mesh axis (of more than one device), all groups of the axis at the same time.
 
-    Seconds are the slowest rank's, the best of a few repetitions. Sizes are those of the full tensor on the axis;
-    larger ones are left out when the budget of an axis is spent. All ranks of the mesh call this with equal arguments.
+    Seconds are the slowest rank's, the best of several rounds: one round times everything once, so that a burst of
+    other load does not spoil all the repetitions of one collective. Sizes are those of the full tensor on the axis;
+    larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this with equal arguments.
     """
     device = torch.device(device)
     kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
@@ -51,19 +52,21 @@ def measure_collectives(
         axis = mesh.axes[index]
         if axis.size == 1:
             continue
-        points: dict[str, list[tuple[int, float]]] = {kind: [] for kind in kinds}
-        spent = 0.0
-        for size in sizes:
+        clock = _AgreedClock(mesh, device)
+        best: dict[tuple[str, int], float] = {}
+        for size in sizes:  # the first round warms up: connections are made lazily
             for kind in kinds:
-                run, num_bytes = _collective(axis, kind, size, device)
-                first = _agreed_seconds(mesh, run, device)  # warm-up; connections are made lazily
-                repetitions = REPETITIONS if first < budget_seconds / 50 else 2
-                seconds = [_agreed_seconds(mesh, run, device) for _ in range(repetitions)]
-                spent += first + sum(seconds)  # equal on all ranks: these are maxima over them
-                points[kind].append((num_bytes, min(seconds)))
-            if spent > budget_seconds and len(points[kinds[0]]) > 1:
+                best[kind, size] = clock.time(_collective(axis, kind, size, device))
+            if clock.elapsed > budget_seconds / 2 and len(best) >= 2 * len(kinds):
                 break
-        tables += [CommTable(kind, axis.size, all_strides[index], tuple(points[kind])) for kind in kinds]
+        for round_index in range(ROUNDS):
+            for kind, size in best:
+                best[kind, size] = min(best[kind, size], clock.time(_collective(axis, kind, size, device)))
+            if clock.elapsed > budget_seconds and round_index > 0:
+                break
+        for kind in kinds:
+            points = [(_exact_bytes(axis.size, size), best[kind, size]) for size in sizes if (kind, size) in best]
+            tables.append(CommTable(kind, axis.size, all_strides[index], without_outliers(points)))
     return tables
 
 
@@ -73,7 +76,7 @@ def measure_cluster(
     devices_per_node: int,
     make_mesh: Callable[[tuple[int, ...]], MeshComm],
     device: torch.device | str = "cpu",
-    budget_seconds: float = 2.0,
+    budget_seconds: float = 1.5,
     store: ClusterStore | None = None,
     backend: str = "gloo",
 ) -> ClusterSpec:
@@ -152,33 +155,49 @@ class ClusterStore:
             logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
 
 
-def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """A call of `kind` on a full tensor [n, columns] of about `size` bytes, and its exact bytes."""
+def _exact_bytes(n: int, size: int) -> int:
+    """Bytes of a float32 tensor [n, multiple of n] of about `size` bytes."""
+    return 4 * n * n * max(1, round(size / (4 * n * n)))
+
+
+def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> Callable[[], object]:
+    """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
     n = axis.size
-    columns = n * max(1, round(size / (4 * n * n)))
-    num_bytes = 4 * n * columns
-    whole = torch.ones(n, columns, device=device)
-    row = torch.ones(1, columns, device=device)
+    columns = _exact_bytes(n, size) // (4 * n)
     match kind:
         case "all_reduce":
-            return lambda: axis.all_reduce(whole), num_bytes
-        case "all_gather":
-            return lambda: axis.all_gather(row, 0, n), num_bytes
+            whole = torch.ones(n, columns, device=device)
+            return lambda: axis.all_reduce(whole)
         case "reduce_scatter":
-            return lambda: axis.reduce_scatter(whole, 0), num_bytes
+            whole = torch.ones(n, columns, device=device)
+            return lambda: axis.reduce_scatter(whole, 0)
+        case "all_gather":
+            row = torch.ones(1, columns, device=device)
+            return lambda: axis.all_gather(row, 0, n)
         case "all_to_all":
-            return lambda: axis.all_to_all(row, 0, n, 1), num_bytes
+            row = torch.ones(1, columns, device=device)
+            return lambda: axis.all_to_all(row, 0, n, 1)
     raise ValueError(f"cannot measure {kind!r}: one of {', '.join(KINDS)}")
 
 
-def _agreed_seconds(mesh: MeshComm, run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run on the slowest rank of the mesh. The agreement before it makes all ranks start together."""
-    _agreed_max(mesh, [0.0], device)
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return _agreed_max(mesh, [time.perf_counter() - started], device)[0]
+class _AgreedClock:
+    """Times on which all ranks of a mesh agree: each is the slowest rank's. `elapsed`: seconds since it was made."""
+
+    def __init__(self, mesh: MeshComm, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        self.elapsed = 0.0
+        self._made = time.perf_counter()
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Seconds of one run. The agreement before it makes all ranks start together."""
+        _agreed_max(self.mesh, [0.0], self.device)
+        started = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        seconds, self.elapsed = _agreed_max(self.mesh, [now - started, now - self._made], self.device)
+        return seconds
 
 
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_strategy.cluster.load import CONFIG_FOLDERS
-from alpa_strategy.cluster.mesh import crossing_groups, interpolate_seconds
+from alpa_strategy.cluster.mesh import crossing_groups, interpolate_seconds, without_outliers
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable, Link, MeshAxis
 from alpa_strategy.errors import ClusterError
 
@@ -158,6 +158,23 @@ def test_a_larger_message_is_never_cheaper(points: dict[int, float], a: float, b
     low, high = (interpolate_seconds(table, x) for x in sorted((a, b)))
     assert 0 < low <= high * (1 + 1e-9)
     assert math.isfinite(high)
+
+
+@given(points=st.dictionaries(st.integers(1, 10**8), st.floats(1e-9, 10), min_size=1, max_size=8))
+def test_outliers_are_lowered_and_never_raised(points: dict[int, float]):
+    table = sorted(points.items())
+    clean = without_outliers(table)
+    assert [size for size, _ in clean] == [size for size, _ in table]
+    assert all(0 < after <= before for (_, before), (_, after) in zip(table, clean, strict=True))
+
+
+def test_a_burst_of_noise_at_one_size_leaves_the_others_alone():
+    line = [(4**k, 1e-4 + 4**k * 1e-9) for k in range(5, 13)]
+    assert without_outliers(line) == tuple(line)
+    for spoilt in range(len(line)):
+        noisy = [(size, seconds * (100 if i == spoilt else 1)) for i, (size, seconds) in enumerate(line)]
+        for i, ((_, seconds), (_, found)) in enumerate(zip(line, without_outliers(noisy), strict=True)):
+            assert found == seconds if i != spoilt else found <= 8 * seconds
 
 
 # Files
