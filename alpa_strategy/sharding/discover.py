@@ -1,0 +1,344 @@
+"""Rule discovery: which splits of an op's operands recombine to the whole result, by experiment (design section 5).
+
+For ops without a rule. A split is kept only if every trial agrees, forward and backward, on one way of recombining:
+concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the op can always be repeated on all devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from alpa_strategy.sharding.discover_trials import ALL_KINDS, FEW_KINDS, SOME_KINDS, Trial, run_call, trials, variants
+from alpa_strategy.sharding.discovery_store import DiscoveryStore
+from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
+from alpa_strategy.sharding.op import AxisStrategy, OpCall
+
+MAX_HYPOTHESES = 1500
+MIN_TRIALS = 3
+
+Split = tuple[Placement, ...]  # value placement of every operand
+
+_R, _P = Replicate(), Partial("sum")
+
+
+def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) -> tuple[AxisStrategy, ...]:
+    """Strategies for `call` on a mesh axis of `axis_size` devices whose local call is the same call on local shards.
+
+    The first is always "repeat on every device". Random and mutating ops get no other. With a `store`, splits found
+    earlier for the same op, ranks and dtypes are the only ones tried: they are proved again at this call's shapes, so
+    that a stale store can cost speed, never correctness. Runs the op on the CPU, at small shapes, some hundred times.
+    """
+    repeated = AxisStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))
+    if axis_size == 1 or not call.operands:
+        return (repeated,)
+    known = store.get(call) if store is not None else None
+    if known is None:
+        found = _discover(call, axis_size)
+        if store is not None:
+            store.put(call, [str(strategy) for strategy in found])
+    else:
+        found = _prove_again(call, axis_size, tuple(known))
+    return (repeated, *(strategy for strategy in found if _fits(strategy, call, axis_size)))
+
+
+def _fits(strategy: AxisStrategy, call: OpCall, axis_size: int) -> bool:
+    """Every sharded dim has an element for each device."""
+    pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
+    return all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs)
+
+
+@lru_cache(maxsize=4096)
+def _discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
+    return _proved(call, axis_size, _hypotheses(call))
+
+
+@lru_cache(maxsize=4096)
+def _prove_again(call: OpCall, axis_size: int, texts: tuple[str, ...]) -> tuple[AxisStrategy, ...]:
+    ranks = [len(meta.shape) for meta in call.operands]
+    splits = []
+    for text in texts:
+        split = tuple(dual.value for dual in AxisStrategy.parse(text).inputs)
+        if len(split) == len(ranks) and all(
+            not isinstance(p, Shard) or p.dim < rank for p, rank in zip(split, ranks, strict=True)
+        ):
+            splits.append(split)
+    return _proved(call, axis_size, list(dict.fromkeys(splits)))
+
+
+def _hypotheses(call: OpCall) -> list[Split]:
+    """Splits worth trying: operands along dims of one size, floating-point operands as summands, none at all."""
+    metas = call.operands
+    floating = [i for i, meta in enumerate(metas) if meta.dtype.is_floating_point or meta.dtype.is_complex]
+    found: list[Split] = [(_R,) * len(metas)]
+    for size in sorted({size for meta in metas for size in meta.shape if size > 1}):
+        options = [[_R, *(Shard(d) for d, s in enumerate(meta.shape) if s == size)] for meta in metas]
+        if math.prod(map(len, options)) <= MAX_HYPOTHESES:
+            found += itertools.product(*options)
+        else:  # many operands: one of them, or all that have this size at the same dim
+            dims = {p.dim for option in options for p in option if isinstance(p, Shard)}
+            found += [tuple(Shard(d) if Shard(d) in option else _R for option in options) for d in sorted(dims)]
+            found += _single(options)
+    if len(floating) <= 6:
+        options = [[_R, _P] if i in floating else [_R] for i in range(len(metas))]
+        found += itertools.product(*options)
+    else:
+        options = [[_R, _P] if i in floating else [_R] for i in range(len(metas))]
+        found += [*_single(options), tuple(option[-1] for option in options)]
+    return list(dict.fromkeys(found))[:MAX_HYPOTHESES]
+
+
+def _single(options: list[list[Placement]]) -> list[Split]:
+    """One operand split, the others whole."""
+    return [
+        tuple(choice if j == i else _R for j in range(len(options)))
+        for i, option in enumerate(options)
+        for choice in option[1:]
+    ]
+
+
+def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStrategy, ...]:
+    """The strategies behind those splits that survive every trial."""
+    if _is_random_or_mutating(call):
+        return ()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        evidence = _evidence(call)
+        everything = [trial for variant in evidence for trial in variant]
+        if len(everything) < MIN_TRIALS or any(map(_not_repeatable, everything)):
+            return ()
+        experiments = [_Experiment(call, split) for split in splits]
+        for number, (trial, largest) in enumerate(
+            (trial, variant is evidence[-1]) for variant in evidence for trial in variant
+        ):
+            chunk_counts = [2, 3, 4, 5] if number < 2 else [2 + number % 2]
+            if largest and len(evidence) > 1:
+                chunk_counts = [axis_size]
+            experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
+        responsive = _responsive_results(evidence, len(call.results))
+        return tuple(strategy for e in experiments if (strategy := e.verdict(responsive)) is not None)
+
+
+def _evidence(call: OpCall) -> list[list[Trial]]:
+    """Trials per variant: every kind of data on the first that runs, some on two more and on the largest."""
+    found: list[list[Trial]] = []
+    candidates = variants(call)
+    for variant in candidates[:-1]:
+        if len(found) < 3 and (ran := list(trials(variant, SOME_KINDS if found else ALL_KINDS))):
+            found.append(ran)
+    for variant in candidates[-1:]:
+        if ran := list(trials(variant, FEW_KINDS if found else ALL_KINDS)):
+            found.append(ran)
+    return found
+
+
+def _is_random_or_mutating(call: OpCall) -> bool:
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in call.target.tags or call.target._schema.is_mutable
+
+
+def _not_repeatable(trial: Trial) -> bool:
+    """The op draws random numbers, keeps state or changes its operands."""
+    operands = tuple(operand.clone() for operand in trial.operands)
+    with torch.no_grad():
+        results = trial.call.call(*operands)
+    results = (results,) if isinstance(results, Tensor) else tuple(results)
+    return not all(map(_same, (*results, *operands), (*trial.results, *trial.operands)))
+
+
+def _responsive_results(evidence: list[list[Trial]], num_results: int) -> list[bool]:
+    """Per result, whether its value ever depended on the data: a result that never did proves nothing."""
+    return [
+        any(not _same(variant[0].results[j], trial.results[j]) for variant in evidence for trial in variant[1:])
+        for j in range(num_results)
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
+    """Equal up to rounding of sums of terms as large as `scale`."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    equal = (a == b) | ((a != a) & (b != b))
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        equal |= (a - b).abs() <= tolerance * (b.abs() + scale)
+    return bool(equal.all())
+
+
+def _scale(tensors: Iterable[Tensor]) -> float:
+    """Largest finite absolute value."""
+    largest = 0.0
+    for tensor in tensors:
+        if tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            largest = max(largest, float(torch.nan_to_num(tensor.abs(), 0.0, 0.0, 0.0).max()))
+    return largest
+
+
+class _Mismatch(Exception):
+    """A local result has a shape that is part of no way of recombining."""
+
+
+class _Experiment:
+    """One split, and the dual placements of results and whole operands that all trials so far allow.
+
+    With every operand whole the question is the backward's: do the devices' gradients for summands of the results'
+    gradients add up (`R*,...->R*`)?
+    """
+
+    def __init__(self, call: OpCall, split: Split) -> None:
+        self.call = call
+        self.split = split
+        self.divided = any(placement != _R for placement in split)
+        self.with_summands = not self.divided or _P in split
+        self.num_tests = 0
+        self.operands: list[set[DualPlacement]] = [
+            {REPLICATE, BROADCAST} if placement == _R else {shard(placement.dim)} if placement != _P else {PARTIAL}
+            for placement in split
+        ]
+        self.results: list[set[DualPlacement]] = [
+            {
+                *map(shard, range(len(meta.shape))),
+                REPLICATE,
+                *([] if meta.dtype == torch.bool else [PARTIAL]),
+            }
+            for meta in call.results
+        ]
+        self.has_grad = [False] * len(split)
+
+    def survives(self, trial: Trial, n: int) -> bool:
+        """Run the trial on `n` devices; False when no way of recombining is left."""
+        sizes = [
+            operand.shape[placement.dim]
+            for operand, placement in zip(trial.operands, self.split, strict=True)
+            if isinstance(placement, Shard)
+        ]
+        if any(size < n for size in sizes):
+            return True  # no evidence
+        if self.with_summands and trial.kind == "infinity":
+            return True  # no evidence: summands of either sign times infinity are nan
+        generator = torch.Generator().manual_seed(n)
+        summed_grads = None if self.divided else [_summands(g, n, generator) for g in trial.result_grads]
+        parts = [_parts(o, p, n, generator) for o, p in zip(trial.operands, self.split, strict=True)]
+        runs = []
+        for device in range(n):
+
+            def grads_for(results: tuple[Tensor, ...], device: int = device) -> list[Tensor | None]:
+                if summed_grads is not None:
+                    return [None if g is None else g[device] for g in summed_grads]
+                return [self._grad_part(j, result, trial, n, device) for j, result in enumerate(results)]
+
+            try:
+                runs.append(run_call(trial.call, tuple(part[device] for part in parts), grads_for))
+            except Exception:  # of any type: the op refuses the shard, which the whole did not deserve
+                return False
+        self.num_tests += 1
+        for j, whole in enumerate(trial.results):
+            self.results[j] &= _recombining(whole, [results[j] for results, _ in runs], self.results[j], trial)
+        for i, whole in enumerate(trial.operand_grads):
+            self._narrow_operand(i, whole, [grads[i] for _, grads in runs], trial)
+        return all(self.results) and all(self.operands)
+
+    def _grad_part(self, j: int, result: Tensor, trial: Trial, n: int, device: int) -> Tensor | None:
+        """What the device's result receives: the whole gradient if the result is R or P, else its shard."""
+        whole, grad = trial.results[j], trial.result_grads[j]
+        if grad is None or result.shape == whole.shape:
+            return grad
+        for dual in self.results[j]:
+            if dual.shard_dim is not None and whole.shape[dual.shard_dim] >= n:
+                chunk = _chunk(grad, dual.shard_dim, n, device)
+                if chunk.shape == result.shape:
+                    return chunk
+        raise _Mismatch
+
+    def _narrow_operand(self, i: int, whole: Tensor | None, grads: list[Tensor | None], trial: Trial) -> None:
+        if whole is None and all(grad is None for grad in grads):
+            return
+        self.has_grad[i] = True
+        parts = _parts(trial.operands[i], self.split[i], len(grads), None)
+        grads = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
+        whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
+        allowed = set()
+        for dual in self.operands[i]:
+            as_value = {BROADCAST: PARTIAL, PARTIAL: REPLICATE}.get(dual, dual)  # how the gradients recombine
+            if _recombining(whole, grads, {as_value}, trial):
+                allowed.add(dual)
+        self.operands[i] = allowed
+
+    def verdict(self, responsive: list[bool]) -> AxisStrategy | None:
+        """The one strategy left, or None when the trials decide nothing."""
+        if self.num_tests < MIN_TRIALS:
+            return None
+        if not self.divided:
+            if not any(self.has_grad) or any(
+                has_grad and BROADCAST not in allowed
+                for has_grad, allowed in zip(self.has_grad, self.operands, strict=True)
+            ):
+                return None
+            return AxisStrategy((BROADCAST,) * len(self.operands), (BROADCAST,) * len(self.results))
+        if not all(responsive) or any(len(allowed) != 1 for allowed in self.results):
+            return None
+        inputs = []
+        for allowed, has_grad in zip(self.operands, self.has_grad, strict=True):
+            if len(allowed) == 1:
+                inputs.append(next(iter(allowed)))
+            elif not has_grad:
+                inputs.append(BROADCAST)  # no gradient: the work that uses it is divided
+            else:
+                return None
+        return AxisStrategy(tuple(inputs), tuple(next(iter(allowed)) for allowed in self.results))
+
+
+def _chunk(tensor: Tensor, dim: int, n: int, device: int) -> Tensor:
+    start, stop = chunk_range(tensor.shape[dim], n, device)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def _parts(tensor: Tensor, placement: Placement, n: int, generator: torch.Generator | None) -> list[Tensor]:
+    """What the `n` devices hold of an operand. Without a generator, summands of a Partial are only right in shape."""
+    if isinstance(placement, Shard):
+        return [_chunk(tensor, placement.dim, n, device) for device in range(n)]
+    if isinstance(placement, Partial) and generator is not None:
+        return _summands(tensor, n, generator)
+    return [tensor] * n
+
+
+def _summands(tensor: Tensor | None, n: int, generator: torch.Generator) -> list[Tensor] | None:
+    if tensor is None:
+        return None
+    parts = [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) for _ in range(n - 1)]
+    return [*parts, tensor - sum(parts)]
+
+
+def _recombining(
+    whole: Tensor, parts: list[Tensor], candidates: set[DualPlacement], trial: Trial
+) -> set[DualPlacement]:
+    """The candidates under which the devices' `parts` make up the whole."""
+    n = len(parts)
+    scale = _scale([whole, *parts])
+    found = set()
+    for dual in candidates:
+        dim = dual.shard_dim
+        if dim is not None:
+            right = whole.shape[dim] >= n and all(
+                _close(part, _chunk(whole, dim, n, device), trial.tolerance, scale) for device, part in enumerate(parts)
+            )
+        elif dual == REPLICATE:
+            right = all(_close(part, whole, trial.tolerance, scale) for part in parts)
+        else:
+            right = all(part.shape == whole.shape for part in parts) and _close(
+                sum(parts[1:], parts[0]), whole, trial.tolerance, scale
+            )
+        if right:
+            found.add(dual)
+    return found

@@ -1,0 +1,232 @@
+"""Trials for rule discovery: small variants of an op call, run whole on many kinds of data, forward and backward.
+
+A trial is evidence only if the whole op runs on it. The kinds of data are there to be hard to fool: ties, zeros, single
+outliers, nan and infinity show what a threshold, a sort or a "does any element" hides from random numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.sharding.op import OpCall, TensorMeta
+
+MAX_ELEMENTS = 200_000  # of all operands together, in the largest trials
+SMALLEST_SIZE = 5  # of a shrunk dim: up to 5 chunks, none of them empty
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the whole op.
+
+    Attributes:
+        call: the call at the trial's shapes and dtypes.
+        kind: the kind of data.
+        operands: its data.
+        results: what the op gave, detached.
+        result_grads: gradient that each result received, None where it is not differentiable.
+        operand_grads: what the operands got; None where there is no gradient.
+        tolerance: relative to the largest element of the compared tensor.
+    """
+
+    call: OpCall
+    kind: str
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    result_grads: tuple[Tensor | None, ...]
+    operand_grads: tuple[Tensor | None, ...]
+    tolerance: float
+
+
+def run_call(
+    call: OpCall, operands: tuple[Tensor, ...], grads_for: Callable[[tuple[Tensor, ...]], list[Tensor | None]]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """(detached results, operand gradients) of `call`; `grads_for(results)` gives the results' gradients."""
+    with torch.enable_grad():
+        leaves = [
+            operand.detach().clone().requires_grad_(meta.requires_grad)
+            for operand, meta in zip(operands, call.operands, strict=True)
+        ]
+        results = call.call(*leaves)
+        results = (results,) if isinstance(results, Tensor) else tuple(results)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads_for(results), strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if pairs and wanted:
+            found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+        else:
+            found = itertools.repeat(None)
+        operand_grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+    return tuple(result.detach().clone() for result in results), operand_grads
+
+
+def variants(call: OpCall) -> list[OpCall]:
+    """The call at other shapes: equal sizes stay equal. Small ones first, the call's own (or nearest to it) last."""
+    sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
+    if any(size == 0 for meta in call.operands for size in meta.shape):
+        return []
+    maps: list[tuple[dict[int, int], bool]] = []  # (size -> new size, whether integers among the arguments follow)
+    for follow in (True, False):
+        for start, step, keep in ((5, 1, 0), (6, 2, 0), (5, 1, 4), (9, 2, 8)):
+            shrunk = itertools.count(max(start, keep + 1), step)
+            maps.append(({size: size if size <= keep else next(shrunk) for size in sizes}, follow))
+    for follow in (True, False):
+        nearest = {size: size for size in sizes}
+        while sizes and _num_elements(call, nearest) > MAX_ELEMENTS and max(nearest.values()) > 2 * SMALLEST_SIZE:
+            largest = max(nearest.values())
+            nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
+        maps.append((nearest, follow))
+    found = [_resized(call, sizes_map, follow) for sizes_map, follow in maps]
+    return list(dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS))
+
+
+def _num_elements(call: OpCall, sizes: dict[int, int]) -> int:
+    return sum(math.prod(sizes.get(size, size) for size in meta.shape) for meta in call.operands)
+
+
+def _resized(call: OpCall, sizes: dict[int, int], arguments_too: bool) -> OpCall:
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(convert, arg))
+        # Small integers are rather dims, counts and strides than sizes.
+        if isinstance(arg, int) and not isinstance(arg, bool) and arg >= 8 and arguments_too:
+            return sizes.get(arg, arg)
+        return arg
+
+    return dataclasses.replace(
+        call,
+        args=tuple(map(convert, call.args)),
+        kwargs=tuple((name, convert(value)) for name, value in call.kwargs),
+        operands=tuple(meta.with_shape(tuple(sizes.get(s, s) for s in meta.shape)) for meta in call.operands),
+    )
+
+
+# kind -> (generator, shape) -> float64 data
+_FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = {
+    "normal": lambda g, s: _normal(g, s),
+    "unit": lambda g, s: 0.05 + 0.9 * torch.rand(s, generator=g, dtype=torch.float64),
+    "ties": lambda g, s: torch.randint(-2, 3, s, generator=g).double(),
+    "large": lambda g, s: _normal(g, s) * 50,
+    "positive": lambda g, s: _normal(g, s).abs() + 0.1,
+    "unit ties": lambda g, s: torch.randint(0, 5, s, generator=g).double() / 4,
+    "negative": lambda g, s: -_normal(g, s).abs() - 0.1,
+    "small": lambda g, s: _normal(g, s) * 1e-3,
+    "magnitudes": lambda g, s: _normal(g, s).sign() * 10 ** (4 * _normal(g, s).clamp(-2, 2)),
+    "outlier": lambda g, s: _spoilt(g, _normal(g, s), 1e3),
+    "one hot": lambda g, s: _spoilt(g, torch.zeros(s, dtype=torch.float64), 1.0),
+    "huge outlier": lambda g, s: _spoilt(g, _normal(g, s), -1e9),
+    "enormous outlier": lambda g, s: _spoilt(g, _normal(g, s), 1e30),
+    "unit again": lambda g, s: torch.rand(s, generator=g, dtype=torch.float64) ** 3,
+    "constant": lambda g, s: torch.full(s, 0.5, dtype=torch.float64),
+    "nan": lambda g, s: _spoilt(g, _normal(g, s), float("nan")),
+    "infinity": lambda g, s: _spoilt(g, _normal(g, s), float("inf")),
+}
+
+ALL_KINDS = tuple(_FLOAT_KINDS)
+SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity")
+FEW_KINDS = ("normal", "unit", "huge outlier")
+
+
+def _normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _spoilt(generator: torch.Generator, data: Tensor, value: float) -> Tensor:
+    """`data` with `value` at one place."""
+    if data.numel():
+        data.view(-1)[int(torch.randint(0, data.numel(), (), generator=generator))] = value
+    return data
+
+
+def _integers(generator: torch.Generator, meta: TensorMeta, sizes: list[int], trial: int) -> Tensor:
+    """Indices that fit every dim, then every second dim at least, then negative ones too."""
+    high = max(2, (min(sizes, default=2), max(sizes, default=2), 2)[trial % 3])
+    low = -2 if trial % 4 == 3 and meta.dtype.is_signed else 0
+    return torch.randint(low, high, meta.shape, generator=generator).to(meta.dtype)
+
+
+def _booleans(generator: torch.Generator, meta: TensorMeta, trial: int) -> Tensor:
+    data = torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.5, 0.0)[trial % 6]
+    return _spoilt(generator, data, trial % 2 == 0)
+
+
+def _data(call: OpCall, kind: str, trial: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    sizes = [size for meta in call.operands for size in meta.shape if size > 1]
+    operands = []
+    for meta in call.operands:
+        if meta.dtype == torch.bool:
+            data = _booleans(generator, meta, trial)
+        elif meta.dtype.is_complex:
+            parts = (_FLOAT_KINDS[kind](generator, meta.shape) for _ in range(2))
+            data = torch.complex(*parts).to(meta.dtype)
+        elif meta.dtype.is_floating_point:
+            data = _FLOAT_KINDS[kind](generator, meta.shape).to(meta.dtype)
+        else:
+            data = _integers(generator, meta, sizes, trial)
+        operands.append(data)
+    return tuple(operands)
+
+
+_TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-5, torch.complex64: 2e-5}
+
+
+def _in_dtype(call: OpCall, dtype: torch.dtype | None) -> OpCall:
+    """The call with its floating-point operands in `dtype` (None: their own)."""
+
+    def convert(meta: TensorMeta) -> TensorMeta:
+        if dtype is None or not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+            return meta
+        return dataclasses.replace(meta, dtype=dtype.to_complex() if meta.dtype.is_complex else dtype)
+
+    return dataclasses.replace(call, operands=tuple(map(convert, call.operands)))
+
+
+def trials(call: OpCall, kinds: tuple[str, ...]) -> Iterator[Trial]:
+    """Trials of one variant, in double precision when the op takes it. None when the whole op does not run."""
+    generator = torch.Generator().manual_seed(random.Random(call.target_name).randrange(2**31))
+    for dtype in (torch.float64, torch.float32, None):
+        found = False
+        for number, kind in enumerate(kinds):
+            trial = _run_trial(_in_dtype(call, dtype), kind, number, generator)
+            if trial is not None:
+                found = True
+                yield trial
+        if found:
+            return
+
+
+def _run_trial(call: OpCall, kind: str, number: int, generator: torch.Generator) -> Trial | None:
+    operands = _data(call, kind, number, generator)
+    grads: list[Tensor | None] = []
+
+    def make_grads(results: tuple[Tensor, ...]) -> list[Tensor | None]:
+        for result in results:
+            if not result.requires_grad:
+                grads.append(None)
+                continue
+            data = _normal(generator, tuple(result.shape))
+            grads.append((data.round() if kind == "ties" else data).to(result.dtype))
+        return grads
+
+    try:
+        results, operand_grads = run_call(call, operands, make_grads)
+    except Exception:  # the op refuses this data or these shapes, with an error of any type: no evidence
+        return None
+    if len(results) != len(call.results) or any(
+        result.dim() != len(meta.shape) for result, meta in zip(results, call.results, strict=True)
+    ):
+        return None
+    dtypes = [t.dtype for t in (*operands, *results) if t.is_floating_point() or t.is_complex()]
+    tolerance = max((_TOLERANCES.get(dtype, 2e-2) for dtype in dtypes), default=0.0)
+    return Trial(call, kind, operands, results, tuple(grads), operand_grads, tolerance)
