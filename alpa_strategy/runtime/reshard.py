@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.runtime.comm import AxisComm, MeshComm
+from alpa_strategy.runtime.regather import active_regather
 from alpa_strategy.sharding.layout import DualLayout, Layout, chunk_range, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 
 @dataclass(frozen=True)
-class _LocalStep:
+class LocalStep:
     """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds together, exactly."""
 
     axis: int
@@ -35,41 +36,47 @@ class Reshard:
         src, dst: dual layouts, one dual placement per mesh axis.
         shape: global shape of the tensor.
         mesh: the mesh that the tensor lies on; all its devices must call.
+
+    `forward_steps` and `backward_steps` are what is done in each direction.
     """
 
     def __init__(self, src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh: MeshComm) -> None:
         self.src, self.dst, self.shape = src, dst, tuple(shape)
         self._mesh = mesh
-        forward: list[_LocalStep] = []
-        backward: list[_LocalStep] = []
+        forward: list[LocalStep] = []
+        backward: list[LocalStep] = []
         current = list(src)
         for step in reshard_steps(src, dst, self.shape, mesh.shape):
             others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
             seen = Layout(tuple(others)).local_shape(self.shape, mesh.shape, mesh.coordinate)
-            forward.append(_LocalStep(step.axis, step.src.value, step.dst.value, seen))
-            backward.append(_LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
+            forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
+            backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
             current[step.axis] = step.dst
-        self._forward = _without_idle(forward)
-        self._backward = _without_idle(backward[::-1])
+        self.forward_steps = _without_idle(forward)
+        self.backward_steps = _without_idle(backward[::-1])
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
-        if tensor.requires_grad and torch.is_grad_enabled() and (self._forward or self._backward):
-            return _ReshardNode.apply(tensor, self, False)
-        return self.values(tensor)
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or self.is_identity:
+            return self.values(tensor)
+        result = _ReshardNode.apply(tensor, self, False)
+        regather = active_regather()
+        if regather is not None:
+            regather.note(self, tensor, result)
+        return result
 
     def values(self, tensor: Tensor) -> Tensor:
         """The forward alone, without autograd."""
-        return _run(self._forward, tensor, self._mesh)
+        return _run(self.forward_steps, tensor, self._mesh)
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
-        return _run(self._backward, grad, self._mesh)
+        return _run(self.backward_steps, grad, self._mesh)
 
     @property
     def is_identity(self) -> bool:
         """Whether neither values nor gradients change."""
-        return not self._forward and not self._backward
+        return not self.forward_steps and not self.backward_steps
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
@@ -90,17 +97,17 @@ class _ReshardNode(torch.autograd.Function):
         return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None
 
 
-def _without_idle(steps: list[_LocalStep]) -> tuple[_LocalStep, ...]:
+def _without_idle(steps: list[LocalStep]) -> tuple[LocalStep, ...]:
     return tuple(step for step in steps if step.src != step.dst)
 
 
-def _run(steps: tuple[_LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:
+def _run(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:
     for step in steps:
         tensor = _redistribute(tensor, step, mesh.axes[step.axis])
     return tensor
 
 
-def _redistribute(tensor: Tensor, step: _LocalStep, axis: AxisComm) -> Tensor:
+def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
     """One axis, one direction."""
     match step.src, step.dst:
         case Shard(dim=gathered), Shard(dim=split):

@@ -1,0 +1,289 @@
+"""The user's parameters as this device holds them: shards in place, gathered for the step, gradients brought home.
+
+The module keeps its Parameter objects under their names, so optimizers, callbacks and state-dict keys work unchanged;
+only `data` is replaced. Values and gradients move by `Reshard`s from the storage layout to the one that the step uses:
+
+    mode    stored       in the step   gradient after the step
+    R       Replicate    R             complete on every device already
+    R*      Replicate    R*            Partial, all-reduced once per step
+    S<d>    Shard(d)     S<d>          complete on its shard already
+    G<d>    Shard(d)     R*            Partial, reduce-scattered once per step; gathered once per step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
+from alpa_strategy.runtime.regather import Regather
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, Layout, shard
+
+
+def storage_layout(plan: ParameterPlan) -> DualLayout:
+    """Dual layout of the stored parameter and of its gradient after the step."""
+    return tuple(REPLICATE if mode[0] == "R" else shard(int(mode[1:])) for mode in plan.modes)
+
+
+def use_layout(plan: ParameterPlan) -> DualLayout:
+    """Dual layout in which the lowered step takes the parameter and leaves its gradient."""
+    duals = {"R": REPLICATE, "R*": BROADCAST}
+    return tuple(
+        BROADCAST if mode[0] == "G" else duals[mode] if mode in duals else shard(int(mode[1:])) for mode in plan.modes
+    )
+
+
+@dataclass
+class _Stored:
+    """One parameter: what it is as a whole, and how it moves."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    layout: Layout  # of the values in storage
+    to_use: Reshard
+    to_whole: Reshard
+    is_gathered_once: bool
+    leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
+    complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
+    is_complete: bool = False  # whether parameter.grad was left by a reduction
+
+
+class ParameterStore:
+    """Parameters of one stage on one mesh.
+
+    Args:
+        module: the user's module; holds whole parameters, equal on all ranks, until `shard`.
+        inputs: the step's parameters.
+        plans: name -> plan; by any of a tied parameter's names.
+        mesh: the stage's mesh.
+        bucket_bytes: size of the gradient buckets.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: tuple[ParameterInput, ...],
+        plans: Mapping[str, ParameterPlan],
+        mesh: MeshComm,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        self.mesh = mesh
+        self._stored: dict[str, _Stored] = {}
+        self._by_name: dict[str, _Stored] = {}
+        self._by_parameter: dict[nn.Parameter, _Stored] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_sharded = False
+        for given in inputs:
+            plan = next((plans[name] for name in given.names if name in plans), None)
+            if plan is None:
+                raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
+            stored = self._describe(given, plan, module.get_parameter(given.name))
+            self._stored[given.name] = stored
+            self._by_parameter[stored.parameter] = stored
+            self._by_name.update(dict.fromkeys(given.names, stored))
+        self._reducer = GradientReducer(mesh, [self._entry(s) for s in self._trainable()], bucket_bytes)
+
+    def _describe(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> _Stored:
+        if len(plan.modes) != len(self.mesh.shape):
+            raise PlanError(
+                f"the plan of {given.name} has modes {' '.join(plan.modes)}, the mesh has {len(self.mesh.shape)} axes",
+                "plan again for this mesh",
+            )
+        shape = torch.Size(given.meta.shape)
+        if parameter.shape != shape:
+            raise RuntimeMismatchError(
+                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(shape)}",
+                "plan again, or build the model as it was when it was planned",
+            )
+        storage, use = storage_layout(plan), use_layout(plan)
+        whole = (REPLICATE,) * len(self.mesh.shape)
+        return _Stored(
+            name=given.name,
+            parameter=parameter,
+            shape=shape,
+            layout=plan.layout,
+            to_use=Reshard(storage, use, shape, self.mesh),
+            to_whole=Reshard(storage, whole, shape, self.mesh),
+            is_gathered_once=any(mode[0] == "G" for mode in plan.modes),
+        )
+
+    def _trainable(self) -> list[_Stored]:
+        return [stored for stored in self._stored.values() if stored.parameter.requires_grad]
+
+    def shard(self) -> None:
+        """Replace every parameter's data by this device's shard, and watch the backward. Once, before training."""
+        for stored in self._stored.values():
+            if stored.to_whole.forward_steps:
+                stored.parameter.data = self.shard_like(stored.name, stored.parameter.detach())
+                stored.parameter.grad = None
+        for stored in self._trainable():
+            if stored.to_use.backward_steps and not stored.is_gathered_once:
+                self._watch(stored)
+        self._is_sharded = True
+
+    def unshard(self) -> None:
+        """Give every parameter its whole data back, on every device. Collective; ends training with this store.
+
+        Autograd graphs that are still alive then (a loss that is kept) remember the shards' shapes: drop them first.
+        """
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self.after_optimizer_step()
+        for stored in self._stored.values():
+            if stored.to_whole.forward_steps:
+                stored.parameter.grad = None
+                stored.parameter.data = stored.to_whole.values(stored.parameter.detach())
+        self._is_sharded = False
+
+    # One training step
+
+    def step_inputs(self) -> dict[str, Tensor]:
+        """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step."""
+        return {name: self._step_input(stored) for name, stored in self._stored.items()}
+
+    def _step_input(self, stored: _Stored) -> Tensor:
+        if not stored.is_gathered_once:
+            return stored.parameter
+        if stored.leaf is None:
+            with torch.no_grad():
+                leaf = stored.to_use.values(stored.parameter.detach())
+            leaf = leaf.requires_grad_(stored.parameter.requires_grad)
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
+            stored.leaf = leaf
+        return stored.leaf
+
+    def sync(self, enabled: bool) -> None:
+        """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
+        self._reducer.enabled = enabled
+
+    def finish_backward(self) -> None:
+        """After every backward: complete `parameter.grad` (when `sync` is on). Collective."""
+        self._reducer.finish()
+
+    def after_optimizer_step(self) -> None:
+        """Drop gathered copies: the next step gathers the new values."""
+        for stored in self._stored.values():
+            stored.leaf = None
+
+    def discard_gradients(self) -> None:
+        """Forget what an interrupted or skipped backward left behind."""
+        self._reducer.reset()
+        for stored in self._stored.values():
+            stored.complete, stored.is_complete, stored.parameter.grad = None, False, None
+            if stored.leaf is not None:
+                stored.leaf.grad = None
+
+    def regather_hooks(self) -> Regather:
+        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
+        return Regather(self.step_inputs().values())
+
+    # Whole values: checkpoints, logging, optimizer state
+
+    def gather(self, name: str) -> Tensor:
+        """The whole parameter, on every device. Collective."""
+        stored = self._by_name[name]
+        return self.gather_like(name, stored.parameter.detach())
+
+    def gather_like(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a tensor laid out as parameter `name` (a moment of its optimizer). Collective.
+
+        Tensors of another shape than the local parameter's (step counters) are returned as they are.
+        """
+        stored = self._by_name[name]
+        return stored.to_whole.values(tensor) if tensor.shape == self.local_shape(name) else tensor
+
+    def shard_like(self, name: str, whole: Tensor) -> Tensor:
+        """This device's part (a copy) of a tensor of parameter `name`'s whole shape; other shapes as they are."""
+        stored = self._by_name[name]
+        if whole.shape != stored.shape:
+            return whole
+        ranges = stored.layout.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
+        return whole[tuple(slice(*r) for r in ranges)].clone(memory_format=torch.contiguous_format)
+
+    def load_full(self, name: str, tensor: Tensor) -> None:
+        """Overwrite this device's part of parameter `name` by that of the whole `tensor`."""
+        stored = self._by_name[name]
+        if tensor.shape != stored.shape:
+            raise RuntimeMismatchError(
+                f"a value of shape {list(tensor.shape)} was given for {name}, which is {list(stored.shape)}",
+                "load a checkpoint of the same model",
+            )
+        with torch.no_grad():
+            stored.parameter.copy_(self.shard_like(name, tensor) if self._is_sharded else tensor)
+        stored.leaf = None
+
+    def local_shape(self, name: str) -> torch.Size:
+        """Shape of this device's part of parameter `name`."""
+        stored = self._by_name[name]
+        return torch.Size(stored.layout.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate))
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The step's name of a parameter, None when the step does not use it."""
+        stored = self._by_parameter.get(parameter)
+        return stored.name if stored is not None else None
+
+    def layout_of(self, parameter: nn.Parameter) -> Layout:
+        """Where a parameter's (and its gradient's) elements lie; what the step does not use is replicated."""
+        stored = self._by_parameter.get(parameter)
+        return stored.layout if stored is not None else Layout.replicated(len(self.mesh.shape))
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The step's parameters."""
+        return tuple(self._by_parameter)
+
+    # Gradients
+
+    def _watch(self, stored: _Stored) -> None:
+        """Announce the gradient of a parameter that the step uses as it is stored.
+
+        `parameter.grad` may hold a gradient that an earlier backward reduced already (the user does not clear it at
+        every step): it is set aside, so that it is not summed over the devices again.
+        """
+        parameter = stored.parameter
+
+        def before(grad: Tensor) -> None:
+            if parameter.grad is None:
+                stored.complete = None
+            elif stored.is_complete:
+                stored.complete, parameter.grad = parameter.grad, None
+            stored.is_complete = False
+
+        self._hooks.append(parameter.register_hook(before))
+        self._hooks.append(
+            parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
+        )
+
+    def _entry(self, stored: _Stored) -> GradientEntry:
+        parameter = stored.parameter
+        use = Layout(tuple(dual.value for dual in stored.to_use.dst))
+
+        def put(grad: Tensor) -> None:
+            if stored.complete is not None:
+                grad = grad + stored.complete
+                stored.complete = None
+            elif stored.is_gathered_once and parameter.grad is not None:
+                grad = grad + parameter.grad
+            parameter.grad = grad
+            stored.is_complete = True
+
+        return GradientEntry(
+            name=stored.name,
+            reshard=stored.to_use,
+            shape=use.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            holder=lambda: stored.leaf if stored.is_gathered_once else parameter,
+            put=put,
+        )

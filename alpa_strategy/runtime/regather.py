@@ -1,0 +1,111 @@
+"""Parameters that are gathered for use are not kept until the backward, but gathered again (ZeRO-3).
+
+Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
+its place, by `saved_tensors_hooks`: which parameter, which resharding, which view. The registry is keyed by storage, so
+that views are found too.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from alpa_strategy.errors import RuntimeMismatchError
+
+_active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_regather", default=None)
+
+
+class _Values(Protocol):
+    def values(self, tensor: Tensor) -> Tensor: ...
+
+
+@dataclass
+class _Gathered:
+    """A gathered parameter and how to gather it again. `storage` keeps the key unique as long as this object lives."""
+
+    parameter: Tensor
+    reshard: _Values
+    storage: StorageWeakRef
+    version: int
+    again: weakref.ref[Tensor] = field(default=lambda: None)  # type: ignore[assignment]
+
+    def whole(self) -> Tensor:
+        """The gathered parameter; shared by the uses that overlap in time. Collective over the mesh."""
+        whole = self.again()
+        if whole is None:
+            if self.parameter._version != self.version:
+                raise RuntimeMismatchError(
+                    "a parameter changed between the forward and its backward",
+                    "run backward before the optimizer's step",
+                )
+            with torch.no_grad():
+                whole = self.reshard.values(self.parameter.detach())
+            self.again = weakref.ref(whole)
+        return whole
+
+
+@dataclass
+class _View:
+    """What is saved instead of a view of a gathered parameter."""
+
+    gathered: _Gathered
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Regather:
+    """Context manager around a forward: what it gathers of `parameters` is gathered again in the backward.
+
+    Every device of the mesh must run the same forward and backward. Reentrant use is not supported.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._found: dict[int, _Gathered] = {}
+        self._hooks: Any = None
+        self._token: contextvars.Token | None = None
+
+    def note(self, reshard: _Values, tensor: Tensor, result: Tensor) -> None:
+        """`result` is `tensor` after `reshard` (called by every Reshard while this context is active)."""
+        if id(tensor) not in self._parameters:
+            return
+        storage = result.untyped_storage()
+        if storage._cdata != tensor.untyped_storage()._cdata:
+            self._found[storage._cdata] = _Gathered(tensor, reshard, StorageWeakRef(storage), tensor._version)
+
+    def __enter__(self) -> Regather:
+        self._token = _active.set(self)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        assert self._token is not None
+        _active.reset(self._token)
+        self._found.clear()  # what was saved keeps its own recipe
+
+    def _pack(self, tensor: Tensor) -> Any:
+        gathered = self._found.get(tensor.untyped_storage()._cdata)
+        if gathered is None:
+            return tensor
+        return _View(gathered, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, _View):
+        return saved.gathered.whole().as_strided(saved.size, saved.stride, saved.offset)
+    return saved
+
+
+def active_regather() -> Regather | None:
+    """The Regather context that this thread's forward runs under, if any."""
+    return _active.get()

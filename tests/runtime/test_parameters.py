@@ -1,0 +1,281 @@
+"""Training with a ParameterStore gives what one process gives: parameters, gradients, norms, checkpointed values.
+
+The step is a small function that uses parameters as a lowered step would: resharded from the layout that the store
+hands out to whole, with the batch's rows divided over all devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
+from alpa_strategy.runtime.parameters import ParameterStore, use_layout
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.runtime.torch_comm import build_mesh
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE
+from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.sharding.thread_mesh import run_on_threads
+
+ROWS = 12
+
+
+class Net(nn.Module):
+    """Two layers, a tied weight, and a parameter that only an output that is not the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7, dtype=torch.float64)
+        self.second = nn.Linear(7, 6, dtype=torch.float64)
+        self.third = nn.Linear(6, 7, dtype=torch.float64)
+        self.third.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def make_net() -> Net:
+    generator = torch.Generator().manual_seed(3)
+    net = Net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return net
+
+
+def loss_sum(values, x):
+    """Summed loss of rows x [rows, 6] (a sum: addends over rows add up over devices)."""
+    h = torch.tanh(F.linear(x, values["first.weight"], values["first.bias"]))
+    h = F.linear(h, values["second.weight"], values["second.bias"]) + values["bias"]
+    h = F.linear(torch.tanh(h), values["first.weight"], values["third.bias"])
+    return h.square().sum() / ROWS + 0 * values["unused"].detach().sum()
+
+
+def inputs_of(net: Net) -> tuple[ParameterInput, ...]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return tuple(
+        ParameterInput(i, tuple(n), TensorMeta(tuple(p.shape), p.dtype, True)) for i, (p, n) in enumerate(names.items())
+    )
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn((4, ROWS, 6), generator=generator, dtype=torch.float64)
+
+
+def make_optimizer(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+def reference(accumulate=1, max_norm=None, norm_type=2.0, clear=True):
+    """One process: final values, last gradients, norms, first moments."""
+    net, norms = make_net(), []
+    optimizer = make_optimizer(net)
+    for i, x in enumerate(batches()):
+        if i % accumulate == 0 and clear:
+            optimizer.zero_grad()
+        loss_sum(dict(net.named_parameters(remove_duplicate=False)), x).backward()
+        if (i + 1) % accumulate == 0:
+            if max_norm is not None:
+                norms.append(nn.utils.clip_grad_norm_(net.parameters(), max_norm, norm_type).item())
+            optimizer.step()
+    named = dict(net.named_parameters())
+    moments = {n: optimizer.state[p]["exp_avg"] for n, p in named.items() if p in optimizer.state}
+    return {n: p.detach() for n, p in named.items()}, {n: p.grad for n, p in named.items()}, norms, moments
+
+
+def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
+    """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too short to be cut."""
+    return ParameterPlan(tuple(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode))
+
+
+def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, regather=False, bucket_bytes=200):
+    """The same training on the devices of `mesh`; whole values on every device."""
+    net, norms = make_net(), []
+    optimizer = make_optimizer(net)
+    inputs = inputs_of(net)
+    plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
+    store = ParameterStore(net, inputs, plans, mesh, bucket_bytes)
+    identities = {n: id(p) for n, p in net.named_parameters()}
+    store.shard()
+    uses = {}
+    for p in inputs:
+        # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
+        whole = tuple(REPLICATE if m == "R" else BROADCAST for m in plans[p.name].modes)
+        uses[p.name] = Reshard(use_layout(plans[p.name]), whole, p.meta.shape, mesh)
+    divided = [axis for axis, m in enumerate(mode) if m != "R"]
+    for i, x in enumerate(batches()):
+        for axis in divided:
+            x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
+        context = store.regather_hooks() if regather else torch.enable_grad()
+        with context:
+            values = {name: uses[name](tensor) for name, tensor in store.step_inputs().items()}
+            loss = loss_sum(values, x)
+        del values
+        if i % accumulate == 0 and clear:
+            optimizer.zero_grad()
+        store.sync((i + 1) % accumulate == 0)
+        loss.backward()
+        store.finish_backward()
+        if (i + 1) % accumulate == 0:
+            if max_norm is not None:
+                norms.append(clip_by_norm(store, max_norm, norm_type).item())
+            optimizer.step()
+            store.after_optimizer_step()
+    assert identities == {n: id(p) for n, p in net.named_parameters()}
+    named = dict(net.named_parameters())
+    values = {n: store.gather(n) for n in named}
+    grads = {n: p.grad if p.grad is None else store.gather_like(n, p.grad) for n, p in named.items()}
+    moments = {n: store.gather_like(n, optimizer.state[p]["exp_avg"]) for n, p in named.items() if p in optimizer.state}
+    for n, p in named.items():
+        assert torch.equal(store.shard_like(n, values[n]), p.detach())
+        assert p.shape == store.local_shape(n)
+    store.unshard()
+    del loss  # its graph would remember the shards' shapes
+    optimizer.zero_grad()
+    assert all(torch.equal(p, values[n]) for n, p in net.named_parameters())
+    loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0]).backward()  # an ordinary module again
+    return values, grads, norms, moments
+
+
+def train_on_groups(mesh_shape, mode, options):
+    return train(build_mesh(mesh_shape), mode, **options)
+
+
+def assert_equals_reference(result, **options):
+    expected = reference(**options)
+    for found, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+MODES_1D = [("R*",), ("R",), ("S0",), ("S1",), ("G0",), ("G1",)]
+MODES_2D = list(itertools.product(["R", "R*", "S0", "S1", "G0", "G1"], repeat=2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", MODES_1D, ids=" ".join)
+def test_one_axis(mode, size):
+    for result in run_on_threads((size,), lambda mesh: train(mesh, mode)):
+        assert_equals_reference(result)
+
+
+@pytest.mark.parametrize("mode", MODES_2D, ids=" ".join)
+def test_two_axes(mode):
+    for result in run_on_threads((2, 2), lambda mesh: train(mesh, mode)):
+        assert_equals_reference(result)
+
+
+@pytest.mark.parametrize("mode", [("R*", "G0"), ("S0", "G0"), ("G0", "S0"), ("R*", "R*"), ("R", "S1")], ids=" ".join)
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str)
+def test_accumulation(mode, options):
+    for result in run_on_threads((2, 2), lambda mesh: train(mesh, mode, **options)):
+        assert_equals_reference(result, **options)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("mode", [("R*", "S0"), ("S0", "S0"), ("G1", "R"), ("R", "R*")], ids=" ".join)
+def test_clipping_by_norm(mode, norm_type):
+    options = {"max_norm": 0.3, "norm_type": norm_type}
+    for result in run_on_threads((2, 2), lambda mesh: train(mesh, mode, **options)):
+        assert_equals_reference(result, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "modes"), [((2,), MODES_1D), ((3,), [("S0",), ("G0",)]), ((2, 2), MODES_2D[::4])]
+)
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+def test_on_process_groups(pool, mesh_shape, modes, bucket_bytes):
+    for mode in modes:
+        options = {"accumulate": 2, "max_norm": 0.3}
+        call = {**options, "bucket_bytes": bucket_bytes, "regather": True}
+        results = pool.run(math.prod(mesh_shape), train_on_groups, mesh_shape, mode, call)
+        for result in results:
+            assert_equals_reference(result, **options)
+            assert result[2] == results[0][2]  # norms agree to the last bit
+
+
+@pytest.mark.parametrize("mode", [("S0",), ("S1",)], ids=" ".join)
+def test_regather_is_exact_and_frees_the_gathered_weight(mode):
+    for result in run_on_threads((2,), lambda mesh: train(mesh, mode, regather=True)):
+        assert_equals_reference(result)
+
+    def freed(mesh, regather):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs}, mesh)
+        store.shard()
+        gather = Reshard(use_layout(plan_of(mode, (7, 6))), (BROADCAST,), (7, 6), mesh)
+        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        with store.regather_hooks() if regather else torch.enable_grad():
+            weight = gather(net.first.weight)
+            storage = StorageWeakRef(weight.untyped_storage())
+            y = F.linear(x, weight)
+        del weight
+        is_freed = storage.expired()
+        y.sum().backward()
+        return is_freed, x.grad
+
+    for kept, dropped in zip(
+        run_on_threads((2,), lambda m: freed(m, False)), run_on_threads((2,), lambda m: freed(m, True)), strict=True
+    ):
+        assert (kept[0], dropped[0]) == (False, True)
+        assert torch.equal(kept[1], dropped[1])
+
+
+def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
+        store.shard()
+        gather = Reshard(use_layout(ParameterPlan(("S0",))), (BROADCAST,), (7, 6), mesh)
+        with store.regather_hooks():
+            y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
+        with torch.no_grad():
+            net.first.weight.add_(1)
+        with pytest.raises(RuntimeMismatchError, match="changed between the forward"):
+            y.sum().backward()
+
+    run_on_threads((2,), work)
+
+
+def test_gradients_of_subsets_values_and_loading():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
+        store.shard()
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        subset = [net.first.weight, net.bias]
+        assert grad_norm(store, 2.0, subset).item() == pytest.approx(math.sqrt(43 * 4))
+        clip_by_value(subset, 0.5)
+        assert net.first.weight.grad.max().item() == 0.5
+        assert net.second.weight.grad.max().item() == 2.0
+        store.load_full("third.weight", torch.arange(42.0, dtype=torch.float64).view(7, 6))
+        whole = store.gather("first.weight")
+        with pytest.raises(RuntimeMismatchError, match=r"first\.weight"):
+            store.load_full("first.weight", torch.ones(2, 2))
+        return whole
+
+    for whole in run_on_threads((3,), work):
+        assert torch.equal(whole.flatten(), torch.arange(42.0, dtype=torch.float64))
+
+
+def test_plans_that_do_not_fit_are_refused():
+    net = make_net()
+    with pytest.raises(PlanError, match="nothing of parameter"):
+        ParameterStore(net, inputs_of(net), {}, build_mesh((1,)))
+    plans = {p.name: ParameterPlan(("R", "R")) for p in inputs_of(net)}
+    with pytest.raises(PlanError, match="1 axes"):
+        ParameterStore(net, inputs_of(net), plans, build_mesh((1,)))
