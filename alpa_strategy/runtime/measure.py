@@ -42,7 +42,7 @@ def measure_collectives(
 
     Seconds are the slowest rank's, the best of several rounds: one round times everything once, so that a burst of
     other load does not spoil all the repetitions of one collective. Sizes are those of the full tensor on the axis;
-    larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this with equal arguments.
+    larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this alike.
     """
     device = torch.device(device)
     kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
