@@ -13,6 +13,7 @@ from alpa_strategy.errors import OptionError
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 BATCH_SCOPES = ("rank", "global")
+BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
 
 
 @dataclass(frozen=True)
@@ -201,5 +202,5 @@ class Limits:
 
     plan_timeout_seconds: float = 3600.0
     collective_timeout_seconds: float = 1800.0
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
     extra: dict[str, object] = field(default_factory=dict)

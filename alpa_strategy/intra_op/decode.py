@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from alpa_strategy.cluster.spec import MeshAxis
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.build import IntraOp
-from alpa_strategy.intra_op.options import is_gather, local_bytes, step_collectives_of
+from alpa_strategy.intra_op.options import bucketed_seconds, is_gather, local_bytes, step_collectives_of
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.plan.plan import Collective, Predicted, StagePlan
@@ -64,7 +65,8 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
         entry = totals[kind, axis, phase]
         entry[0] += 1
         entry[1] += num_bytes
-        entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
+        price = bucketed_seconds if phase == "step" else MeshAxis.seconds
+        entry[2] += price(mesh.axes[axis], kind, num_bytes)
 
     parameter_values = {p.value for p in step.parameters}
     saved_by_use = _saved_values(intra)

@@ -11,9 +11,9 @@ from itertools import product
 import numpy as np
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.model import OpCosts, Saved
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, shard, value_layout
@@ -103,6 +103,13 @@ def step_collectives_of(
     return found
 
 
+def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
+    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one."""
+    if num_bytes >= BUCKET_BYTES:
+        return axis.seconds(kind, num_bytes)
+    return axis.seconds(kind, BUCKET_BYTES) * num_bytes / BUCKET_BYTES
+
+
 def parameter_options(
     meta: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo
 ) -> ParameterOptions:
@@ -122,7 +129,9 @@ def parameter_options(
         whole = local_bytes(meta, source, mesh.shape)
         cost, size = 0.0, stored_meta.num_bytes
         if meta.requires_grad:
-            cost += sum(mesh.axes[a].seconds(kind, b) for kind, a, b in step_collectives_of(plan, meta, mesh.shape))
+            cost += sum(
+                bucketed_seconds(mesh.axes[a], kind, b) for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
+            )
             cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
             size += stored_meta.num_bytes + int(stored_meta.num_elements * optimizer.state_bytes)
             if any(mode[0] == "G" for mode in modes):

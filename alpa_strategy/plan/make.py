@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
@@ -52,7 +52,7 @@ def make_plan(
     Raises:
         CaptureError, PlanError: see there.
     """
-    from alpa_strategy.capture import capture_step
+    from alpa_strategy.capture.capture import capture_step
     from alpa_strategy.optimizer_info import optimizer_info_of
 
     options = options or PlanOptions()
@@ -223,7 +223,7 @@ def _baselines(
 def _notes(step: StepGraph, solution: MeshSolution) -> list[str]:
     """What the user should know: ops without a rule that run replicated, unproved optimality."""
     notes = []
-    unknown = sorted({op.call.target_name for op in step.ops if rule_origin(op.call) == "replicated"})
+    unknown = sorted({op.call.target_name for op in step.ops if op.operands and rule_origin(op.call) == "replicated"})
     if unknown:
         notes.append(f"no rule for {', '.join(unknown)}: run whole on every device")
     if solution.gap > 0:

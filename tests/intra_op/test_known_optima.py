@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from models import GPT
 from torch import nn
 
-from alpa_strategy.capture import capture_step
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec, Link
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
