@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import rewrite
@@ -55,7 +56,21 @@ _CONVERSIONS = {
     aten._to_copy.default,
     aten.type_as.default,
 }
-_RANDOM_IN_PLACE = {aten.normal_.default: aten.normal_functional.default}
+_FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+}
+
+_RANDOM_FILLS = {
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "exponential_",
+    "random_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
 
 
 @dataclass
@@ -112,12 +127,21 @@ class _Converter:
                     f"(shape {tuple(tensor.shape)})",
                     "register it: assign an nn.Parameter to a module attribute (lists need nn.ParameterList)",
                 )
+            if isinstance(tensor, FakeTensor):
+                raise CaptureError(
+                    f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)}); "
+                    "`.data` is the usual cause",
+                    "use .detach() instead of .data",
+                )
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
             ref = self.builder.add_value(meta)
             self.constants.append(ConstantInput(ref.index, tensor, meta, _digest(tensor)))
             self.constant_views[name] = self.memory.new(ref)
         return self.constant_views[name]
+
+    def _source_of(self, node: fx.Node) -> str:
+        return next((self.trace.origins[n][1] for n in node.users if n in self.trace.origins), "line unknown")
 
     # -- the walk -------------------------------------------------------------------------------------------------
 
@@ -346,8 +370,16 @@ class _Converter:
             )
         if name in ("fill_", "zero_"):
             return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
-        if target in _RANDOM_IN_PLACE:
-            return emit(_RANDOM_IN_PLACE[target], *args, **kwargs)
+        if name in _RANDOM_FILLS:  # the old content does not matter, so no gradient goes to it
+            given = rewrite.bound_arguments(target, args, kwargs)
+            if given.pop("generator", None) is not None:
+                raise CaptureError(
+                    f"{name} draws from a generator of its own ({self.builder.source})",
+                    "leave `generator` out: seed_everything makes the run reproducible",
+                )
+            old, *numbers = given.values()
+            functional = _FUNCTIONAL_FORMS.get(target) or getattr(getattr(aten, name[:-1]), target._overloadname)
+            return emit(functional, self._detached(old), *numbers)
         packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
         overload = getattr(packet, target._overloadname, None) if packet is not None else None
         if overload is None:

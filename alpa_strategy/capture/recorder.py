@@ -244,7 +244,8 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                 del now[key]
             for key, value in plain.items():
                 old = copies.get(key)
-                if now.get(key) is not value or (old is not None and not _same_items(old, value)):
+                is_changed = now.get(key) is not value or (old is not None and not _same_items(old, value))
+                if is_changed and not type(child).__module__.startswith("torch.nn."):
                     changed.append(f"{path}.{key}".lstrip("."))
                 if old is not None:
                     value.clear()

@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -29,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.blame import user_line, user_position
+from alpa_strategy.capture.blame import user_frame, user_line, user_position
 from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.recorder import Recording, recording
 from alpa_strategy.errors import CaptureError
@@ -113,7 +112,7 @@ def trace_step(
         with (
             torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True),
             context() if context is not None else nullcontext(),
-            _Origins(module, origins),
+            _Origins(module, origins, device),
         ):
             output = getattr(module, step)(**_step_arguments(module, step, rows, batch_idx, record))
             buffers = _reassigned_buffers(module, inputs, tensors)
@@ -232,10 +231,11 @@ def _clear_errors(step: str) -> Iterator[None]:
 
 
 class _Origins(TorchFunctionMode):
-    """Notes for every traced node which submodule and which user line asked for it."""
+    """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
 
-    def __init__(self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]]) -> None:
+    def __init__(self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]], device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.origins = origins
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
@@ -263,6 +263,7 @@ class _Origins(TorchFunctionMode):
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, StepCounter):
                 arg.refuse()
+        self._check_device(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:
@@ -278,7 +279,15 @@ class _Origins(TorchFunctionMode):
                 self.last = newest
         return result
 
-
-def is_fake(tensor: Any) -> bool:
-    """True for tensors that capture made."""
-    return isinstance(tensor, FakeTensor)
+    def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fake tensors of a device that this build does not have would end the process when autograd sees them."""
+        named = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
+        devices = [torch.device(d) for d in named if isinstance(d, str | torch.device)]
+        if func is Tensor.cuda:
+            devices.append(torch.device("cuda"))
+        for device in devices:
+            if device.type != self.device.type:
+                raise CaptureError(
+                    f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
+                    "use the module's device: device=self.device, or the device of another tensor",
+                )
