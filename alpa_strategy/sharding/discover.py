@@ -242,6 +242,8 @@ class _Experiment:
                 runs.append(run_call(trial.call, tuple(part[device] for part in parts), grads_for))
             except Exception:  # of any type: the op refuses the shard, which the whole did not deserve
                 return False
+        if any(len(results) != len(trial.results) for results, _ in runs):
+            return False
         self.num_tests += 1
         for j, whole in enumerate(trial.results):
             self.results[j] &= _recombining(whole, [results[j] for results, _ in runs], self.results[j], trial)

@@ -1,0 +1,307 @@
+"""Discovery finds the sound splits of known ops, and nothing unsound of ops made to deceive it."""
+
+import pytest
+import torch
+
+from alpa_strategy.sharding.discover import discover
+from alpa_strategy.sharding.discovery_store import DiscoveryStore
+from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+
+aten = torch.ops.aten
+
+
+def make_call(target, *args, **kwargs):
+    """The OpCall of a call on tensors."""
+    operands = []
+
+    def freeze(arg):
+        if isinstance(arg, torch.Tensor):
+            operands.append(arg)
+            return Slot(len(operands) - 1)
+        return tuple(map(freeze, arg)) if isinstance(arg, list | tuple) else arg
+
+    frozen, frozen_kwargs = freeze(args), tuple(sorted((k, freeze(v)) for k, v in kwargs.items()))
+    results = target(*args, **kwargs)
+    outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *outs)]
+    n = len(operands)
+    return OpCall(
+        target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(results, torch.Tensor)
+    )
+
+
+def found(target, *args, axis_size=2, **kwargs):
+    return set(map(str, discover(make_call(target, *args, **kwargs), axis_size)))
+
+
+def t(*shape, dtype=None):
+    return torch.randint(0, 2, shape).to(dtype) if dtype else torch.rand(shape).requires_grad_()
+
+
+# Ops whose rules are known: exactly the sound splits ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "expected"),
+    [
+        (
+            aten.linear.default,
+            (t(4, 6, 16), t(24, 16)),
+            "R,R->R R*,R*->R* S0,R*->S0 S1,R*->S1 R*,S0->S2 S2,S1->P P,R*->P R*,P->P",
+        ),
+        (
+            aten.linear.default,
+            (t(4, 6, 16), t(24, 16), t(24)),
+            "R,R,R->R R*,R*,R*->R* S0,R*,R*->S0 S1,R*,R*->S1 R*,S0,S0->S2 P,R*,P->P R*,P,P->P",
+        ),
+        (aten._softmax.default, (t(4, 6, 16), -1, False), "R->R R*->R* S0->S0 S1->S1"),
+        (
+            aten.layer_norm.default,
+            (t(4, 6, 16), [16], t(16), t(16)),
+            "R,R,R->R R*,R*,R*->R* S0,R*,R*->S0 S1,R*,R*->S1 R*,P,P->P",
+        ),
+        (aten.cumsum.default, (t(4, 16), 1), "R->R R*->R* S0->S0 P->P"),
+        (aten.sort.default, (t(4, 16), 1), "R->R,R R*->R*,R* S0->S0,S0"),
+        (aten.mul.Tensor, (t(4, 16), t(16)), "R,R->R R*,R*->R* S0,R*->S0 S1,S0->S1 P,R*->P R*,P->P"),
+        (aten.sum.dim_IntList, (t(4, 16), [0]), "R->R R*->R* S0->P S1->S0 P->P"),
+        (aten.mean.dim, (t(4, 16), [0]), "R->R R*->R* S1->S0 P->P"),
+        (aten.amax.default, (t(4, 16), [0]), "R->R R*->R* S1->S0"),
+        (aten.flip.default, (t(4, 16), [1]), "R->R R*->R* S0->S0 P->P"),
+        (aten.argmax.default, (t(4, 16), 1), "R->R S0->S0"),
+        (aten.unbind.int, (t(4, 3), 1), "R->R,R,R R*->R*,R*,R* S0->S0,S0,S0 P->P,P,P"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_exactly_the_sound_splits(target, args, expected):
+    assert found(target, *args) == set(expected.split())
+
+
+def test_embedding_splits_ids_and_width():
+    ids = torch.randint(0, 20, (4, 6))
+    expected = {"R,R->R", "R*,R*->R*", "R*,S0->S0", "R*,S1->S1", "S1,R*->S2", "P,R*->P"}
+    assert found(aten.embedding.default, t(20, 8), ids) == expected
+
+
+def test_half_precision_model_is_tried_in_double():
+    x, w = (torch.rand(s, dtype=torch.bfloat16).requires_grad_() for s in ((4, 16), (24, 16)))
+    assert {"S0,R*->S0", "R*,S0->S1", "S1,S1->P"} <= found(aten.linear.default, x, w)
+
+
+def test_a_dim_with_fewer_elements_than_devices_is_not_split():
+    strategies = found(aten._softmax.default, t(4, 3, 16), -1, False, axis_size=4)
+    assert strategies == {"R->R", "R*->R*", "S0->S0"}
+
+
+def test_large_calls_are_tried_small():
+    strategies = found(aten._softmax.default, t(64, 1024, 64), -1, False)
+    assert strategies == {"R->R", "R*->R*", "S0->S0", "S1->S1"}
+
+
+def test_splits_that_need_other_arguments_are_left_to_rules():
+    assert found(aten.view.default, t(4, 6, 16), [4, 96]) == {"R->R", "R*->R*", "P->P"}
+    assert found(aten.expand.default, t(4, 1), [4, 16]) == {"R->R", "R*->R*", "P->P"}
+
+
+# Ops of users ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("alpa_test::rms_scale", mutates_args=())
+def rms_scale(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+def _rms_backward(ctx, grad):
+    x, scale = ctx.saved_tensors
+    with torch.enable_grad():
+        x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+        return torch.autograd.grad(y, (x, scale), grad)
+
+
+rms_scale.register_autograd(_rms_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def test_custom_library_op():
+    target = torch.ops.alpa_test.rms_scale.default
+    expected = {"R,R->R", "R*,R*->R*", "S0,R*->S0", "S1,R*->S1", "R*,P->P"}
+    assert found(target, t(4, 6, 16), t(16)) == expected
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity whose gradient is divided by the number of rows: right only where the rows are whole."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.shape[0]
+
+
+def scaled(x):
+    return _Scaled.apply(x)
+
+
+class _Clipped(torch.autograd.Function):
+    """Identity whose gradient is clipped row by row: not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm(dim=1, keepdim=True).clamp(min=1.0)
+
+
+def clipped(x):
+    return _Clipped.apply(x)
+
+
+def test_the_backward_decides_too():
+    assert found(scaled, t(4, 16)) == {"R->R", "R*->R*", "S1->S1", "P->P"}
+    assert found(clipped, t(4, 16)) == {"R->R", "S0->S0", "P->P"}
+
+
+# Ops made to deceive: only what is sound ------------------------------------------------------------------------------
+
+
+def nearly_linear(x):
+    return aten.clamp.default(x, -1e7, 1e7)
+
+
+def any_nan_spoils_all(x):
+    return torch.where(x.isnan().any(), torch.zeros_like(x), x)
+
+
+def rare_flag(x):
+    return (x > 1e5).any()
+
+
+def always_zero(x):
+    return torch.zeros_like(x).sum(0) + (x > float("inf")).sum(0)
+
+
+def zero_unless_spoilt(x):
+    return (x * 0).sum(0)  # nan and infinity show what it depends on
+
+
+def neighbours(x):
+    return x + torch.roll(x, 1, 0)
+
+
+def row_number(x):
+    return x * torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1)
+
+
+def stable_ties(x):
+    return x.flatten().sort(stable=True).indices.view_as(x)
+
+
+def blocks_of_four(x):
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 4))
+    return padded.view(-1, 4, x.shape[1]).softmax(1).flatten(0, 1)[: x.shape[0]]
+
+
+def far_neighbours(x):
+    return x + torch.nn.functional.pad(x, (0, 0, 24, 0))[: x.shape[0]]
+
+
+def by_whole_size(x):
+    return x * (2.0 if x.shape[0] >= 48 else 1.0)
+
+
+def scaled_down_when_huge(x):
+    return x / x.detach().abs().amax().clamp(min=1e8)
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "sound"),
+    [
+        (nearly_linear, (4, 16), "S0->S0 S1->S1 R*->R*"),
+        (any_nan_spoils_all, (4, 16), "R*->R* P->P"),
+        (rare_flag, (4, 16), ""),
+        (always_zero, (4, 16), ""),
+        (zero_unless_spoilt, (4, 16), "S0->P S1->S0 P->P R*->R*"),
+        (neighbours, (4, 16), "S1->S1 R*->R* P->P"),
+        (row_number, (4, 16), "S1->S1 R*->R* P->P"),
+        (stable_ties, (4, 16), ""),
+        (blocks_of_four, (16, 6), "S1->S1 R*->R*"),
+        (far_neighbours, (64, 8), "S1->S1 R*->R* P->P"),
+        (by_whole_size, (64, 8), "S1->S1 R*->R* P->P"),
+        (scaled_down_when_huge, (4, 16), "R*->R*"),
+    ],
+)
+def test_nothing_unsound(target, shape, sound):
+    assert found(target, t(*shape)) <= {"R->R", *sound.split()}
+
+
+def draws(x):
+    return x * (torch.rand_like(x) < 0.5)
+
+
+def counts(x, _calls=[0]):  # noqa: B006 - the state is the point
+    _calls[0] += 1
+    return x * _calls[0]
+
+
+def changes_its_operand(x):
+    with torch.no_grad():
+        x.add_(1)
+    return x * 2
+
+
+@pytest.mark.parametrize("target", [draws, counts, changes_its_operand])
+def test_ops_that_are_no_functions_are_repeated(target):
+    assert found(target, t(4, 16)) == {"R->R"}
+
+
+def test_random_aten_ops_are_repeated():
+    assert found(aten.bernoulli.default, t(4, 16)) == {"R->R"}
+    assert found(aten.native_dropout.default, t(4, 16), 0.5, True) == {"R->R,R"}
+
+
+def broken(x):
+    raise ValueError("no CPU kernel")
+
+
+def test_an_op_that_cannot_be_run_is_repeated():
+    meta = TensorMeta((4, 16), torch.float32)
+    call = OpCall(broken, (Slot(0),), (), (meta,), (meta,))
+    assert list(map(str, discover(call, 2))) == ["R->R"]
+
+
+def test_the_random_state_is_left_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    calls = [make_call(aten.tanh.default, torch.ones(4, 9)), make_call(torch.relu, torch.ones(4, 9))]
+    discover(calls[0], 3)
+    discover(OpCall(draws, (Slot(0),), (), calls[1].operands, calls[1].results), 3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# The store ------------------------------------------------------------------------------------------------------------
+
+
+def test_store_keeps_findings_and_proves_them_again(tmp_path):
+    path = tmp_path / "rules.json"
+    call = make_call(aten.cumsum.default, t(4, 16), 1)
+    first = discover(call, 2, DiscoveryStore(path))
+    store = DiscoveryStore(path)
+    assert discover(call, 2, store) == first
+    other = make_call(aten.cumsum.default, t(6, 20), 1)  # other sizes, same ranks and dtypes
+    assert set(store.get(other)) == set(map(str, first[1:]))
+    store.put(call, ["S1->S1", "S7->S0", "S0->S0"])  # stale or wrong entries do no harm
+    assert set(map(str, discover(other, 3, store))) == {"R->R", "S0->S0"}
+
+
+def test_unreadable_store_is_reported_and_made_anew(tmp_path, caplog):
+    path = tmp_path / "rules.json"
+    path.write_text("{")
+    store = DiscoveryStore(path)
+    assert "unreadable" in caplog.text
+    call = make_call(aten.cumsum.default, t(4, 16), 1)
+    assert discover(call, 2, store)
+    assert DiscoveryStore(path).get(call) == store.get(call)
