@@ -6,9 +6,10 @@ Heavy imports wait inside the subcommands, so that `alpa --help` is instant.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError, OptionError
@@ -120,8 +121,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
-    with _precision(recipe, model):
-        plan = make_plan(model, batch, cluster, options, progress=progress)
+    context = _apply_precision(recipe, model)
+    plan = make_plan(model, batch, cluster, options, progress=progress, context=context)
     console = Console()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     console.print(plan_table(plan, shapes, memory_limit(options, cluster)))
@@ -200,25 +201,24 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
     return loader.collate_fn(rows)
 
 
-@contextlib.contextmanager
-def _precision(recipe: Recipe, model: Any) -> Iterator[None]:
-    """What the Trainer's precision plugin does to the model and around its step, for plans made without a Trainer."""
+def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContextManager]:
+    """What the Trainer's precision plugin does to the model, and the context that it puts around the step."""
     import torch
 
     precision = str(recipe.trainer.get("precision") or "32-true")
-    halves = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
+    dtypes = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
     kind, _, mode = precision.partition("-")
-    if kind not in halves or mode not in ("true", "mixed", ""):
+    low = kind in ("16", "bf16")
+    if kind not in dtypes or mode not in ("", "true", "mixed") or (mode == "mixed" and not low):
         raise OptionError(
-            f"{recipe.path}: trainer.precision {precision!r} cannot be planned", "use 32-true, bf16-mixed or bf16-true"
+            f"{recipe.path}: trainer.precision {precision!r} cannot be planned",
+            "use 32-true, 64-true, 16-mixed, bf16-mixed, 16-true or bf16-true",
         )
-    if mode == "mixed" or (mode == "" and kind in ("16", "bf16")):
-        # Capture runs as CPU whatever the cluster's devices are.
-        with torch.autocast("cpu", dtype=halves[kind]):
-            yield
-        return
-    model.to(halves[kind])
-    yield
+    if low and mode != "true":
+        # The step is captured as CPU, whatever the cluster's devices are.
+        return partial(torch.autocast, "cpu", dtype=dtypes[kind])
+    model.to(dtypes[kind])
+    return nullcontext
 
 
 def _seed(recipe: Recipe) -> None:

@@ -42,12 +42,14 @@ def make_plan(
     options: PlanOptions | None = None,
     optimizer: OptimizerInfo | None = None,
     progress: Progress | None = None,
+    context: Callable[[], AbstractContextManager] | None = None,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None.
+        context: what surrounds the step, such as autocast (see `capture_step`).
 
     Raises:
         CaptureError, PlanError: see there.
@@ -59,7 +61,9 @@ def make_plan(
     progress = progress or (lambda name: nullcontext())
     started = time.perf_counter()
     with progress("capture"):
-        step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope)
+        step = capture_step(
+            module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope, context=context
+        )
     capture_seconds = time.perf_counter() - started
     plan = plan_step(step, cluster, options, optimizer or optimizer_info_of(module), progress)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
