@@ -52,6 +52,7 @@ class _Stored:
     to_use: Reshard
     to_whole: Reshard
     is_gathered_once: bool
+    accumulator: torch.autograd.graph.Node | None = None  # kept alive: it carries our hook
     leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
     complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
     is_complete: bool = False  # whether parameter.grad was left by a reduction
@@ -140,6 +141,7 @@ class ParameterStore:
         self._hooks.clear()
         self.after_optimizer_step()
         for stored in self._stored.values():
+            stored.accumulator = None  # it remembers the shard's shape
             if stored.to_whole.forward_steps:
                 stored.parameter.grad = None
                 stored.parameter.data = stored.to_whole.values(stored.parameter.detach())
@@ -253,14 +255,16 @@ class ParameterStore:
         """
         parameter = stored.parameter
 
-        def before(grad: Tensor) -> None:
+        def before(grads: tuple[Tensor, ...]) -> None:
             if parameter.grad is None:
                 stored.complete = None
             elif stored.is_complete:
                 stored.complete, parameter.grad = parameter.grad, None
             stored.is_complete = False
 
-        self._hooks.append(parameter.register_hook(before))
+        # A hook of the node that adds to `grad`, not of the tensor: those also run for `torch.autograd.grad`.
+        stored.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._hooks.append(stored.accumulator.register_prehook(before))
         self._hooks.append(
             parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
         )

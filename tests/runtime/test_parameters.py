@@ -249,6 +249,71 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
     run_on_threads((2,), work)
 
 
+def test_reduction_runs_in_buckets_during_the_backward():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh, bucket_bytes=400)
+        store.shard()
+        record, counts = mesh.axes[0].record, []
+        for _ in range(2):
+            before = len(record)
+            loss_sum(store.step_inputs(), batches()[0]).backward()
+            during = len(record)
+            store.finish_backward()
+            counts.append((during - before, [num_bytes for _, num_bytes in record[during:]]))
+            buckets = [num_bytes for _, num_bytes in record[before:]]
+        return counts, buckets
+
+    total = 8 * sum(p.numel() for n, p in make_net().named_parameters() if n != "unused")
+    for (first, second), buckets in run_on_threads((2,), work):
+        assert first[0] == 0  # the first backward only observes
+        assert second == (len(buckets), [])  # all are under way before the backward ends
+        assert len(buckets) > 1
+        assert sum(buckets) == total
+
+
+def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh)
+        store.shard()
+        for _ in range(2):
+            net.zero_grad()
+            given = store.step_inputs()
+            loss = given["first.weight"].sum() + (given["bias"] * 3 if mesh.coordinate[0] == 1 else 0)
+            loss.backward()
+            store.finish_backward()
+        return net.bias.grad, net.first.weight.grad[0, 0], net.unused.grad
+
+    for bias, weight, unused in run_on_threads((3,), work):
+        assert (bias.item(), weight.item(), unused) == (3.0, 3.0, None)
+
+
+def test_misuse_is_an_error():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh)
+        store.shard()
+        loss = loss_sum(store.step_inputs(), batches()[0])
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeMismatchError, match="made twice"):
+            loss.backward()
+        store.discard_gradients()
+        loss_sum(store.step_inputs(), batches()[0]).backward()
+        store.finish_backward()
+        reduced = net.bias.grad.clone()
+        torch.autograd.grad(loss_sum(store.step_inputs(), batches()[0]), net.bias)  # leaves .grad as it is
+        assert torch.equal(net.bias.grad, reduced)
+        store.step_inputs()["unused"].sum().backward()
+        with pytest.raises(RuntimeMismatchError, match="unused got a gradient"):
+            store.finish_backward()
+
+    run_on_threads((2,), work)
+
+
 def test_gradients_of_subsets_values_and_loading():
     def work(mesh):
         net = make_net()

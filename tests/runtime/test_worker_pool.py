@@ -40,6 +40,33 @@ def test_group_is_left_to_the_function_on_request(pool):
     assert pool.run(2, has_group, init_group=False) == [(False, "0"), (False, "1")]
 
 
+def train_with_lightning() -> list[float]:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    model = BoringModel()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    return [trainer.world_size, trainer.global_rank, model.layer.weight.sum().item()]
+
+
+def test_a_lightning_trainer_finds_its_ranks(pool):
+    for _ in range(2):  # workers are used again
+        first, second = pool.run(2, train_with_lightning, init_group=False)
+        assert (first[:2], second[:2]) == ([2, 0], [2, 1])
+        assert first[2] == second[2]
+
+
 def test_failure_shows_the_cause_and_the_pool_lives_on(pool):
     with pytest.raises(WorkerError, match=r"rank 1 raised[\s\S]*the reason"):
         pool.run(2, fail_on_last_rank)
