@@ -14,8 +14,8 @@ import numpy as np
 
 from alpa_strategy.intra_op.problem import Problem, Transfer
 
-MAX_TABLE_ENTRIES = 4_000_000
-MAX_TOTAL_ENTRIES = 60_000_000
+MAX_TABLE_ENTRIES = 8_000_000
+MAX_TOTAL_ENTRIES = 300_000_000
 MAX_DIRECT_ENTRIES = 50_000
 
 
@@ -100,12 +100,16 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
     holding = _buckets(network, position)
     minimum = 0.0
     decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+    known: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
     for v in order:
         rest = _others(holding[v], v, position)
-        joined = _join(holding[v], (*rest, v), network.sizes)
+        key = _signature(holding[v], (*rest, v))
+        if key not in known:
+            joined = _join(holding[v], (*rest, v), network.sizes)
+            best = joined.argmin(axis=-1)
+            known[key] = best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+        best, message = known[key]
         holding[v] = []
-        best = joined.argmin(axis=-1)
-        message = np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
         decisions.append((v, rest, best))
         if rest:
             holding[rest[0]].append(Factor(rest, message))
@@ -121,45 +125,53 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the bucket tree)."""
     position = {v: i for i, v in enumerate(order)}
     holding = _buckets(network, position)
-    tables: dict[int, np.ndarray] = {}
     scopes: dict[int, tuple[int, ...]] = {}
-    messages: dict[int, np.ndarray] = {}
+    inward: dict[int, np.ndarray] = {}  # per bucket, the minimum below it, over scopes[v]
+    children: dict[int, list[int]] = {v: [] for v in order}
     total = 0.0
+    known: dict[tuple, np.ndarray] = {}
     for v in order:
-        rest = _others(holding[v], v, position)
-        tables[v] = _join(holding[v], (*rest, v), network.sizes)
-        scopes[v] = rest
-        holding[v] = []
-        messages[v] = tables[v].min(axis=-1)
+        rest = scopes[v] = _others(holding[v], v, position)
+        key = _signature(holding[v], (*rest, v))
+        if key not in known:
+            known[key] = _join(holding[v], (*rest, v), network.sizes).min(axis=-1)
+        inward[v] = known[key]
         if rest:
-            holding[rest[0]].append(Factor(rest, messages[v]))
+            holding[rest[0]].append(Factor(rest, inward[v]))
+            children[rest[0]].append(v)
         else:
-            total += float(messages[v])
+            total += float(inward[v])
+    if not np.isfinite(total):
+        return [np.full(size, np.inf) for size in network.sizes[: network.num_choices]]
+    # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v itself told it.
+    outside = {v: np.array(total - float(inward[v])) for v in order if not scopes[v]}
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
-        rest = scopes[v]
-        belief = tables.pop(v)
-        if rest:
-            # What the rest of the network adds to this bucket: its parent's belief less the bucket's own message.
-            parent = rest[0]
-            inward = _minimum_onto(tables[parent], (*scopes[parent], parent), rest)
-            outside = np.where(
-                np.isfinite(messages[v]), inward - np.where(np.isfinite(messages[v]), messages[v], 0.0), 0.0
-            )
-            belief = belief + outside[..., None]
-        else:
-            belief = belief + (total - float(messages[v]))
+        scope = (*scopes[v], v)
+        belief = _join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
         marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
-        tables[v] = belief
+        for child in children[v]:
+            known = np.isfinite(inward[child])
+            seen = _minimum_onto(belief, scope, scopes[child])
+            outside[child] = np.where(known, seen - np.where(known, inward[child], 0.0), 0.0)
+        holding[v] = []
     return marginals[: network.num_choices]
 
 
 def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
     """Every factor in the bucket of the variable of its scope that is eliminated first."""
     holding: list[list[Factor]] = [[] for _ in network.sizes]
+    equal: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
     for factor in network.factors:
-        holding[min(factor.scope, key=position.__getitem__)].append(factor)
+        table = equal.setdefault((factor.table.shape, factor.table.tobytes()), factor.table)
+        holding[min(factor.scope, key=position.__getitem__)].append(Factor(factor.scope, table))
     return holding
+
+
+def _signature(factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple:
+    """Equal for buckets that join the same tables in the same way: identical layers are then worked out once."""
+    axis = {v: i for i, v in enumerate(scope)}
+    return tuple(sorted((id(f.table), *(axis[v] for v in f.scope)) for f in factors))
 
 
 def _others(factors: Sequence[Factor], v: int, position: dict[int, int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from alpa_strategy.intra_op.local_search import Neighbourhood, improve
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, evaluate
 
-HULL = 1e-9  # relative distance at which a point counts as lying on the line through its neighbours
+HULL = 3e-5  # relative distance from the best possible bound at which the search for the price stops
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def best_price(
         line = over.seconds + price * over.num_bytes
         if value - price * limit > best.bound:
             best = Dual(price, value - price * limit, over, under)
-        if new.seconds + price * new.num_bytes >= line * (1 - HULL):
+        # Where the line meets the limit no price can do better.
+        if value >= line - HULL * abs(line - price * limit):
             break
         if new.num_bytes > limit:
             over = new

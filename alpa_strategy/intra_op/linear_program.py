@@ -139,6 +139,12 @@ def formulate(problem: Problem) -> LinearProgram:
     return LinearProgram(cost / unit, key // num_columns, key % num_columns, value, lower, upper, first, unit)
 
 
+def num_columns(problem: Problem) -> int:
+    """About how many columns the program of a problem has, without building it."""
+    transfers = sum(t.cost.size * (len(t.uses) + (len(t.uses) > 1)) for t in problem.transfers)
+    return transfers + sum(len(choice.cost) for choice in problem.choices)
+
+
 def solve_program(
     program: LinearProgram, *, integer: bool, time_limit: float, hint: Sequence[int] | None = None
 ) -> LpResult:

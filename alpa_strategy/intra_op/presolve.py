@@ -25,6 +25,16 @@ class Presolved:
         """An assignment of the smaller problem in the original's strategy indices."""
         return [int(kept[k]) for kept, k in zip(self.kept, assignment, strict=True)]
 
+    def contract(self, assignment: Sequence[int]) -> list[int] | None:
+        """An assignment of the original in this problem's indices; None where it takes a strategy that was dropped."""
+        found = []
+        for kept, k in zip(self.kept, assignment, strict=True):
+            at = int(np.searchsorted(kept, k))
+            if at == len(kept) or kept[at] != k:
+                return None
+            found.append(at)
+        return found
+
     def restrict(self, live: Sequence[np.ndarray]) -> Presolved:
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
         kept = tuple(old[new] for old, new in zip(self.kept, live, strict=True))
@@ -43,13 +53,18 @@ def presolve(problem: Problem, max_rounds: int = 3) -> Presolved:
     for t, transfer in enumerate(problem.transfers):
         for c in set() if not transfer.uses else {transfer.producer, *(use.choice for use in transfer.uses)}:
             incident[c].append(t)
+    arrays = _Arrays()
+    known: dict[tuple, np.ndarray] = {}
     touched = set(range(len(live)))
     for _ in range(max_rounds):
         changed: set[int] = set()
         for c in sorted(touched):
             if len(live[c]) <= 1:
                 continue
-            keep = _undominated(problem, c, incident[c], live)
+            key = _signature(problem, c, incident[c], live, arrays)
+            if key not in known:
+                known[key] = _undominated(problem, c, incident[c], live)
+            keep = known[key]
             if len(keep) < len(live[c]):
                 live[c] = keep
                 changed.add(c)
@@ -82,6 +97,34 @@ def restrict(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
         uses = tuple(Use(u.choice, np.searchsorted(targets, a)) for u, a in zip(transfer.uses, asked, strict=True))
         transfers.append(Transfer(transfer.name, transfer.producer, source, uses, cost, memory))
     return replace(problem, choices=choices, transfers=tuple(transfers))
+
+
+class _Arrays:
+    """A small number per array, the same for equal arrays."""
+
+    def __init__(self) -> None:
+        self.by_object: dict[int, int] = {}
+        self.by_content: dict[tuple, int] = {}
+
+    def number(self, array: np.ndarray) -> int:
+        if id(array) not in self.by_object:
+            content = (array.shape, array.dtype.str, array.tobytes())
+            self.by_object[id(array)] = self.by_content.setdefault(content, len(self.by_content))
+        return self.by_object[id(array)]
+
+
+def _signature(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray], arrays: _Arrays) -> tuple:
+    """Equal for choices with equal tables around them: identical layers are then worked out once."""
+    parts: list[object] = [arrays.number(problem.choices[c].cost), arrays.number(problem.choices[c].memory)]
+    parts.append(live[c].tobytes())
+    for t in incident:
+        transfer = problem.transfers[t]
+        parts += [arrays.number(transfer.cost), arrays.number(transfer.memory), arrays.number(transfer.source)]
+        parts += [transfer.producer == c, live[transfer.producer].tobytes()]
+        for use in transfer.uses:
+            parts += [arrays.number(use.layout), use.choice == c, live[use.choice].tobytes()]
+        parts.append(None)
+    return tuple(parts)
 
 
 def _undominated(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray]) -> np.ndarray:

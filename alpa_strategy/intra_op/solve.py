@@ -14,13 +14,16 @@ import numpy as np
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.elimination import eliminate, min_marginals, network_of, plan_order
 from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory
-from alpa_strategy.intra_op.linear_program import formulate, solve_program
+from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_program
 from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
-from alpa_strategy.intra_op.presolve import Presolved, presolve
+from alpa_strategy.intra_op.presolve import presolve
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
-LARGE_PROGRAM = 200_000  # transfer columns above which a gap within the target is good enough
+POOR = 0.05  # above this gap even a large program is tried
+CORES = (0.1, 0.4, 1.0)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
+SMALL_COLUMNS = 20_000  # a program that is solved to proof in a second or so
+MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few seconds
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def _least(problem: Problem, deadline: float) -> tuple[Point, _Found]:
     total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
     bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
     found = _minimise(bytes_first, deadline)
-    assert found is not None and found.assignment is not None  # a finite assignment was found before
+    assert found is not None
+    assert found.assignment is not None  # a finite assignment was found before
     return point(problem, found.assignment), found
 
 
@@ -104,36 +108,44 @@ def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float
     starts = [least, dual.under]
     best = min((*starts, cross(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
     found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
-    if _gap(problem, found) <= PROVED:
+    if _gap(problem, found) <= PROVED or np.isinf(found.bound):
         return found
-    core = _core(problem, dual, best.seconds)
-    large = sum(t.cost.size * len(t.uses) for t in core.problem.transfers) > LARGE_PROGRAM
-    if _gap(problem, found) <= gap_target and large:
+    if time.monotonic() > deadline:
         return found
-    kept = [{int(k): i for i, k in enumerate(kept)} for kept in core.kept]
-    hint = [kept[c].get(k, 0) for c, k in enumerate(best.assignment)]
-    exact = _by_program(core.problem, deadline, hint)
-    if exact.assignment is None:
+    reduced = presolve(problem)
+    if _gap(problem, found) <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
         return found
-    better = point(problem, core.expand(exact.assignment))
-    # Whatever the core leaves out is no better than the incumbent.
-    bound = max(found.bound, min(exact.bound, best.seconds))
-    if better.seconds < best.seconds:
-        return _Found(list(better.assignment), bound, exact.method)
-    return replace(found, bound=bound, method=exact.method)
+    excess = _excess(reduced.problem, dual)
+    for fraction in CORES if excess is not None else (1.0,):
+        reach = (best.seconds - dual.bound) * fraction
+        core = reduced
+        if excess is not None:
+            core = reduced.restrict([np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess])
+        if num_columns(core.problem) > MAX_COLUMNS and not _gap(problem, found) > POOR:
+            break
+        left = deadline - time.monotonic()
+        if left <= 0 or (_gap(problem, found) <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
+            break
+        until = time.monotonic() + (left if fraction == 1.0 else left / 3)
+        exact = _by_program(core.problem, until, core.contract(best.assignment))
+        # Outside the core every assignment exceeds the priced minimum by at least `reach`.
+        bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
+        if exact.assignment is not None:
+            best = min(best, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
+        found = _Found(list(best.assignment), max(found.bound, min(bound, best.seconds)), exact.method)
+        if _gap(problem, found) <= PROVED:
+            break
+    return found
 
 
-def _core(problem: Problem, dual: Dual, seconds: float) -> Presolved:
-    """The problem without the strategies whose every use is provably dearer than an incumbent of `seconds`."""
-    core = presolve(problem)
-    priced = price_memory(core.problem, dual.price)
-    network = network_of(priced)
+def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
+    """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum, at least."""
+    network = network_of(price_memory(problem, dual.price))
     order = plan_order(network) if network else None
     if network is None or order is None:
-        return core
-    limit = seconds * (1 + PROVED) + dual.price * problem.memory_limit
-    live = [np.flatnonzero(m <= limit) for m in min_marginals(network, order)]
-    return core.restrict(live)
+        return None
+    base = dual.bound + dual.price * problem.memory_limit
+    return [marginal - base for marginal in min_marginals(network, order)]
 
 
 def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None = None) -> _Found:
