@@ -62,7 +62,7 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
     )
     if predicted > 0 and measured_seconds > 0:
         ratio = measured_seconds / predicted
-        way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} of the prediction"
+        way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} the prediction"
         text.append(f" ({way})", style="dim")
     return text
 
