@@ -1,7 +1,7 @@
 """Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM (arXiv:1909.08053, section 3).
 
 Each device holds a run of ids. The embedding leaves rows of other devices' ids zero (the sum over the axis is the
-lookup); the loss exchanges three numbers per row instead of the logits, and its backward exchanges nothing.
+lookup); the loss exchanges three or four numbers per row instead of the logits, and its backward exchanges nothing.
 """
 
 from __future__ import annotations
@@ -99,23 +99,28 @@ class _VocabCrossEntropy(torch.autograd.Function):
             logits, target, weight, ignore_index, smoothing, first_class, num_classes, dtype
         )
         weighted = torch.zeros_like(highest)
-        total = torch.zeros_like(highest)
+        # Without class weights the a_c of a row add up to 1 whatever the smoothing: nothing to exchange.
+        total = torch.zeros_like(highest) if weight is not None or kept is None else None
         if hot is not None:
             index, amount = hot
             if num_local:
                 weighted += torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
-            total += amount
+            if total is not None:
+                total += amount
         if shares is not None:
             weighted += (shifted * shares).sum(dim, keepdim=True)
-            total += shares.expand_as(shifted).sum(dim, keepdim=True)
+            if total is not None:
+                total += shares.expand_as(shifted).sum(dim, keepdim=True)
 
         log_probs_needed = ctx.needs_input_grad[1]
         centred = shifted if log_probs_needed else None
         exponentials = shifted.exp() if log_probs_needed else shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim, keepdim=True), weighted, total])
+        per_row = [exponentials.sum(dim, keepdim=True), weighted, *([] if total is None else [total])]
+        sums = torch.stack(per_row)
         for comm in comms:
             sums = comm.all_reduce(sums)
-        denominator, weighted, total = sums.unbind()
+        denominator, weighted = sums[0], sums[1]
+        total = torch.ones_like(denominator) if total is None else sums[2]
         row_loss = total * denominator.log() - weighted
         if kept is not None:
             row_loss = row_loss.masked_fill(~kept, 0.0)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from alpa_strategy.sharding.discover_trials import ALL_KINDS, FEW_KINDS, SOME_KINDS, Trial, run_call, trials, variants
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
+from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import AxisStrategy, OpCall
 
 MAX_HYPOTHESES = 1500
@@ -106,43 +109,75 @@ def _single(options: list[list[Placement]]) -> list[Split]:
 
 def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStrategy, ...]:
     """The strategies behind those splits that survive every trial."""
-    if _is_random_or_mutating(call):
-        return ()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        evidence = _evidence(call)
-        everything = [trial for variant in evidence for trial in variant]
-        if len(everything) < MIN_TRIALS or any(map(_not_repeatable, everything)):
-            return ()
-        experiments = [_Experiment(call, split) for split in splits]
-        for number, (trial, largest) in enumerate(
-            (trial, variant is evidence[-1]) for variant in evidence for trial in variant
-        ):
-            chunk_counts = [2, 3, 4, 5] if number < 2 else [2 + number % 2]
-            if largest and len(evidence) > 1:
-                chunk_counts = [axis_size]
-            experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
-        responsive = _responsive_results(evidence, len(call.results))
-        return tuple(strategy for e in experiments if (strategy := e.verdict(responsive)) is not None)
-
-
-def _evidence(call: OpCall) -> list[list[Trial]]:
-    """Trials per variant: every kind of data on the first that runs, some on two more and on the largest."""
-    found: list[list[Trial]] = []
     candidates = variants(call)
-    for variant in candidates[:-1]:
-        if len(found) < 3 and (ran := list(trials(variant, SOME_KINDS if found else ALL_KINDS))):
-            found.append(ran)
-    for variant in candidates[-1:]:
-        if ran := list(trials(variant, FEW_KINDS if found else ALL_KINDS)):
-            found.append(ran)
-    return found
+    if not candidates or is_random(call) or _is_mutating(call):
+        return ()
+    small = _small_trials(tuple(candidates[:-1]), tuple(splits))
+    if small is None:
+        return ()
+    with _plain_torch():
+        evidence = list(trials(candidates[-1], FEW_KINDS if small.num_trials else ALL_KINDS))
+        if small.num_trials + len(evidence) < MIN_TRIALS or any(map(_not_repeatable, evidence)):
+            return ()
+        experiments = [experiment.copy() for experiment in small.experiments]
+        chunk_counts = [axis_size] if small.num_trials else sorted({axis_size, 2, 3, 4, 5})
+        for trial in evidence:
+            experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
+    responsive = [a or b for a, b in zip(small.responsive, _responsive(evidence, len(call.results)), strict=True)]
+    return tuple(strategy for e in experiments if (strategy := e.verdict(responsive)) is not None)
 
 
-def _is_random_or_mutating(call: OpCall) -> bool:
-    if not isinstance(call.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in call.target.tags or call.target._schema.is_mutable
+@dataclass(frozen=True)
+class _SmallTrials:
+    """What the small variants said: the hypotheses left, and which results depended on the data."""
+
+    num_trials: int
+    experiments: tuple[_Experiment, ...]
+    responsive: tuple[bool, ...]
+
+
+@lru_cache(maxsize=1024)
+def _small_trials(candidates: tuple[OpCall, ...], splits: tuple[Split, ...]) -> _SmallTrials | None:
+    """Experiments on the first variants that run: every kind of data on one, some on two more. None: not a function.
+
+    Remembered: calls that differ only in their sizes share it.
+    """
+    experiments = [_Experiment(candidates[0], split) for split in splits]
+    num_results = len(candidates[0].results)
+    responsive = [False] * num_results
+    num_trials = num_variants = 0
+    with _plain_torch():
+        for variant in candidates:
+            evidence = list(trials(variant, SOME_KINDS if num_variants else ALL_KINDS))
+            if any(map(_not_repeatable, evidence)):
+                return None
+            responsive = [a or b for a, b in zip(responsive, _responsive(evidence, num_results), strict=True)]
+            for trial in evidence:  # the first ends most hypotheses
+                chunk_counts = [2, 3, 4, 5] if num_trials < 2 else [2 + num_trials % 2]
+                experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
+                num_trials += 1
+            num_variants += bool(evidence)
+            if num_variants == 3:
+                break
+    return _SmallTrials(num_trials, tuple(experiments), tuple(responsive))
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """The op runs as it would in a bare script on the CPU, and leaves no trace in the random state."""
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_mutating(call: OpCall) -> bool:
+    return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
 
 
 def _not_repeatable(trial: Trial) -> bool:
@@ -154,12 +189,9 @@ def _not_repeatable(trial: Trial) -> bool:
     return not all(map(_same, (*results, *operands), (*trial.results, *trial.operands)))
 
 
-def _responsive_results(evidence: list[list[Trial]], num_results: int) -> list[bool]:
+def _responsive(evidence: list[Trial], num_results: int) -> list[bool]:
     """Per result, whether its value ever depended on the data: a result that never did proves nothing."""
-    return [
-        any(not _same(variant[0].results[j], trial.results[j]) for variant in evidence for trial in variant[1:])
-        for j in range(num_results)
-    ]
+    return [any(not _same(evidence[0].results[j], t.results[j]) for t in evidence[1:]) for j in range(num_results)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -215,6 +247,14 @@ class _Experiment:
             for meta in call.results
         ]
         self.has_grad = [False] * len(split)
+
+    def copy(self) -> _Experiment:
+        """An independent copy, to go on with other trials."""
+        other = _Experiment(self.call, self.split)
+        other.num_tests = self.num_tests
+        other.operands, other.results = list(map(set, self.operands)), list(map(set, self.results))
+        other.has_grad = list(self.has_grad)
+        return other
 
     def survives(self, trial: Trial, n: int) -> bool:
         """Run the trial on `n` devices; False when no way of recombining is left."""

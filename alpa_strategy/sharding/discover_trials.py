@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
-MAX_ELEMENTS = 200_000  # of all operands together, in the largest trials
+MAX_ELEMENTS = 300_000  # of all operands and results together, in the largest trials
 SMALLEST_SIZE = 5  # of a shrunk dim: up to 5 chunks, none of them empty
 
 
@@ -72,7 +72,10 @@ def run_call(
 
 
 def variants(call: OpCall) -> list[OpCall]:
-    """The call at other shapes: equal sizes stay equal. Small ones first, the call's own (or nearest to it) last."""
+    """The call at other shapes: equal sizes stay equal. Small ones first, the call's own (or nearest to it) last.
+
+    Of the results only the ranks are kept, so that calls of one pattern have equal small variants.
+    """
     sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
     if any(size == 0 for meta in call.operands for size in meta.shape):
         return []
@@ -81,9 +84,12 @@ def variants(call: OpCall) -> list[OpCall]:
         for start, step, keep in ((5, 1, 0), (6, 2, 0), (5, 1, 4), (9, 2, 8)):
             shrunk = itertools.count(max(start, keep + 1), step)
             maps.append(({size: size if size <= keep else next(shrunk) for size in sizes}, follow))
+    # Operands much smaller than the result (an outer product) must shrink all the more.
+    num_elements = _num_elements(call, {})
+    limit = MAX_ELEMENTS * num_elements // max(num_elements + sum(meta.num_elements for meta in call.results), 1)
     for follow in (True, False):
         nearest = {size: size for size in sizes}
-        while sizes and _num_elements(call, nearest) > MAX_ELEMENTS and max(nearest.values()) > 2 * SMALLEST_SIZE:
+        while sizes and _num_elements(call, nearest) > limit and max(nearest.values()) > 2 * SMALLEST_SIZE:
             largest = max(nearest.values())
             nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
         maps.append((nearest, follow))
@@ -109,6 +115,7 @@ def _resized(call: OpCall, sizes: dict[int, int], arguments_too: bool) -> OpCall
         args=tuple(map(convert, call.args)),
         kwargs=tuple((name, convert(value)) for name, value in call.kwargs),
         operands=tuple(meta.with_shape(tuple(sizes.get(s, s) for s in meta.shape)) for meta in call.operands),
+        results=tuple(meta.with_shape((0,) * len(meta.shape)) for meta in call.results),
     )
 
 
