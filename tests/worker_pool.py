@@ -1,4 +1,4 @@
-"""Persistent worker processes that play the ranks of a job: imports are paid once for a whole test session.
+"""Persistent worker processes that play the ranks of a job: imports are paid for once in a whole test session.
 
 `pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first `world_size` workers, each
 with the environment that torchrun would give and, unless `init_group=False`, a fresh gloo process group.
@@ -31,10 +31,15 @@ class WorkerError(AssertionError):
 
 
 class WorkerPool:
-    """Up to `MAX_WORKERS` worker processes, started when first needed and killed by `close`."""
+    """Up to `MAX_WORKERS` worker processes, forked when first needed from a template process that has done the imports.
+
+    A worker that hangs is killed with all others; new ones are there in milliseconds.
+    """
 
     def __init__(self) -> None:
-        self._workers: list[tuple[subprocess.Popen, Connection]] = []
+        self._template: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+        self._workers: list[Connection] = []
 
     def run(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, init_group: bool = True
@@ -54,7 +59,7 @@ class WorkerPool:
         if not 1 <= world_size <= MAX_WORKERS:
             raise ValueError(f"world_size {world_size} is not between 1 and {MAX_WORKERS}")
         for rank in range(len(self._workers), world_size):
-            self._workers.append(_start_worker(rank))
+            self._workers.append(self._start_worker(rank))
         job = (sys.modules[fn.__module__].__file__, fn.__module__, fn.__qualname__, args)
         environment = {
             "WORLD_SIZE": str(world_size),
@@ -63,14 +68,14 @@ class WorkerPool:
             "MASTER_PORT": str(_free_port()),
         }
         message = pickle.dumps((job, environment, init_group, timeout))
-        connections = [connection for _, connection in self._workers[:world_size]]
+        connections = self._workers[:world_size]
         try:
             for connection in connections:
                 connection.send_bytes(message)
             return self._collect(connections, timeout)
         except BaseException:
-            # A rank that failed leaves others inside a collective: only new processes are sure to be clean.
-            self.close()
+            # A rank that failed leaves others inside a collective: only new workers are sure to be clean.
+            self._kill_workers()
             raise
 
     def _collect(self, connections: list[Connection], timeout: float) -> list[Any]:
@@ -87,37 +92,56 @@ class WorkerPool:
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError) as error:
-                    raise WorkerError(f"rank {rank} died (exit code {self._workers[rank][0].poll()})") from error
+                    raise WorkerError(f"rank {rank} died") from error
                 if not succeeded:
                     raise WorkerError(f"rank {rank} raised\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(len(connections))]
 
     def close(self) -> None:
-        """Kill all workers."""
-        for process, connection in self._workers:
+        """Kill all processes."""
+        for connection in self._workers:
             connection.close()
-            process.kill()
-        for process, _ in self._workers:
-            process.wait()
         self._workers.clear()
+        if self._template is not None:
+            assert self._control is not None
+            self._control.close()
+            self._template.kill()  # its workers die with it
+            self._template.wait()
+            self._template = None
 
+    def _start_worker(self, rank: int) -> Connection:
+        if self._template is None:
+            self._control, theirs = socket.socketpair()
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "CUDA_VISIBLE_DEVICES": "",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
+            self._template = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            theirs.close()
+        assert self._control is not None
+        ours, theirs = Pipe(duplex=True)
+        socket.send_fds(self._control, [str(rank).encode()], [theirs.fileno()])
+        theirs.close()
+        self._expect_done()
+        return ours
 
-def _start_worker(rank: int) -> tuple[subprocess.Popen, Connection]:
-    ours, theirs = Pipe(duplex=True)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),  # Lightning's rank_zero_only reads it at import
-        "LOCAL_RANK": str(rank),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    theirs.close()
-    return process, ours
+    def _kill_workers(self) -> None:
+        for connection in self._workers:
+            connection.close()
+        self._workers.clear()
+        assert self._control is not None
+        self._control.send(b"kill")
+        self._expect_done()
+
+    def _expect_done(self) -> None:
+        assert self._control is not None
+        if self._control.recv(4) != b"done":
+            raise WorkerError("the worker pool's template process died")
 
 
 def _free_port() -> int:
@@ -172,18 +196,12 @@ def _run_job(message: bytes) -> Any:
         os.chdir(folder)
 
 
-def _worker_main(file_descriptor: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the tests
+def _worker_main(rank: int, file_descriptor: int) -> None:
+    _die_with_parent()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    rank_zero = sys.modules["lightning.fabric.utilities.rank_zero"]
+    rank_zero.rank_zero_only.rank = rank  # Lightning reads RANK at import, which the template did
     connection = Connection(file_descriptor)
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-    import lightning  # noqa: F401  (paid for once)
-    import torch
-
-    import alpa_strategy  # noqa: F401
-
-    torch.set_num_threads(1)
     while True:
         try:
             message = connection.recv_bytes()
@@ -196,5 +214,42 @@ def _worker_main(file_descriptor: int) -> None:
         connection.send_bytes(answer)
 
 
+def _template_main(file_descriptor: int) -> None:
+    """Import once, then fork a worker per message (its rank, with a pipe's descriptor) until the pool goes away."""
+    _die_with_parent()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+    import lightning.pytorch  # noqa: F401
+    import torch
+    import torch._dynamo  # torch.optim would import it at the first optimizer, which takes seconds
+
+    torch.set_num_threads(1)
+    children: list[int] = []
+    with socket.socket(fileno=file_descriptor) as control:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+            if not message:
+                return
+            if message == b"kill":
+                for child in children:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                children.clear()
+            else:
+                child = os.fork()
+                if child == 0:
+                    control.close()
+                    _worker_main(int(message), descriptors[0])
+                    os._exit(0)
+                os.close(descriptors[0])
+                children.append(child)
+            control.send(b"done")
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux only
+
+
 if __name__ == "__main__":
-    _worker_main(int(sys.argv[1]))
+    _template_main(int(sys.argv[1]))
