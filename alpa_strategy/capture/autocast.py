@@ -11,38 +11,41 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.builder import run_fake
 from alpa_strategy.sharding.op import OpCall
 
 aten = torch.ops.aten
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class AutocastState:
-    """One `torch.autocast` region: what it casts to."""
+    """One `torch.autocast` region: its device type (policies differ) and what it casts to."""
 
+    device_type: str
     dtype: torch.dtype
+
+    def region(self, enabled: bool = True) -> torch.autocast:
+        """The region itself, without autocast's cache of casts."""
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False, enabled=enabled)
 
 
 class _CastWatcher(TorchDispatchMode):
-    """Notes dtype conversions: of the operands (by position), and whether anything else was converted."""
+    """Notes dtype conversions: of the operands (by position), the rest does not matter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operands: list[Tensor] = []
         self.casts: dict[int, torch.dtype] = {}
-        self.inner = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:
             position = next((i for i, t in enumerate(self.operands) if t is args[0]), None)
-            if position is None:
-                self.inner += 1
-            elif (dtype := (kwargs or {}).get("dtype")) is not None:
+            dtype = (kwargs or {}).get("dtype")
+            if position is not None and dtype is not None:
                 self.casts.setdefault(position, dtype)
         return func(*args, **(kwargs or {}))
 
@@ -59,11 +62,12 @@ def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | Non
     """The dtype that autocast gives each operand of `call`; None for those left alone."""
     watcher = _CastWatcher()
 
-    def watch(operands: list[Tensor]) -> None:
+    def run(operands: list[Tensor]) -> None:
         watcher.operands = operands
+        with state.region(), watcher:
+            call.call(*operands)
 
-    with torch.autocast("cpu", dtype=state.dtype, cache_enabled=False), watcher:
-        run_fake(call, before=watch)
+    run_fake(call, run, state.device_type)
     return tuple(watcher.casts.get(i) for i in range(len(call.operands)))
 
 
@@ -80,8 +84,23 @@ def casts_inside(call: OpCall, state: AutocastState) -> bool:
                 seen.extend(t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor))
                 return out
 
-        with torch.autocast("cpu", dtype=state.dtype, cache_enabled=False, enabled=enabled), Watcher():
-            run_fake(call)
+        def run(operands: list[Tensor]) -> None:
+            with state.region(enabled), Watcher():
+                call.call(*operands)
+
+        run_fake(call, run, state.device_type)
         return seen
 
+    if len({m.dtype for m in call.operands if m.dtype.is_floating_point}) > 1:
+        return True  # without autocast, an op made of matmuls refuses mixed dtypes: do not try
     return dtypes(True) != dtypes(False)
+
+
+def decomposed(call: OpCall, state: AutocastState) -> fx.Graph:
+    """The ops that a call is made of, casts included, as an fx graph with the operands as placeholders."""
+
+    def run(operands: list[Tensor]) -> fx.Graph:
+        with state.region():
+            return make_fx(lambda *tensors: call.call(*tensors))(*operands).graph
+
+    return run_fake(call, run, state.device_type)

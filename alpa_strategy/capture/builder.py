@@ -35,18 +35,13 @@ def _inference_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def fake_operands(metas: tuple[TensorMeta, ...]) -> list[Tensor]:
-    """Contiguous fake CPU tensors; call inside `_inference_mode()`."""
-    return [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in metas]
-
-
-def run_fake(call: OpCall, before: Callable[[list[Tensor]], Any] | None = None) -> Any:
-    """Call on fake operands in grad mode; `before` sees the operands first."""
+def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, device: str = "cpu") -> Any:
+    """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands instead."""
     with _inference_mode(), torch.enable_grad():
-        operands = fake_operands(call.operands)
-        if before is not None:
-            before(operands)
-        return call.call(*operands)
+        operands = [
+            torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad) for m in call.operands
+        ]
+        return call.call(*operands) if run is None else run(operands)
 
 
 @lru_cache(maxsize=4096)

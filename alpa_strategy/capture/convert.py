@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import rewrite
 from alpa_strategy.capture.aliasing import Memory, View, ViewStep
-from alpa_strategy.capture.autocast import AutocastState, casts_inside, has_policy, operand_casts
+from alpa_strategy.capture.autocast import AutocastState, casts_inside, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder, frozen
 from alpa_strategy.capture.step_graph import (
     BatchInput,
@@ -183,7 +183,7 @@ class _Converter:
             )
         outer = self.autocast.state
         state = (
-            (AutocastState(dtype or torch.get_autocast_dtype(device_type)) if enabled else None)
+            (AutocastState(device_type, dtype or torch.get_autocast_dtype(device_type)) if enabled else None)
             if on_capture_device
             else outer
         )
@@ -218,6 +218,8 @@ class _Converter:
             return
         if rewrite.is_training_batch_norm(target, args, kwargs):
             self._batch_norm(node, args, kwargs)
+            return
+        if self._inlined(node, target, args, kwargs):
             return
         args, kwargs = self._autocast_operands(target, args, kwargs)
         result = rewrite.rewrite_loss(self.builder, target, args, kwargs)
@@ -398,6 +400,35 @@ class _Converter:
 
     # -- autocast -------------------------------------------------------------------------------------------------
 
+    def _inlined(
+        self, node: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Under autocast, put the ops of a composite op (einsum, ...) in its place when casts happen inside it."""
+        state = self.autocast.state
+        if state is None or has_policy(target, state.device_type) or not _is_composite(target):
+            return False
+        call, operands = self.builder.call_of(target, args, kwargs)
+        if not operands or not casts_inside(call, state):
+            return False
+        graph = decomposed(call, state)
+        rest = iter(operands)
+        regions, self.autocast.regions = self.autocast.regions, []  # the casts are in the graph already
+        for inner in graph.nodes:
+            if inner.op == "placeholder":
+                self.views[inner] = self.memory.new(next(rest))
+            elif inner.op == "call_function":
+                self._call(inner)
+            elif inner.op == "output":
+                out = inner.args[0]
+                many = isinstance(out, tuple | list)
+                self.views[node] = tuple(self.views[n] for n in out) if many else self.views[out]
+            else:
+                raise CaptureError(
+                    f"{target} under autocast ({self.builder.source}) holds a constant", "leave it out of autocast"
+                )
+        self.autocast.regions = regions
+        return True
+
     def _autocast_operands(
         self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -406,11 +437,6 @@ class _Converter:
             return args, kwargs
         call, operands = self.builder.call_of(target, args, kwargs)
         if not has_policy(target, self.trace.device.type):
-            if _is_composite(target) and casts_inside(call, state):
-                raise CaptureError(
-                    f"{target} under autocast ({self.builder.source}) casts inside itself: not supported",
-                    "write it with matmul, linear or conv, or leave it out of autocast",
-                )
             return args, kwargs
         dtypes = operand_casts(call, state)
         cast = [v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)]

@@ -51,3 +51,12 @@ def batch_norm_train(
     mean, var = running_mean.clone(), running_var.clone()
     y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     return y, mean, var
+
+
+def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear whose output comes in equal segments: x [*b, k], weight [s, n, k], bias [s, n] -> [*b, s, n].
+
+    One matrix product, as `F.linear` with the weight [s * n, k]; the segments are views of its result.
+    """
+    flat_bias = None if bias is None else bias.flatten()
+    return F.linear(x, weight.flatten(0, 1), flat_bias).unflatten(-1, weight.shape[:2])

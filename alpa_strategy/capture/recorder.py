@@ -82,13 +82,13 @@ class _TrainerView:
 
 
 @contextmanager
-def recording(module: LightningModule) -> Iterator[Recording]:
+def recording(module: LightningModule, device: torch.device) -> Iterator[Recording]:
     """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit."""
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
-        stack.enter_context(_recording_class(module, record, names))
+        stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in _outermost_metrics(module):
             stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls())
@@ -139,7 +139,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
 
 
 @contextmanager
-def _recording_class(module: LightningModule, record: Recording, names: Mapping[int, str]) -> Iterator[None]:
+def _recording_class(
+    module: LightningModule, record: Recording, names: Mapping[int, str], device: torch.device
+) -> Iterator[None]:
     """Swap the module's class for a subclass whose log methods and counters record."""
     original = type(module)
     trainer = module._trainer
@@ -163,6 +165,7 @@ def _recording_class(module: LightningModule, record: Recording, names: Mapping[
         "global_step": property(lambda self: counters["global_step"]),
         "current_epoch": property(lambda self: counters["current_epoch"]),
         "trainer": property(get_trainer, original.trainer.fset),
+        "device": property(lambda self: device),
         "all_gather": refuse_gather,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

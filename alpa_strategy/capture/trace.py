@@ -78,7 +78,7 @@ def trace_step(
     context: Callable[[], AbstractContextManager[Any]] | None,
 ) -> Trace:
     """Trace `module.<step>(batch, batch_idx)` with batched leaves `rows_factor` times as long."""
-    device = _capture_device(module)
+    device = _capture_device(module, context)
     leaves, batch_spec = pytree.tree_flatten(batch)
     batch_size = _batch_size(leaves)
     names = _names_by_tensor(module)
@@ -121,7 +121,7 @@ def trace_step(
         seen["leaves"] = tuple(TensorLeaf() if isinstance(x, Tensor) else x for x in result_leaves)
         return [x for x in result_leaves if isinstance(x, Tensor)]
 
-    with recording(module) as record, _rng_kept(), _clear_errors(step), mode, torch.enable_grad():
+    with recording(module, device) as record, _rng_kept(), _clear_errors(step), mode, torch.enable_grad():
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
     return Trace(
         module_graph.graph,
@@ -161,11 +161,21 @@ def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: t
     return found
 
 
-def _capture_device(module: nn.Module) -> torch.device:
-    """Device of the parameters; CPU for those on meta: tracing allocates nothing either way."""
-    for tensor in module.parameters():
-        return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    return torch.device("cpu")
+def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]] | None) -> torch.device:
+    """Device of the parameters if it is an accelerator; a GPU for parameters elsewhere if `context` casts for GPUs.
+
+    Else CPU. Tracing allocates nothing on it.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if device.type not in ("meta", "cpu"):
+        return device
+    with context() if context is not None else nullcontext():
+        for_gpu = torch.is_autocast_enabled("cuda")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if for_gpu and torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:

@@ -1,0 +1,186 @@
+"""What cannot be captured ends in one error that names the user's line and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.errors import AlpaError, CaptureError, OptionError
+
+
+class Step(LightningModule):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
+        self.hidden = [nn.Parameter(torch.ones(4))]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.function(self, batch, batch_idx)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def branch(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    return loss if loss > 0 else -loss
+
+
+def item(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * x.sum().item()
+
+
+def as_list(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * x[0].tolist()[0]
+
+
+def as_numpy(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * x.numpy().sum()
+
+
+def rows_by_mask(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x)[x > 0].sum()
+
+
+def counter_as_number(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * i
+
+
+def warm_up(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * min(1.0, self.global_step / 100)
+
+
+def keeps_attribute(self: Step, x: Tensor, i: int) -> Tensor:
+    self.last = self.a(x)
+    return self.last.sum()
+
+
+def custom_function(self: Step, x: Tensor, i: int) -> Tensor:
+    return Doubled.apply(self.a(x)).sum()
+
+
+def tensor_hook(self: Step, x: Tensor, i: int) -> Tensor:
+    h = self.a(x)
+    h.register_hook(lambda g: g * 2)
+    return h.sum()
+
+
+def gradient_inside(self: Step, x: Tensor, i: int) -> Tensor:
+    return torch.autograd.grad(self.a(x).sum(), [self.a.weight], create_graph=True)[0].sum()
+
+
+def backward_inside(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    loss.backward()
+    return loss
+
+
+def data_attribute(self: Step, x: Tensor, i: int) -> Tensor:
+    return (self.a(x) * self.a.bias.data).sum()
+
+
+def changes_parameter(self: Step, x: Tensor, i: int) -> Tensor:
+    with torch.no_grad():
+        self.a.weight.mul_(0.9)
+    return self.a(x).sum()
+
+
+def other_device(self: Step, x: Tensor, i: int) -> Tensor:
+    return (self.a(x) + torch.ones(4, device="cuda")).sum()
+
+
+def metric_value(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * self.metric(x)
+
+
+def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
+    self.log("name", "text")
+    return self.a(x).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, custom_function, tensor_hook,
+        gradient_inside, backward_inside, data_attribute, changes_parameter, other_device, metric_value, logs_text,
+    ],
+)  # fmt: skip
+def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
+    module = Step(function)
+    weight = module.a.weight.detach().clone()
+    with pytest.raises(CaptureError) as caught:
+        capture_step(module, torch.randn(6, 4))
+    first = function.__code__.co_firstlineno
+    last = max(line for *_, line in function.__code__.co_lines() if line is not None)
+    lines = [
+        int(part.split(":")[0].split(")")[0]) for part in caught.value.problem.split("test_capture_errors.py:")[1:]
+    ]
+    assert lines
+    assert all(first < line <= last for line in lines)
+    assert caught.value.fix
+    assert torch.equal(module.a.weight, weight)
+    assert type(module) is Step
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda self, x, i: None, "returned None"),
+        (lambda self, x, i: {"losses": self.a(x).sum()}, "without a loss"),
+        (lambda self, x, i: self.a(x), r"shape \[6, 4\]"),
+        (lambda self, x, i: x.sum(), "depends on no parameter"),
+        (lambda self, x, i: (self.a(x) * self.hidden[0]).sum(), "not a parameter of the module"),
+        (keeps_attribute, "attributes of the module .last"),
+    ],
+)
+def test_says_what_is_wrong(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture_step(Step(function), torch.randn(6, 4))
+    assert caught.value.fix
+
+
+def test_nothing_to_train() -> None:
+    module = Step(lambda self, x, i: self.a(x).sum())
+    module.a.requires_grad_(False)
+    with pytest.raises(CaptureError, match="nothing to train"):
+        capture_step(module, torch.randn(6, 4))
+
+
+def test_manual_optimization() -> None:
+    module = Step(lambda self, x, i: self.a(x).sum())
+    module.automatic_optimization = False
+    with pytest.raises(CaptureError, match="manual optimization"):
+        capture_step(module, torch.randn(6, 4))
+
+
+def test_batch_without_tensors_and_unknown_scope() -> None:
+    module = Step(lambda self, x, i: self.a(x).sum())
+    with pytest.raises(CaptureError, match="no tensor"):
+        capture_step(module, {"x": 3})
+    with pytest.raises(OptionError, match="batch_scope"):
+        capture_step(module, torch.randn(6, 4), batch_scope="node")
+
+
+def test_errors_of_the_user_pass_unchanged() -> None:
+    def wrong(self: Step, x: Tensor, i: int) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        capture_step(Step(wrong), torch.randn(6, 4))
+    with pytest.raises(RuntimeError, match="reduction dim") as caught:
+        capture_step(Step(lambda self, x, i: (self.a(x) @ torch.zeros(3, 3)).sum()), torch.randn(6, 4))
+    assert not isinstance(caught.value, AlpaError)
