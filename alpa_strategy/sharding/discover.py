@@ -183,8 +183,11 @@ def _is_mutating(call: OpCall) -> bool:
 def _not_repeatable(trial: Trial) -> bool:
     """The op draws random numbers, keeps state or changes its operands."""
     operands = tuple(operand.clone() for operand in trial.operands)
+    random_state = torch.get_rng_state()
     with torch.no_grad():
         results = trial.call.call(*operands)
+    if not torch.equal(torch.get_rng_state(), random_state):
+        return True
     results = (results,) if isinstance(results, Tensor) else tuple(results)
     return not all(map(_same, (*results, *operands), (*trial.results, *trial.operands)))
 
@@ -268,8 +271,14 @@ class _Experiment:
         if self.with_summands and trial.kind == "infinity":
             return True  # no evidence: summands of either sign times infinity are nan
         generator = torch.Generator().manual_seed(n)
-        summed_grads = None if self.divided else [_summands(g, n, generator) for g in trial.result_grads]
-        parts = [_parts(o, p, n, generator) for o, p in zip(trial.operands, self.split, strict=True)]
+        alike = trial.kind in ("small", "positive", "magnitudes")
+        summed_grads = None
+        if not self.divided:
+            summed_grads = [None if g is None else _summands(g, n, generator, alike) for g in trial.result_grads]
+        parts = [
+            _summands(operand, n, generator, alike) if placement == _P else _parts(operand, placement, n)
+            for operand, placement in zip(trial.operands, self.split, strict=True)
+        ]
         runs = []
         for device in range(n):
 
@@ -307,7 +316,7 @@ class _Experiment:
         if whole is None and all(grad is None for grad in grads):
             return
         self.has_grad[i] = True
-        parts = _parts(trial.operands[i], self.split[i], len(grads), None)
+        parts = _parts(trial.operands[i], self.split[i], len(grads))
         grads = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
         whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
         allowed = set()
@@ -346,19 +355,21 @@ def _chunk(tensor: Tensor, dim: int, n: int, device: int) -> Tensor:
     return tensor.narrow(dim, start, stop - start)
 
 
-def _parts(tensor: Tensor, placement: Placement, n: int, generator: torch.Generator | None) -> list[Tensor]:
-    """What the `n` devices hold of an operand. Without a generator, summands of a Partial are only right in shape."""
+def _parts(tensor: Tensor, placement: Placement, n: int) -> list[Tensor]:
+    """What the `n` devices hold of an operand (of a Partial: something of the right shape)."""
     if isinstance(placement, Shard):
         return [_chunk(tensor, placement.dim, n, device) for device in range(n)]
-    if isinstance(placement, Partial) and generator is not None:
-        return _summands(tensor, n, generator)
     return [tensor] * n
 
 
-def _summands(tensor: Tensor | None, n: int, generator: torch.Generator) -> list[Tensor] | None:
-    if tensor is None:
-        return None
-    parts = [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) for _ in range(n - 1)]
+def _summands(tensor: Tensor, n: int, generator: torch.Generator, alike: bool) -> list[Tensor]:
+    """`n` random summands of a tensor; `alike`: shares of it, as large as itself, else normal numbers and the rest."""
+
+    def draw() -> Tensor:
+        data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        return tensor * data if alike else data
+
+    parts = [draw() for _ in range(n - 1)]
     return [*parts, tensor - sum(parts)]
 
 

@@ -128,7 +128,7 @@ _FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = 
     "positive": lambda g, s: _normal(g, s).abs() + 0.1,
     "unit ties": lambda g, s: torch.randint(0, 5, s, generator=g).double() / 4,
     "negative": lambda g, s: -_normal(g, s).abs() - 0.1,
-    "small": lambda g, s: _normal(g, s) * 1e-3,
+    "small": lambda g, s: _normal(g, s).sign() * 10 ** (-7 * torch.rand(s, generator=g, dtype=torch.float64)),
     "magnitudes": lambda g, s: _normal(g, s).sign() * 10 ** (4 * _normal(g, s).clamp(-2, 2)),
     "outlier": lambda g, s: _spoilt(g, _normal(g, s), 1e3),
     "one hot": lambda g, s: _spoilt(g, torch.zeros(s, dtype=torch.float64), 1.0),
@@ -141,6 +141,7 @@ _FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = 
 }
 
 ALL_KINDS = tuple(_FLOAT_KINDS)
+_GRAD_KINDS = ("ties", "small", "magnitudes", "one hot", "huge outlier", "nan")  # the others get normal gradients
 SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity")
 FEW_KINDS = ("normal", "unit", "huge outlier")
 
@@ -222,8 +223,8 @@ def _run_trial(call: OpCall, kind: str, number: int, generator: torch.Generator)
             if not result.requires_grad:
                 grads.append(None)
                 continue
-            data = _normal(generator, tuple(result.shape))
-            grads.append((data.round() if kind == "ties" else data).to(result.dtype))
+            grad_kind = kind if kind in _GRAD_KINDS else "normal"
+            grads.append(_FLOAT_KINDS[grad_kind](generator, tuple(result.shape)).to(result.dtype))
         return grads
 
     try:

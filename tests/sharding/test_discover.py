@@ -216,9 +216,29 @@ def scaled_down_when_huge(x):
     return x / x.detach().abs().amax().clamp(min=1e8)
 
 
+def drops_the_tiny(x):
+    return torch.where(x.abs() > 1e-5, x, 0.0)
+
+
+class _ClampedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-1e3, 1e3)
+
+
+def clamped_gradient(x):
+    return _ClampedGradient.apply(x)
+
+
 @pytest.mark.parametrize(
     ("target", "shape", "sound"),
     [
+        (drops_the_tiny, (4, 16), "S0->S0 S1->S1 R*->R*"),
+        (clamped_gradient, (4, 16), "S0->S0 S1->S1 P->P"),
         (nearly_linear, (4, 16), "S0->S0 S1->S1 R*->R*"),
         (any_nan_spoils_all, (4, 16), "R*->R* P->P"),
         (rare_flag, (4, 16), ""),
@@ -241,6 +261,10 @@ def draws(x):
     return x * (torch.rand_like(x) < 0.5)
 
 
+def rarely_drops(x):
+    return x * (torch.rand_like(x) > 1e-6)
+
+
 def counts(x, _calls=[0]):  # noqa: B006 - the state is the point
     _calls[0] += 1
     return x * _calls[0]
@@ -252,7 +276,7 @@ def changes_its_operand(x):
     return x * 2
 
 
-@pytest.mark.parametrize("target", [draws, counts, changes_its_operand])
+@pytest.mark.parametrize("target", [draws, rarely_drops, counts, changes_its_operand])
 def test_ops_that_are_no_functions_are_repeated(target):
     assert found(target, t(4, 16)) == {"R->R"}
 
