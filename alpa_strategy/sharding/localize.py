@@ -15,7 +15,20 @@ from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, Ten
 aten = torch.ops.aten
 
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
-_VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy"})
+_VIEWS = frozenset(
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "view_copy",
+        "view_as",
+        "reshape_as",
+    }
+)
 _SIZE_ARGUMENT = frozenset(
     {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn"}
     | {"new_zeros", "new_ones", "new_empty", "new_full"}

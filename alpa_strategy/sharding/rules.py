@@ -20,7 +20,19 @@ def _pointwise(call: OpCall, axis_size: int) -> Found:
     linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
         linear = ((0,),)
-    return aligned(call, linear=linear)
+    found = aligned(call, linear=linear)
+    if name in _SCALING:
+        found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
+    return found
+
+
+_SCALING = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
+
+
+def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
+    """A product of a partial sum saves a collective only as the scaling of something by something smaller."""
+    sizes = [call.operands[i].num_elements for i in range(len(call.operands)) if i not in chosen]
+    return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
 
 
 @cache

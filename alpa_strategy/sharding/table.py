@@ -99,6 +99,14 @@ def _one_hot(call: OpCall, axis_size: int) -> str:
     return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
 
 
+def _row_loss(call: OpCall, axis_size: int) -> str:
+    """Losses per row (capture turns the summed ones into `cross_entropy_sum`)."""
+    if bind(call)["reduction"] != 0:
+        return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
+    target = call.operands[bind(call)["target"].index]
+    return f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? -> [n, *d]"
+
+
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
 _IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
 _FIRST = ((0,),)
@@ -140,6 +148,11 @@ NOTATION: dict[str, Notation] = {
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.glu": Notation("[*b, c!] -> [*b, c!]"),
+    "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
+    "aten.feature_dropout": Notation("[n, c, *s!] -> [n, c, *s!]"),
+    "aten.cross_entropy_loss": Notation(_row_loss),
+    "aten.nll_loss_nd": Notation(_row_loss),
+    "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),
     "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
     "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
@@ -188,13 +201,24 @@ _OTHER_REDUCTIONS = (
 FAMILIES: dict[str, Family] = {
     **{
         f"aten.{name}": _no_size(views.view)
-        for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy")
+        for name in (
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_copy",
+            "view_as",
+            "reshape_as",
+        )
     },
     **{
         f"aten.{name}": _no_size(views.permutation)
         for name in ("transpose", "permute", "t", "movedim", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
     },
-    **{f"aten.{name}": _no_size(views.expand) for name in ("expand", "broadcast_to")},
+    **{f"aten.{name}": _no_size(views.expand) for name in ("expand", "broadcast_to", "expand_as")},
     **{f"aten.{name}": _no_size(views.repeat) for name in ("repeat", "tile")},
     "aten.repeat_interleave.self_int": _no_size(views.repeat_interleave),
     **{
@@ -225,6 +249,7 @@ FAMILIES: dict[str, Family] = {
     "aten.index_select": special.index_select,
     "aten.index.Tensor": special.index,
     "aten.batch_norm": special.batch_norm,
+    "aten.arange": special.constant,
     **{f"aten.{name}": special.factory for name in ("full", "zeros", "ones", "empty.memory_format", "rand", "randn")},
     **{f"aten.{name}": special.new_factory for name in ("new_zeros", "new_ones", "new_empty", "new_full")},
     "ops.cross_entropy_sum": special.cross_entropy,

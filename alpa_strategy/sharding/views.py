@@ -48,6 +48,11 @@ def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGro
     return tuple(groups)
 
 
+def _model(call: OpCall, dim: int) -> list[tuple[int, int | None]]:
+    """`view_as`, `expand_as`: the operand that only gives its shape is cut like the result."""
+    return [(s.index, dim) for s in slots(call)[1:]]
+
+
 def view(call: OpCall) -> Found:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: from the shapes alone."""
     operand = slots(call)[0].index
@@ -57,7 +62,7 @@ def view(call: OpCall) -> Found:
     splits = []
     for left, right in dim_groups(source, target):
         even = len(left) > 1 or len(right) > 1
-        split = split_from_dims(call, [(operand, left[0])], [right[0]], even=even)
+        split = split_from_dims(call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even)
         if split is not None:
             splits.append(split)
     return Found(tuple(splits), (frozenset({operand}),), True, "view")
@@ -90,7 +95,7 @@ def expand(call: OpCall) -> Found:
     for dim, size in enumerate(target):
         own = dim - offset
         kept = own >= 0 and source[own] == size
-        split = split_from_dims(call, [(operand, own if kept else None)], [dim])
+        split = split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim])
         if split is not None and size > 1:
             splits.append(split)
     return Found(tuple(splits), (frozenset({operand}),), True, "view")

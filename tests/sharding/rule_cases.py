@@ -200,10 +200,11 @@ def _pointwise_cases(add: Any) -> None:
     add("add_broadcast", aten.add.Tensor, f(4, 1, 5), f(6, 5), expect=("S0,R*->S0", "R*,S0->S1", "S2,S1->S2", "P,P->P"))
     add("add_scalar", aten.add.Tensor, f(4, 5), 2.0, expect=("S0->S0", "R*->R*"))
     add("sub", aten.sub.Tensor, f(4, 5), f(5), expect=("S0,R*->S0", "P,P->P"))
-    add("mul", aten.mul.Tensor, f(4, 5), f(4, 5), expect=(*two, "P,R*->P", "R*,P->P"))
+    add("mul", aten.mul.Tensor, f(4, 5), f(4, 5), expect=(*two, "R*,R*->R*"))
     add("mul_scalar", aten.mul.Tensor, f(4, 5), 3.0, expect=("S0->S0", "P->P"))
     add("mul_constant", aten.mul.Tensor, f(4, 5), c(5), expect=("S1,S0->S1", "P,R->P"))
     add("div", aten.div.Tensor, f(4, 5), u(4, 1), expect=("S0,S0->S0", "S1,R*->S1", "P,R*->P"))
+    add("div_whole", aten.div.Tensor, f(), u(), expect="P,R*->P")
     add("div_scalar", aten.div.Tensor, f(4, 5), 3.0, expect=("S0->S0", "P->P"))
     for op in (aten.neg.default, aten.clone.default, aten.contiguous.default, aten.alias.default):
         add(str(op), op, f(4, 5), expect=("S0->S0", "P->P", "R*->R*"))
@@ -232,6 +233,8 @@ def _pointwise_cases(add: Any) -> None:
     add("full_like", aten.full_like.default, f(4, 5), 2.0, expect="S1->S1")
     add("tril", aten.tril.default, f(4, 5, 5), expect=("S0->S0", "P->P"))
     add("triu", aten.triu.default, f(4, 5, 5), 1, expect="S0->S0")
+    add("prelu", aten.prelu.default, f(4, 6, 5), f(6), expect=("S0,R*->S0", "S1,S0->S1", "S2,R*->S2"))
+    add("prelu_one", aten.prelu.default, f(4, 6, 5), f(1), expect=("S0,R*->S0", "S1,R*->S1"))
     add("glu", aten.glu.default, f(4, 6), expect="S0->S0")
 
 
@@ -274,6 +277,8 @@ def _view_cases(add: Any) -> None:
     add("squeeze", aten.squeeze.default, f(4, 1, 3), expect=("S0->S0", "S2->S1"))
     add("squeeze_dim", aten.squeeze.dim, f(4, 1, 3), 1, expect=("S0->S0", "S2->S1"))
     add("squeeze_nothing", aten.squeeze.dim, f(4, 3, 3), 1, expect=("S0->S0", "S1->S1"))
+    add("expand_as", aten.expand_as.default, f(4, 1), c(4, 5), expect=("S0,S0->S0", "R*,S1->S1", "P,R->P"))
+    add("view_as", aten.view_as.default, f(4, 6), f(4, 2, 3), expect=("S0,S0->S0", "S1,S1->S1"))
     add("unsqueeze", aten.unsqueeze.default, f(4, 5), 1, expect=("S0->S0", "S1->S2"))
     add("transpose", aten.transpose.int, f(4, 5, 6), 1, -1, expect=("S0->S0", "S1->S2", "S2->S1", *both))
     add("permute", aten.permute.default, f(4, 5, 6), (2, 0, 1), expect=("S0->S1", "S1->S2", "S2->S0"))
@@ -425,6 +430,8 @@ def _loss_cases(add: Any) -> None:
         expect=("S0,S0->P", "S2,S1->P", "S1,R->R@vocab_cross_entropy"),
     )
     add("cross_entropy_soft", ce, f(8, 11), u(8, 11).detach(), None, -100, 0.0, expect="S0,S0->P")
+    add("cross_entropy_rows", aten.cross_entropy_loss.default, f(4, 11, 5), i(11, 4, 5), None, 0, expect="S2,S1->S1")
+    add("nll_rows", aten.nll_loss_nd.default, f(8, 11), i(11, 8), u(11).detach(), 0, expect="S0,S0,R->S0")
     add("nll_sum", ops.nll_sum, f(8, 11), i(11, 8), None, -100, expect="S0,S0->P")
     add("target_weight_sum", ops.target_weight_sum, target, u(11).detach(), -100, torch.float64, expect="S0,R->P")
     add("target_count", ops.target_weight_sum, i(11, 4, 5), None, 3, torch.float64, expect=("S0->P", "S1->P"))
