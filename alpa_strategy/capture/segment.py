@@ -1,4 +1,4 @@
-"""Fused projections: one weight that makes several tensors (query, key and value; gate and up) is split segment by segment.
+"""Fused projections: a weight that makes several tensors (query, key and value; gate and up), split segment by segment.
 
 A column-parallel shard of such a weight must take its share of *every* segment: rows [0, n) of a [3n, k] weight are the
 whole query and nothing of the key. Seen as [3, n, k] the same weight is sharded along n like any other, so this pass

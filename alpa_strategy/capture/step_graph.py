@@ -25,11 +25,16 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class ParameterInput:
-    """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several)."""
+    """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
+
+    `meta.shape` is its shape in the step. `module_shape` is set where that is a view of the module's own, whose first dim
+    the step sees as two, segments and rows of a segment (see capture/segment.py).
+    """
 
     value: int
     names: tuple[str, ...]
     meta: TensorMeta
+    module_shape: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:

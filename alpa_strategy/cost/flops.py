@@ -202,7 +202,7 @@ ATTENTION = _names(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
 )
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
-    "linear": _linear,
+    **dict.fromkeys(("linear", "segmented_linear"), _linear),
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _contract_last_of(1)),
     **dict.fromkeys(

@@ -16,6 +16,7 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.lower.local_batch_norm import batch_norm_sync
 from alpa_strategy.lower.local_vocabulary import vocab_cross_entropy, vocab_embedding
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.sharding.binding import bind
 from alpa_strategy.sharding.layout import value_layout
 from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
 
@@ -115,8 +116,7 @@ _ADDING_OPS = {  # op -> what is left of it without the added operand
 def _bias_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     """Row parallel: the partial products sum up to the whole product, so the bias may be added on one device only."""
     product = _ADDING_OPS.get(call.target)
-    position = 0 if product else [argument.name for argument in call.target._schema.arguments].index("bias")
-    bias = call.args[position] if position < len(call.args) else dict(call.kwargs).get("bias")
+    bias = next(iter(bind(call).values())) if product else bind(call)["bias"]
     if not isinstance(bias, Slot) or all(mesh.coordinate[axis] == 0 for axis in local.axes):
         return local.call.call
 
