@@ -46,6 +46,7 @@ class FailureWatch:
         self._rank, self._world_size = rank, world_size
         self._children, self._parent = children, parent
         self._stopped = threading.Event()
+        self._ending = threading.Lock()
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
         run = self._main_store.add(f"alpa/failure/runs/{rank}", 1)
         self._cause_key, self._seen_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}"
@@ -78,8 +79,7 @@ class FailureWatch:
             return
         rank, first_message, _ = _parse(first)
         if rank != self._rank and first_message != message:
-            self._show(first)
-            self._exit()
+            self._end_because_of(first)
 
     def _wait_until_seen(self) -> None:
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
@@ -102,15 +102,17 @@ class FailureWatch:
                 # An error that all ranks raise together reaches this rank's main thread by itself.
                 if self._stopped.wait(GRACE_SECONDS / 2):
                     return
-                self._show(first)
                 with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
                     self._watch_store.add(self._seen_key, 1)
-                self._exit()
+                self._end_because_of(first)
 
-    def _show(self, text: str) -> None:
+    def _end_because_of(self, text: str) -> None:
+        """Show another rank's traceback and end; whichever of the two threads comes first."""
+        self._ending.acquire()  # never released: the process ends
         rank, _, trace = _parse(text)
         sys.stdout.flush()
         print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        self._exit()
 
     def _exit(self) -> None:
         """End this process at once: its main thread may hang in a collective for good."""

@@ -1,0 +1,199 @@
+"""What surrounds the steps: validation, checkpoints, accumulation, clipping, batches of another shape, batch scopes.
+
+Each compares with a plain single-process Trainer on the global batches, or with a run of the same strategy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import MLP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+
+TOLERANCE = 1e-9
+ROWS = 8  # of the global batch
+
+
+class Validated(MLP):
+    """The MLP with BatchNorm-free validation that logs over ranks and keeps what it saw."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.shapes.append(tuple(self.net[0].weight.shape))
+        x, y = batch
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+
+
+class Phased(MLP):
+    """Its step takes another path every third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        if batch_idx % 3 == 2:
+            loss = 2 * loss
+        self.log("train_loss", loss)
+        return loss
+
+
+def train(
+    kind: type[MLP],
+    root: str,
+    strategy: dict[str, Any] | None,
+    num_rows: int = 4 * ROWS,
+    world_size: int = 2,
+    ckpt_path: str | None = None,
+    save: str | None = None,
+    validate: bool = False,
+    **trainer_arguments: Any,
+) -> dict[str, Any]:
+    """One training in fp64 without shuffling; `strategy=None` is the plain Trainer on the global batches."""
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = kind()
+        data = TensorDataset(*model.example_batch(num_rows, torch.Generator().manual_seed(3)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if strategy is None:
+        order = [
+            r + world_size * i
+            for s in range(0, num_rows, ROWS)
+            for r in range(world_size)
+            for i in _rows(s, num_rows, world_size)
+        ]
+        loader = DataLoader(data, batch_size=ROWS, sampler=order)
+        parallel: dict[str, Any] = {"devices": 1}
+    else:
+        strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy)}
+        if strategy.get("batch_scope") == "global":
+            loader = DataLoader(data, batch_size=ROWS)
+        else:
+            rank = torch.distributed.get_rank()
+            sampler = DistributedSampler(data, world_size, rank, shuffle=False)
+            loader = DataLoader(data, batch_size=ROWS // world_size, sampler=sampler)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        **{"max_epochs": 1, **parallel, **trainer_arguments},
+    )
+    trainer.fit(model, loader, loader if validate else None, ckpt_path=ckpt_path, weights_only=False)
+    if save:
+        trainer.save_checkpoint(save)
+    return {
+        "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "shapes": getattr(model, "shapes", []),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "steps": trainer.global_step,
+    }
+
+
+def _rows(start: int, num_rows: int, world_size: int) -> range:
+    return range(start // world_size, min(start + ROWS, num_rows) // world_size)
+
+
+def assert_same(run: dict[str, Any], reference: dict[str, Any]) -> None:
+    for name, expected in reference["state"].items():
+        torch.testing.assert_close(run["state"][name], expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, expected in reference["metrics"].items():
+        assert run["metrics"][name] == pytest.approx(expected, rel=TOLERANCE)
+    assert run["steps"] == reference["steps"]
+
+
+ZERO3, TENSOR = {"parallel": "zero3"}, {"parallel": "tensor"}
+
+
+@pytest.mark.parametrize("strategy", [ZERO3, {"parallel": "zero2"}, TENSOR], ids=lambda s: s["parallel"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
+    ids=["accumulation", "clip"],
+)
+def test_accumulation_and_clipping(pool, tmp_path: Path, strategy: dict, arguments: dict) -> None:
+    reference = train(MLP, str(tmp_path), None, **arguments)
+    for run in pool.run(2, run_train, MLP, str(tmp_path), strategy, arguments):
+        assert_same(run, reference)
+
+
+def test_clip_by_value(pool, tmp_path: Path) -> None:
+    arguments = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    reference = train(MLP, str(tmp_path), None, **arguments)
+    assert_same(pool.run(2, run_train, MLP, str(tmp_path), ZERO3, arguments)[0], reference)
+
+
+def test_validation_sees_whole_parameters(pool, tmp_path: Path) -> None:
+    arguments = {"validate": True, "max_epochs": 2}
+    reference = train(Validated, str(tmp_path), None, **arguments)
+    for run in pool.run(2, run_train, Validated, str(tmp_path), ZERO3, arguments):
+        assert_same(run, reference)
+        assert set(run["shapes"]) == {(16, 8)}
+
+
+@pytest.mark.parametrize("strategy", [ZERO3, TENSOR], ids=lambda s: s["parallel"])
+def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, strategy: dict) -> None:
+    """alpa -> file -> alpa, and alpa -> file -> plain Trainer, equal the plain training that was never interrupted."""
+    root = str(tmp_path)
+    reference = train(MLP, root, None, max_epochs=2)
+    half = pool.run(2, run_train, MLP, root, strategy, {"save": f"{root}/half.ckpt"})
+    again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
+    assert half[0]["steps"] == 4
+    assert_same(train(MLP, root, None, **again), reference)
+    resumed = pool.run(2, run_train, MLP, root, strategy, again)[0]
+    assert_same(resumed, reference)
+    for number, state in reference["optimizer"]["state"].items():
+        torch.testing.assert_close(resumed["optimizer"]["state"][number], state, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
+    """A callback saves while parameters are sharded; the file is what a plain Trainer would have written."""
+    plain, alpa = tmp_path / "plain", tmp_path / "alpa"
+    train(MLP, str(plain), None, callbacks=[SaveMidway()])
+    pool.run(2, run_with_midway_checkpoint, str(alpa))
+    expected = torch.load(plain / "midway.ckpt", weights_only=False)
+    found = torch.load(alpa / "midway.ckpt", weights_only=False)
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.keys() == expected.keys()
+
+
+def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) -> None:
+    arguments = {"num_rows": 3 * ROWS + 4}
+    reference = train(Phased, str(tmp_path), None, **arguments)
+    for run in pool.run(2, run_train, Phased, str(tmp_path), ZERO3, arguments):
+        assert_same(run, reference)
+
+
+def test_global_batches(pool, tmp_path: Path) -> None:
+    reference = train(MLP, str(tmp_path), None, world_size=1)
+    for run in pool.run(2, run_train, MLP, str(tmp_path), {"batch_scope": "global"}, {}):
+        assert_same(run, reference)
+
+
+def run_train(kind: type[MLP], root: str, strategy: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return train(kind, root, strategy, **arguments)
+
+
+class SaveMidway(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "midway.ckpt")
+
+
+def run_with_midway_checkpoint(root: str) -> None:
+    train(MLP, root, ZERO3, callbacks=[SaveMidway()])
