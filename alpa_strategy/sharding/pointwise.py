@@ -80,7 +80,7 @@ def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
         elif kind != "other" and shape[dim] > 1:
             splits += _one(call, operand, dim, SUM, "fraction" if kind == "mean" else None)
     linear = () if kind == "other" else (frozenset({operand}),)
-    return Found(tuple(splits), linear, carries=False, origin="reduction")
+    return Found(tuple(splits), linear, carries=True, origin="reduction")
 
 
 def _one(call: OpCall, operand: int, dim: int, mark: int | str, implementation: str | None = None) -> list[Split]:

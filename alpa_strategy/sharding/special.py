@@ -85,7 +85,7 @@ def gather(call: OpCall, axis_size: int) -> Found:
     dim = bound["dim"] % rank
     splits = _same_size_dims(call, (source, index), dim)
     along = split_from_dims(call, [(index, dim), (source, None)], [dim])
-    return Found((*splits, *([along] if along is not None else [])))
+    return Found((*splits, *([along] if along is not None else [])), carries=True)
 
 
 def scatter(call: OpCall, axis_size: int) -> Found:
@@ -104,7 +104,7 @@ def index_select(call: OpCall, axis_size: int) -> Found:
     dim = bind(call)["dim"] % rank
     splits = [split_from_dims(call, [(source, d)], [d]) for d in range(rank) if d != dim]
     splits.append(split_from_dims(call, [(index, 0), (source, None)], [dim]))
-    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),) if source != index else ())
+    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),) if source != index else (), True)
 
 
 def index(call: OpCall, axis_size: int) -> Found:
@@ -129,7 +129,7 @@ def index(call: OpCall, axis_size: int) -> Found:
         if any(d is not None for _, d in dims):
             splits.append(split_from_dims(call, dims, [start + dim]))
     linear = () if source.index in used.values() else (frozenset({source.index}),)
-    return Found(tuple(s for s in splits if s is not None), linear)
+    return Found(tuple(s for s in splits if s is not None), linear, True)
 
 
 def factory(call: OpCall, axis_size: int) -> Found:

@@ -44,7 +44,8 @@ class Found:
         splits: the ways to divide the work.
         linear: sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`.
         carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every
-            op (backward is linear in the gradient); offered only where it can save a collective.
+            op (backward is linear in the gradient); offered only where it can save a collective: for what is often
+            applied to parameters before they meet the data (casts, views, tables, statistics).
         origin: `rule_origin`'s answer.
     """
 

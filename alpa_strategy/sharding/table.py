@@ -121,7 +121,7 @@ NOTATION: dict[str, Notation] = {
     "aten.outer": Notation("[m], [n] -> [m, n]"),
     "aten.addmm": Notation("+[m, n], [m, k], [k, n] -> [m, n]"),
     "aten.baddbmm": Notation("+[b, m, n], [b, m, k], [b, k, n] -> [b, m, n]"),
-    "aten.embedding": Notation(_embedding),
+    "aten.embedding": Notation(_embedding, carries=True),
     "aten.layer_norm": Notation(f"{_NORM}, [*normalized_shape!]? -> [*b, *normalized_shape!]"),
     "aten.native_layer_norm": Notation(
         f"{_NORM}, [*normalized_shape!]? -> " + ", ".join(["[*b, *normalized_shape!]"] * 3)
@@ -155,6 +155,7 @@ NOTATION: dict[str, Notation] = {
     "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),
     "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
+    "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
     "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
     "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),
 }

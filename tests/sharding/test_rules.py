@@ -137,8 +137,8 @@ def test_enumeration_is_quick() -> None:
         aten.linear.default,
         CASES["linear"].call.args,
         (),
-        tuple(TensorMeta(s, torch.float32, True) for s in ((8, 1024, 777), (3072, 777), (3072,))),
-        (TensorMeta((8, 1024, 3072), torch.float32, True),),
+        tuple(TensorMeta(s, torch.float32, True) for s in ((32, 1024, 777), (3072, 777), (3072,))),
+        (TensorMeta((32, 1024, 3072), torch.float32, True),),
     )
     start = time.perf_counter()
     assert len(op_strategies(call, (4, 8))) == 25
