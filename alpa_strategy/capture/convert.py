@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +20,11 @@ from alpa_strategy.capture import rewrite
 from alpa_strategy.capture.aliasing import Memory, View, ViewStep
 from alpa_strategy.capture.autocast import AutocastState, casts_inside, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder, frozen
+from alpa_strategy.capture.number import number
 from alpa_strategy.capture.step_graph import (
-    BatchInput,
-    BufferInput,
     ConstantInput,
     LogRecord,
     MetricRecord,
-    Op,
-    ParameterInput,
     StepGraph,
     ValueRef,
 )
@@ -93,7 +90,8 @@ class _Converter:
         self.builder = Builder()
         self.memory = Memory(self.builder)
         self.views: dict[fx.Node, Any] = {}  # node -> View, or a tuple of Views and Nones
-        self.inputs: list[tuple[TracedInput, View, int]] = []
+        self.inputs: list[tuple[TracedInput, int]] = []
+        self.input_views: list[View] = []
         self.constants: list[ConstantInput] = []
         self.constant_views: dict[str, View] = {}
         self.grad_enabled = True
@@ -110,7 +108,8 @@ class _Converter:
             ref = self.builder.add_value(TensorMeta(entry.shape, entry.dtype, entry.requires_grad))
             view = self.memory.new(ref, f"{entry.kind} {entry.names[0]}" if entry.names else "the batch")
             self.views[node] = view
-            self.inputs.append((entry, view, ref.index))
+            self.inputs.append((entry, ref.index))
+            self.input_views.append(view)
             if entry.kind == "parameter":
                 self.parameters.add(ref.index)
         for node in self.trace.graph.nodes:
@@ -483,12 +482,14 @@ class _Converter:
         logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
         metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
         updates: dict[int, int] = {}
-        for entry, view, index in self.inputs:
+        for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
             if entry.kind == "buffer" and view.storage.version:
                 updates[index] = self._detached(view.storage.value).index
             if entry.kind == "buffer" and entry.names[0] in result["buffers"]:
                 updates[index] = self._detached(result["buffers"][entry.names[0]]).index
-        return self._number(loss.index, result["output"], logs, metrics, updates)
+        return number(
+            self.trace, self.builder, self.inputs, self.constants, loss.index, result["output"], logs, metrics, updates
+        )
 
     def _check_loss(self, loss: ValueRef, step: str) -> None:
         meta = self.builder.meta(loss)
@@ -497,7 +498,7 @@ class _Converter:
                 f"{step} returned a loss of shape {list(meta.shape)}; a loss is one number",
                 "reduce it: loss.mean() or loss.sum()",
             )
-        if not any(entry.kind == "parameter" and entry.requires_grad for entry, _, _ in self.inputs):
+        if not any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs):
             raise CaptureError(
                 "no parameter of the module requires grad: there is nothing to train",
                 "give the module parameters, or unfreeze some (requires_grad_(True))",
@@ -507,74 +508,6 @@ class _Converter:
                 f"the loss that {step} returned depends on no parameter that requires grad",
                 "look for .detach(), no_grad or frozen parameters on the way to the loss",
             )
-
-    def _number(
-        self,
-        loss: int,
-        output: Any,
-        logs: tuple[LogRecord, ...],
-        metrics: tuple[MetricRecord, ...],
-        updates: dict[int, int],
-    ) -> StepGraph:
-        """Drop ops and constants without effect, number values anew, name the ops."""
-        needed = {loss, *updates.values()}
-        for ref in pytree.tree_leaves((output, [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])):
-            if isinstance(ref, ValueRef):
-                needed.add(ref.index)
-        kept: list[Op] = []
-        for op in reversed(self.builder.ops):
-            if needed.intersection(op.results):
-                kept.append(op)
-                needed.update(op.operands)
-        kept.reverse()
-        new_index: dict[int, int] = {}
-        values: list[TensorMeta] = []
-
-        def define(old: int) -> int:
-            new_index[old] = len(values)
-            values.append(self.builder.values[old])
-            return new_index[old]
-
-        parameters, buffers, batch = [], [], []
-        for entry, _, old in self.inputs:
-            meta = self.builder.values[old]
-            match entry.kind:
-                case "parameter":
-                    parameters.append(ParameterInput(define(old), entry.names, meta))
-                case "buffer":
-                    if old in needed or old in updates:
-                        buffers.append((define(old), old, entry.names[0], meta))
-                case _:
-                    batch.append(BatchInput(define(old), entry.leaf, meta, entry.batch_dim))
-        constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
-        counts: dict[str, int] = {}
-        ops: list[Op] = []
-        for op in kept:
-            base = op.call.target_name.split(".")[1]
-            number = counts[base] = counts.get(base, -1) + 1
-            operands = tuple(new_index[o] for o in op.operands)
-            ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
-
-        def renumber(tree: Any) -> Any:
-            return pytree.tree_map_only(ValueRef, lambda r: ValueRef(new_index[r.index]), tree)
-
-        return StepGraph(
-            values=tuple(values),
-            parameters=tuple(parameters),
-            buffers=tuple(
-                BufferInput(new, name, meta, new_index[updates[old]] if old in updates else None)
-                for new, old, name, meta in buffers
-            ),
-            batch=tuple(batch),
-            constants=tuple(constants),
-            ops=tuple(ops),
-            loss=new_index[loss],
-            output=renumber(output),
-            logs=tuple(replace(r, value=renumber(r.value)) for r in logs),
-            metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in metrics),
-            batch_size=self.trace.batch_size,
-            guards=tuple(self.trace.recording.guards),
-        )
 
 
 def convert(trace: Trace, step: str) -> StepGraph:
