@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORKERS = 4
+GRACE_SECONDS = 1.0
 
 
 class WorkerError(AssertionError):
@@ -80,22 +81,32 @@ class WorkerPool:
 
     def _collect(self, connections: list[Connection], timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
+        failures: list[tuple[float, int, str]] = []  # when, which rank, its traceback
         deadline = time.monotonic() + timeout
-        while len(results) < len(connections):
-            waiting = [c for rank, c in enumerate(connections) if rank not in results]
+        while len(results) + len(failures) < len(connections):
+            answered = {*results, *(rank for _, rank, _ in failures)}
+            waiting = [connection for rank, connection in enumerate(connections) if rank not in answered]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                missing = [rank for rank in range(len(connections)) if rank not in results]
+            if not ready and not failures:
+                missing = [rank for rank in range(len(connections)) if rank not in answered]
                 raise WorkerError(f"ranks {missing} did not answer within {timeout} s")
+            if not ready:
+                break
             for connection in ready:
                 rank = connections.index(connection)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionError) as error:
-                    raise WorkerError(f"rank {rank} died") from error
-                if not succeeded:
-                    raise WorkerError(f"rank {rank} raised\n{value}")
-                results[rank] = value
+                    succeeded, value, when = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    succeeded, value, when = False, "(the process died)", time.monotonic()
+                if succeeded:
+                    results[rank] = value
+                    continue
+                failures.append((when, rank, value))
+                # The others are likely to fail because of it: the first failure in time is the cause.
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            _, rank, text = min(failures)
+            raise WorkerError(f"rank {rank} raised\n{text}")
         return [results[rank] for rank in range(len(connections))]
 
     def close(self) -> None:
@@ -188,6 +199,9 @@ def _run_job(message: bytes) -> Any:
         if init_group:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         return function(*args)
+    except BaseException as error:
+        error.failed_at = time.monotonic()  # type: ignore[attr-defined]  # before the group goes and others notice
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -208,10 +222,14 @@ def _worker_main(rank: int, file_descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            answer = pickle.dumps((True, _run_job(message)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+            answer = pickle.dumps((True, _run_job(message), time.monotonic()))
+        except BaseException as error:
+            failed_at = getattr(error, "failed_at", time.monotonic())
+            answer = pickle.dumps((False, traceback.format_exc(), failed_at))
+        try:
+            connection.send_bytes(answer)
+        except ConnectionError:  # the pool has given up on this job
+            return
 
 
 def _template_main(file_descriptor: int) -> None:
@@ -239,8 +257,10 @@ def _template_main(file_descriptor: int) -> None:
                 child = os.fork()
                 if child == 0:
                     control.close()
-                    _worker_main(int(message), descriptors[0])
-                    os._exit(0)
+                    try:
+                        _worker_main(int(message), descriptors[0])
+                    finally:
+                        os._exit(0)
                 os.close(descriptors[0])
                 children.append(child)
             control.send(b"done")
