@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from alpa_strategy.errors import RuntimeMismatchError
 
+MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
+
 _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_regather", default=None)
 
 
@@ -28,7 +30,7 @@ class _Values(Protocol):
 
 @dataclass
 class _Gathered:
-    """A gathered parameter and how to gather it again. `storage` keeps the key unique as long as this object lives."""
+    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives."""
 
     parameter: Tensor
     reshard: _Values
@@ -46,7 +48,7 @@ class _Gathered:
                     "run backward before the optimizer's step",
                 )
             with torch.no_grad():
-                whole = self.reshard.values(self.parameter.detach())
+                whole = self.reshard.values(self.parameter)
             self.again = weakref.ref(whole)
         return whole
 
@@ -75,11 +77,25 @@ class Regather:
 
     def note(self, reshard: _Values, tensor: Tensor, result: Tensor) -> None:
         """`result` is `tensor` after `reshard` (called by every Reshard while this context is active)."""
-        if id(tensor) not in self._parameters:
+        if not self._is_parameter(tensor):
             return
         storage = result.untyped_storage()
         if storage._cdata != tensor.untyped_storage()._cdata:
-            self._found[storage._cdata] = _Gathered(tensor, reshard, StorageWeakRef(storage), tensor._version)
+            self._found[storage._cdata] = _Gathered(tensor.detach(), reshard, StorageWeakRef(storage), tensor._version)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a view)."""
+        if id(tensor) in self._parameters:
+            return True
+        node = tensor.grad_fn
+        for _ in range(MAX_DERIVATIONS):
+            inputs = [] if node is None else [given for given, _ in node.next_functions if given is not None]
+            if len(inputs) != 1:
+                return False
+            node = inputs[0]
+            if hasattr(node, "variable"):
+                return id(node.variable) in self._parameters
+        return False
 
     def __enter__(self) -> Regather:
         self._token = _active.set(self)

@@ -209,15 +209,15 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
     for result in run_on_threads((2,), lambda mesh: train(mesh, mode, regather=True)):
         assert_equals_reference(result)
 
-    def freed(mesh, regather):
+    def freed(mesh, regather, dtype):
         net = make_net()
         inputs = inputs_of(net)
         store = ParameterStore(net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs}, mesh)
         store.shard()
         gather = Reshard(use_layout(plan_of(mode, (7, 6))), (BROADCAST,), (7, 6), mesh)
-        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
         with store.regather_hooks() if regather else torch.enable_grad():
-            weight = gather(net.first.weight)
+            weight = gather(net.first.weight.to(dtype))
             storage = StorageWeakRef(weight.untyped_storage())
             y = F.linear(x, weight)
         del weight
@@ -225,11 +225,12 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         y.sum().backward()
         return is_freed, x.grad
 
-    for kept, dropped in zip(
-        run_on_threads((2,), lambda m: freed(m, False)), run_on_threads((2,), lambda m: freed(m, True)), strict=True
-    ):
-        assert (kept[0], dropped[0]) == (False, True)
-        assert torch.equal(kept[1], dropped[1])
+    for dtype in (torch.float64, torch.bfloat16):  # the latter as under autocast
+        keep = run_on_threads((2,), lambda m, d=dtype: freed(m, False, d))
+        drop = run_on_threads((2,), lambda m, d=dtype: freed(m, True, d))
+        for kept, dropped in zip(keep, drop, strict=True):
+            assert (kept[0], dropped[0]) == (False, True)
+            assert torch.equal(kept[1], dropped[1])
 
 
 def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
