@@ -17,6 +17,7 @@ from alpa_strategy.intra_op.problem import Problem, Transfer
 MAX_TABLE_ENTRIES = 8_000_000
 MAX_TOTAL_ENTRIES = 300_000_000
 MAX_DIRECT_ENTRIES = 50_000
+MAX_FLAGS = 6
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
         scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
         if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
             factors.append(_direct(transfer, cost, scope, sizes))
-        elif not _through_layouts(transfer, cost, sizes, factors):
+        elif not _through_layouts(transfer, cost, sizes, factors) and not _through_flags(
+            transfer, cost, sizes, factors
+        ):
             return None
     return Network(tuple(sizes), tuple(factors), len(problem.choices))
 
@@ -242,4 +245,31 @@ def _through_layouts(transfer: Transfer, cost: np.ndarray, sizes: list[int], fac
             repeated = repeated | (target == earlier)
         table += np.where(repeated, 0.0, cost[source, target])
     factors.append(Factor(tuple(scope), table))
+    return True
+
+
+def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor]) -> bool:
+    """For many uses: per paid target a chain of flags "asked for so far", one link a use, and the price at its end.
+
+    Exact for any number of uses, but a flag per target joins every table that the chain crosses.
+    """
+    paid = np.flatnonzero(cost.any(axis=0))
+    if len(paid) > MAX_FLAGS:
+        return False
+    for q in paid:
+        flag: int | None = None
+        for use in sorted(transfer.uses, key=lambda use: use.choice):
+            asked = (np.asarray(use.layout) == q)[:, None]
+            after = np.array([[False, True]])
+            if flag is None:
+                scope, wrong = (use.choice, len(sizes)), asked != after
+            else:
+                before = np.array([False, True])[:, None, None]
+                scope, wrong = (flag, use.choice, len(sizes)), (asked[None] | before) != after[None]
+            factors.append(Factor(scope, np.where(wrong, np.inf, 0.0)))
+            flag = len(sizes)
+            sizes.append(2)
+        price = np.zeros((sizes[transfer.producer], 2))
+        price[:, 1] = cost[np.asarray(transfer.source), q]
+        factors.append(Factor((transfer.producer, flag), price))
     return True

@@ -22,6 +22,7 @@ from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
 POOR = 0.05  # above this gap even a large program is tried
 CORES = (0.1, 0.4, 1.0)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
+PATIENCE = 4.0  # seconds for one program while the gap is not poor
 SMALL_COLUMNS = 20_000  # a program that is solved to proof in a second or so
 MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few seconds
 
@@ -52,10 +53,12 @@ def solve(problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3) 
         return Solution((), 0.0, 0.0, 0.0, "elimination")
     free = _minimise(problem, deadline)
     if free is None or free.assignment is None:
-        raise _forbidden(problem)
+        raise _forbidden(problem) if free is None or np.isposinf(free.bound) else _out_of_time(time_limit)
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
     least, least_found = _least(problem, deadline)
+    if least is None:
+        raise _out_of_time(time_limit)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, least_found.bound >= least.num_bytes * (1 - PROVED))
     return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target))
@@ -85,14 +88,15 @@ def _by_elimination(problem: Problem) -> _Found | None:
     return _Found(assignment if np.isfinite(minimum) else None, minimum, "elimination")
 
 
-def _least(problem: Problem, deadline: float) -> tuple[Point, _Found]:
+def _least(problem: Problem, deadline: float) -> tuple[Point | None, _Found]:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds), and how it was found."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
     bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
     found = _minimise(bytes_first, deadline)
     assert found is not None
-    assert found.assignment is not None  # a finite assignment was found before
+    if found.assignment is None:
+        return None, found
     return point(problem, found.assignment), found
 
 
@@ -126,7 +130,8 @@ def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float
         left = deadline - time.monotonic()
         if left <= 0 or (_gap(problem, found) <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
             break
-        until = time.monotonic() + (left if fraction == 1.0 else left / 3)
+        patience = PATIENCE if _gap(problem, found) <= POOR else left
+        until = time.monotonic() + min(left, patience)
         exact = _by_program(core.problem, until, core.contract(best.assignment))
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
@@ -211,9 +216,18 @@ def _too_big(problem: Problem, least: float, exact: bool) -> PlanError:
     )
 
 
+def _out_of_time(time_limit: float) -> PlanError:
+    return PlanError(
+        f"No assignment of strategies was found within the solver's {time_limit:g} s.", "Raise the solver's time limit."
+    )
+
+
 def least_bytes(problem: Problem, time_limit: float = 60.0) -> float:
     """The fewest bytes of any finite-cost assignment."""
-    return _least(problem, time.monotonic() + time_limit)[0].num_bytes
+    least, _ = _least(problem, time.monotonic() + time_limit)
+    if least is None:
+        raise _out_of_time(time_limit)
+    return least.num_bytes
 
 
 def _size(num_bytes: float) -> str:
