@@ -6,19 +6,20 @@ loader yields the global batch in the ranks' order.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from models import MODELS
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SAMPLES_PER_STEP = 8
 
 
 class Rows(Dataset):
-    """`num_steps` global batches as rows; sample i of step s is row i * num_steps... in sampler order."""
+    """The rows of one long batch."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -99,7 +100,9 @@ def record(
         if strategy_kwargs.get("batch_scope") == "global":
             loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, SAMPLES_PER_STEP))
         else:
-            loader = DataLoader(data, batch_size=SAMPLES_PER_STEP // world_size)
+            rank = int(os.environ.get("RANK", "0"))  # the Trainer's own sampler would shuffle
+            sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
+            loader = DataLoader(data, batch_size=SAMPLES_PER_STEP // world_size, sampler=sampler)
     trainer.fit(model, loader)
     plan = getattr(trainer.strategy, "plan", None)
     return {
