@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.sharding.discover_trials import ALL_KINDS, FEW_KINDS, SOME_KINDS, Trial, run_call, trials, variants
+from alpa_strategy.sharding.discover_trials import (
+    ALL_KINDS,
+    FEW_KINDS,
+    SOME_KINDS,
+    Trial,
+    accepts_shapes,
+    run_call,
+    trials,
+    variants,
+)
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.localize import is_random
@@ -112,7 +121,7 @@ def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStra
     candidates = variants(call)
     if not candidates or is_random(call) or _is_mutating(call):
         return ()
-    small = _small_trials(tuple(candidates[:-1]), tuple(splits))
+    small = _small_trials(tuple(candidates[:-1] or candidates), tuple(splits))
     if small is None:
         return ()
     with _plain_torch():
@@ -250,13 +259,14 @@ class _Experiment:
             for meta in call.results
         ]
         self.has_grad = [False] * len(split)
+        self.result_has_grad = [False] * len(call.results)
 
     def copy(self) -> _Experiment:
         """An independent copy, to go on with other trials."""
         other = _Experiment(self.call, self.split)
         other.num_tests = self.num_tests
         other.operands, other.results = list(map(set, self.operands)), list(map(set, self.results))
-        other.has_grad = list(self.has_grad)
+        other.has_grad, other.result_has_grad = list(self.has_grad), list(self.result_has_grad)
         return other
 
     def survives(self, trial: Trial, n: int) -> bool:
@@ -281,6 +291,8 @@ class _Experiment:
         ]
         runs = []
         for device in range(n):
+            if not accepts_shapes(trial.call, tuple(tuple(part[device].shape) for part in parts)):
+                return False
 
             def grads_for(results: tuple[Tensor, ...], device: int = device) -> list[Tensor | None]:
                 if summed_grads is not None:
@@ -296,6 +308,7 @@ class _Experiment:
         self.num_tests += 1
         for j, whole in enumerate(trial.results):
             self.results[j] &= _recombining(whole, [results[j] for results, _ in runs], self.results[j], trial)
+            self.result_has_grad[j] |= trial.result_grads[j] is not None
         for i, whole in enumerate(trial.operand_grads):
             self._narrow_operand(i, whole, [grads[i] for _, grads in runs], trial)
         return all(self.results) and all(self.operands)
@@ -336,7 +349,10 @@ class _Experiment:
                 for has_grad, allowed in zip(self.has_grad, self.operands, strict=True)
             ):
                 return None
-            return AxisStrategy((BROADCAST,) * len(self.operands), (BROADCAST,) * len(self.results))
+            return AxisStrategy(
+                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.has_grad),
+                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.result_has_grad),
+            )
         if not all(responsive) or any(len(allowed) != 1 for allowed in self.results):
             return None
         inputs = []
@@ -344,7 +360,7 @@ class _Experiment:
             if len(allowed) == 1:
                 inputs.append(next(iter(allowed)))
             elif not has_grad:
-                inputs.append(BROADCAST)  # no gradient: the work that uses it is divided
+                inputs.append(REPLICATE)
             else:
                 return None
         return AxisStrategy(tuple(inputs), tuple(next(iter(allowed)) for allowed in self.results))

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,6 +70,28 @@ def run_call(
             found = itertools.repeat(None)
         operand_grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
     return tuple(result.detach().clone() for result in results), operand_grads
+
+
+@lru_cache(maxsize=8192)
+def accepts_shapes(call: OpCall, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether the op's shape function takes operands of these shapes. Ask it before a kernel sees inconsistent ones.
+
+    Some kernels (ATen's own attention on CPUs) trust their callers and write past the end. True for ops that have no
+    shape function.
+    """
+
+    def runs(shapes: tuple[tuple[int, ...], ...]) -> bool:
+        tensors = (
+            torch.empty(shape, dtype=meta.dtype, device="meta")
+            for shape, meta in zip(shapes, call.operands, strict=True)
+        )
+        try:
+            call.call(*tensors)
+        except Exception:  # of any type: refused, or not possible without data
+            return False
+        return True
+
+    return runs(shapes) or not runs(tuple(meta.shape for meta in call.operands))
 
 
 def variants(call: OpCall) -> list[OpCall]:

@@ -61,7 +61,7 @@ def t(*shape, dtype=None):
             "R,R,R->R R*,R*,R*->R* S0,R*,R*->S0 S1,R*,R*->S1 R*,P,P->P",
         ),
         (aten.cumsum.default, (t(4, 16), 1), "R->R R*->R* S0->S0 P->P"),
-        (aten.sort.default, (t(4, 16), 1), "R->R,R R*->R*,R* S0->S0,S0"),
+        (aten.sort.default, (t(4, 16), 1), "R->R,R R*->R*,R S0->S0,S0"),
         (aten.mul.Tensor, (t(4, 16), t(16)), "R,R->R R*,R*->R* S0,R*->S0 S1,S0->S1 P,R*->P R*,P->P"),
         (aten.sum.dim_IntList, (t(4, 16), [0]), "R->R R*->R* S0->P S1->S0 P->P"),
         (aten.mean.dim, (t(4, 16), [0]), "R->R R*->R* S1->S0 P->P"),
@@ -78,8 +78,18 @@ def test_exactly_the_sound_splits(target, args, expected):
 
 def test_embedding_splits_ids_and_width():
     ids = torch.randint(0, 20, (4, 6))
-    expected = {"R,R->R", "R*,R*->R*", "R*,S0->S0", "R*,S1->S1", "S1,R*->S2", "P,R*->P"}
+    expected = {"R,R->R", "R*,R->R*", "R*,S0->S0", "R*,S1->S1", "S1,R->S2", "P,R->P"}
     assert found(aten.embedding.default, t(20, 8), ids) == expected
+
+
+def test_kernels_that_trust_their_callers_are_not_given_inconsistent_shapes():
+    q, k, v = t(4, 2, 6, 8), t(4, 2, 12, 8), t(4, 2, 12, 8)
+    strategies = found(aten.scaled_dot_product_attention.default, q, k, v)
+    assert {"R,R,R->R", "S0,S0,S0->S0"} <= strategies
+
+
+def test_scalars():
+    assert found(aten.mul.Tensor, t(), t()) == {"R,R->R", "R*,R*->R*", "P,R*->P", "R*,P->P"}
 
 
 def test_half_precision_model_is_tried_in_double():
