@@ -86,7 +86,7 @@ def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[T
     if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
         return rebuild(call, operands, results, {})
     name = call.target._schema.name.split("::")[1]
-    if name in _VIEWS:
+    if name in _VIEWS and call.target._overloadname != "dtype":
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}

@@ -39,6 +39,8 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
 def _rule(target: Any) -> Family | None:
     name = target_name(target)
     is_aten = isinstance(target, torch._ops.OpOverload)
+    if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
+        return _pointwise
     for key in (name, name.rpartition(".")[0]) if is_aten else (name,):
         if key in NOTATION:
             return NOTATION[key]
@@ -46,8 +48,6 @@ def _rule(target: Any) -> Family | None:
             return FAMILIES[key]
         if key in UNTAGGED_POINTWISE:
             return _pointwise
-    if is_aten and torch.Tag.pointwise in target.tags:
-        return _pointwise
     return None
 
 

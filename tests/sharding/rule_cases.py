@@ -153,6 +153,12 @@ def _matrix_cases(add: Any) -> None:
         i(11, 4, 5),
         expect=("S0,R->P@vocab_embedding", "S1,R->S2", "R*,S0->S0", "R*,S1->S1"),
     )
+    add(
+        "segmented_linear",
+        ops.segmented_linear,
+        *(f(4, 5, 6), f(3, 8, 6), f(3, 8)),
+        expect=("S0,R*,R*->S0", "R*,S1,S1->S3", "S2,S2,R*->P@bias_on_first"),
+    )
     add("embedding_padding", aten.embedding.default, f(11, 6), i(11, 4, 5), 0, expect="S0,R->P@vocab_embedding")
 
 
@@ -233,6 +239,11 @@ def _pointwise_cases(add: Any) -> None:
     add("full_like", aten.full_like.default, f(4, 5), 2.0, expect="S1->S1")
     add("tril", aten.tril.default, f(4, 5, 5), expect=("S0->S0", "P->P"))
     add("triu", aten.triu.default, f(4, 5, 5), 1, expect="S0->S0")
+    for op in (aten.max.other, aten.min.other):
+        add(str(op), op, f(4, 5), f(5), expect=("S0,R*->S0", "S1,S0->S1"))
+    add("view_dtype", aten.view.dtype, c(4, 5), torch.int64, expect="S0->S0")
+    square = f(4, 5)
+    add("same_operand_twice", aten.mul.Tensor, square, square, expect=("S0,S0->S0", "R*,R*->R*"))
     add("prelu", aten.prelu.default, f(4, 6, 5), f(6), expect=("S0,R*->S0", "S1,S0->S1", "S2,R*->S2"))
     add("prelu_one", aten.prelu.default, f(4, 6, 5), f(1), expect=("S0,R*->S0", "S1,R*->S1"))
     add("glu", aten.glu.default, f(4, 6), expect="S0->S0")

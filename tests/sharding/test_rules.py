@@ -16,7 +16,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
 from alpa_strategy.sharding.notation import parse
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot, TensorMeta
 from alpa_strategy.sharding.prove import prove
 
 sizes = st.integers(1, 7)
@@ -100,6 +100,16 @@ def test_partial_sums_are_not_rounded() -> None:
     assert "R*->R*" not in map(str, axis_strategies(wide, 2))
     integers, _ = call_of(aten._to_copy.default, f(4, 5), dtype=torch.int64)
     assert "P->P" not in map(str, axis_strategies(integers, 2))
+
+
+def test_one_slot_used_twice_has_one_placement() -> None:
+    meta = TensorMeta((4, 4), torch.float64, True)
+    product = OpCall(aten.mul.Tensor, (Slot(0), Slot(0)), (), (meta,), (meta,))
+    assert list(map(str, axis_strategies(product, 2))) == ["R->R", "S0->S0", "S1->S1", "R*->R*"]
+    matrices = OpCall(aten.mm.default, (Slot(0), Slot(0)), (), (meta,), (meta,))
+    assert list(map(str, axis_strategies(matrices, 2))) == ["R->R"]
+    for call in (product, matrices):
+        _prove_all(call, (f(4, 4),), 2)
 
 
 def test_inner_collectives_shrink_with_the_axes_that_cut_their_rows() -> None:
