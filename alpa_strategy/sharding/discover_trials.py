@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ class Trial:
     result_grads: tuple[Tensor | None, ...]
     operand_grads: tuple[Tensor | None, ...]
     tolerance: float
+
+    @cached_property
+    def overflows(self) -> bool:
+        """Infinity among the results or gradients."""
+        tensors = [*self.results, *(grad for grad in self.operand_grads if grad is not None)]
+        return any(bool(tensor.isinf().any()) for tensor in tensors)
 
 
 def run_call(

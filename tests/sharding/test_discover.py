@@ -66,6 +66,7 @@ def t(*shape, dtype=None):
         (aten.sum.dim_IntList, (t(4, 16), [0]), "R->R R*->R* S0->P S1->S0 P->P"),
         (aten.mean.dim, (t(4, 16), [0]), "R->R R*->R* S1->S0 P->P"),
         (aten.amax.default, (t(4, 16), [0]), "R->R R*->R* S1->S0"),
+        (aten.exp.default, (t(4, 16),), "R->R R*->R* S0->S0 S1->S1"),
         (aten.flip.default, (t(4, 16), [1]), "R->R R*->R* S0->S0 P->P"),
         (aten.argmax.default, (t(4, 16), 1), "R->R S0->S0"),
         (aten.unbind.int, (t(4, 3), 1), "R->R,R,R R*->R*,R*,R* S0->S0,S0,S0 P->P,P,P"),
