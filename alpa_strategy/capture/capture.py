@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture.segment import segment_fused_linears
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.capture.trace import trace_step
 from alpa_strategy.errors import CaptureError, OptionError
@@ -48,4 +49,4 @@ def capture_step(
         )
     rows_factor = world_size if batch_scope == "rank" else 1
     trace = trace_step(module, batch, rows_factor=rows_factor, step=step, batch_idx=batch_idx, context=context)
-    return convert(trace, step)
+    return segment_fused_linears(convert(trace, step))

@@ -83,8 +83,9 @@ def parameter_modes(meta: TensorMeta, axis_size: int) -> list[str]:
     shards = [f"S{d}" for d in dims]
     if not meta.requires_grad:
         return ["R", *shards]
-    # Gathering once per step costs the same whichever dim is cut, so the first that fits stands for all of them.
-    return ["R*", "R", *shards, *[f"G{d}" for d in dims[:1]]]
+    # Gathering once per step costs the same whichever dim is cut evenly, so the first such stands for all of them.
+    even_first = sorted(dims, key=lambda d: (meta.shape[d] % axis_size != 0, d))
+    return ["R*", "R", *shards, *[f"G{d}" for d in even_first[:1]]]
 
 
 def step_collectives_of(

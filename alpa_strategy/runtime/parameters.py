@@ -47,8 +47,9 @@ class _Stored:
 
     name: str
     parameter: nn.Parameter
-    shape: torch.Size
-    layout: Layout  # of the values in storage
+    shape: torch.Size  # in the step
+    module_shape: torch.Size  # in the module: `shape`, or with its first two dims in one (a segmented weight)
+    layout: Layout  # of the values in storage, dims of `shape`
     to_use: Reshard
     to_whole: Reshard
     is_gathered_once: bool
@@ -100,9 +101,10 @@ class ParameterStore:
                 "plan again for this mesh",
             )
         shape = torch.Size(given.meta.shape)
-        if parameter.shape != shape:
+        module_shape = torch.Size(given.module_shape or shape)
+        if parameter.shape != module_shape:
             raise RuntimeMismatchError(
-                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(shape)}",
+                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
                 "plan again, or build the model as it was when it was planned",
             )
         storage, use = storage_layout(plan), use_layout(plan)
@@ -111,6 +113,7 @@ class ParameterStore:
             name=given.name,
             parameter=parameter,
             shape=shape,
+            module_shape=module_shape,
             layout=plan.layout,
             to_use=Reshard(storage, use, shape, self.mesh),
             to_whole=Reshard(storage, whole, shape, self.mesh),
@@ -144,7 +147,7 @@ class ParameterStore:
             stored.accumulator = None  # it remembers the shard's shape
             if stored.to_whole.forward_steps:
                 stored.parameter.grad = None
-                stored.parameter.data = stored.to_whole.values(stored.parameter.detach())
+                stored.parameter.data = self._whole(stored, stored.parameter.detach())
         self._is_sharded = False
 
     # One training step
@@ -155,10 +158,10 @@ class ParameterStore:
 
     def _step_input(self, stored: _Stored) -> Tensor:
         if not stored.is_gathered_once:
-            return stored.parameter
+            return self._as_in_step(stored, stored.parameter)
         if stored.leaf is None:
             with torch.no_grad():
-                leaf = stored.to_use.values(stored.parameter.detach())
+                leaf = stored.to_use.values(self._as_in_step(stored, stored.parameter.detach()))
             leaf = leaf.requires_grad_(stored.parameter.requires_grad)
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
@@ -188,7 +191,7 @@ class ParameterStore:
 
     def regather_hooks(self) -> Regather:
         """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
-        return Regather(self.step_inputs().values())
+        return Regather(stored.parameter for stored in self._stored.values())
 
     # Whole values: checkpoints, logging, optimizer state
 
@@ -203,22 +206,23 @@ class ParameterStore:
         Tensors of another shape than the local parameter's (step counters) are returned as they are.
         """
         stored = self._by_name[name]
-        return stored.to_whole.values(tensor) if tensor.shape == self.local_shape(name) else tensor
+        return self._whole(stored, tensor) if tensor.shape == self.local_shape(name) else tensor
 
     def shard_like(self, name: str, whole: Tensor) -> Tensor:
         """This device's part (a copy) of a tensor of parameter `name`'s whole shape; other shapes as they are."""
         stored = self._by_name[name]
-        if whole.shape != stored.shape:
+        if whole.shape != stored.module_shape:
             return whole
         ranges = stored.layout.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
-        return whole[tuple(slice(*r) for r in ranges)].clone(memory_format=torch.contiguous_format)
+        part = whole.view(stored.shape)[tuple(slice(*r) for r in ranges)].clone(memory_format=torch.contiguous_format)
+        return part.view(self.local_shape(name))
 
     def load_full(self, name: str, tensor: Tensor) -> None:
         """Overwrite this device's part of parameter `name` by that of the whole `tensor`."""
         stored = self._by_name[name]
-        if tensor.shape != stored.shape:
+        if tensor.shape != stored.module_shape:
             raise RuntimeMismatchError(
-                f"a value of shape {list(tensor.shape)} was given for {name}, which is {list(stored.shape)}",
+                f"a value of shape {list(tensor.shape)} was given for {name}, which is {list(stored.module_shape)}",
                 "load a checkpoint of the same model",
             )
         with torch.no_grad():
@@ -226,9 +230,23 @@ class ParameterStore:
         stored.leaf = None
 
     def local_shape(self, name: str) -> torch.Size:
-        """Shape of this device's part of parameter `name`."""
+        """Shape of this device's part of parameter `name`, as the module holds it."""
         stored = self._by_name[name]
+        local = self._local_step_shape(stored)
+        if stored.module_shape == stored.shape:
+            return local
+        return torch.Size((local[0] * local[1], *local[2:]))
+
+    def _local_step_shape(self, stored: _Stored) -> torch.Size:
         return torch.Size(stored.layout.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate))
+
+    def _as_in_step(self, stored: _Stored, tensor: Tensor) -> Tensor:
+        """A local tensor of the parameter in the dims of the step (a view)."""
+        return tensor if stored.module_shape == stored.shape else tensor.view(self._local_step_shape(stored))
+
+    def _whole(self, stored: _Stored, tensor: Tensor) -> Tensor:
+        """The whole tensor from every device's part, in the module's dims. Collective."""
+        return stored.to_whole.values(self._as_in_step(stored, tensor)).view(stored.module_shape)
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The step's name of a parameter, None when the step does not use it."""
@@ -274,6 +292,7 @@ class ParameterStore:
         use = Layout(tuple(dual.value for dual in stored.to_use.dst))
 
         def put(grad: Tensor) -> None:
+            grad = grad.view_as(parameter)
             if stored.complete is not None:
                 grad = grad + stored.complete
                 stored.complete = None
