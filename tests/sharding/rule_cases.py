@@ -241,6 +241,11 @@ def _pointwise_cases(add: Any) -> None:
     add("triu", aten.triu.default, f(4, 5, 5), 1, expect="S0->S0")
     for op in (aten.max.other, aten.min.other):
         add(str(op), op, f(4, 5), f(5), expect=("S0,R*->S0", "S1,S0->S1"))
+    add("view_as_complex", aten.view_as_complex.default, f(4, 5, 2), expect=("S0->S0", "S1->S1", "P->P"))
+    phases = torch.polar(c(5), c(5))
+    rotated = torch.view_as_complex(c(4, 5, 2)).requires_grad_()
+    add("complex_rotation", aten.mul.Tensor, rotated, phases, expect=("S0,R->S0", "S1,S0->S1"))
+    add("view_as_real", aten.view_as_real.default, rotated, expect=("S0->S0", "S1->S1"))
     add("view_dtype", aten.view.dtype, c(4, 5), torch.int64, expect="S0->S0")
     square = f(4, 5)
     add("same_operand_twice", aten.mul.Tensor, square, square, expect=("S0,S0->S0", "R*,R*->R*"))
@@ -464,7 +469,6 @@ def _loss_cases(add: Any) -> None:
         2,
         expect=("S0,S0,S0,R->P", "S1,S1,R,S0->P"),
     )
-    add("mse_broadcast", aten.mse_loss.default, f(4, 5), f(5), 1, expect="R,R->R")
 
 
 CASES = {case.name: case for case in _cases()}

@@ -28,6 +28,6 @@ def test_every_strategy_is_right_on_one_axis(case: Case, axis_size: int) -> None
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_combination_is_right_on_a_mesh(case: Case) -> None:
-    combinations = op_strategies(case.call, (2, 2))
-    for strategies in combinations[:: max(1, len(combinations) // 8)]:
-        prove(case.call, strategies, (2, 2), case.operands)
+    for mesh_shape in ((2, 2), (3, 2)):
+        for strategies in op_strategies(case.call, mesh_shape):
+            prove(case.call, strategies, mesh_shape, case.operands)
