@@ -28,6 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -224,18 +225,19 @@ class AlpaStrategy(ParallelStrategy):
 
         assert self.lightning_module is not None
         seed = agree_on_seed()
-        self._run = TrainingRun(
-            self.lightning_module,
-            self.optimizers[0],
-            inspect_optimizer(self.optimizers),
-            batch,
-            batch_idx,
-            self._job(),
-            RankZero(self.limits.plan_timeout_seconds),
-            seed,
-            self.limits.bucket_bytes,
-            self._backend,
-        )
+        with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
+            self._run = TrainingRun(
+                self.lightning_module,
+                self.optimizers[0],
+                inspect_optimizer(self.optimizers),
+                batch,
+                batch_idx,
+                self._job(),
+                RankZero(self.limits.plan_timeout_seconds),
+                seed,
+                self.limits.bucket_bytes,
+                self._backend,
+            )
         self.plan = self._run.plan
         self._use_sharded_norms()
         self._show_plan()

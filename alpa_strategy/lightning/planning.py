@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -59,7 +61,7 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
 
     def work() -> StepGraph:
         with job.progress("capture"):
-            return capture_step(
+            step = capture_step(
                 module,
                 batch,
                 world_size=world_size(),
@@ -67,8 +69,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
                 batch_idx=batch_idx,
                 context=job.context,
             )
+            return replace(step, batch_scope=job.options.batch_scope)
 
-    step, summaries = on_all_ranks(work, _summary)
+    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch))
     for part, (name, fix) in enumerate(_PARTS):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
@@ -84,12 +87,20 @@ _PARTS = (
     ),
     ("the parameters of the module", "build the same module on every rank"),
     ("what training_step computes", "do not let the step depend on the rank"),
+    (
+        'their global batches (hashes; batch_scope="global" wants the same rows on every rank)',
+        'seed the loader alike on all ranks, or leave batch_scope at "rank"',
+    ),
 )
 
 
-def _summary(step: StepGraph) -> tuple[str, str, str]:
-    shapes = ", ".join(str(list(leaf.meta.shape)) for leaf in step.batch)
-    return f"{shapes} (all ranks' rows)", step.parameter_digest, step.graph_digest
+def _summary(step: StepGraph, batch: Any) -> tuple[str, str, str, str]:
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors)
+    content = hashlib.sha256()
+    for leaf in tensors if step.batch_scope == "global" else ():
+        content.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return shapes, step.parameter_digest, step.graph_digest, content.hexdigest()[:8]
 
 
 def job_cluster(job: Job) -> ClusterSpec:
@@ -157,7 +168,13 @@ def _plan_on_rank_zero(
     job.say(f"alpa: making a plan: {store.explain(wanted)}")
     from alpa_strategy.plan.make import plan_step
 
-    plan = plan_step(step, cluster, options, optimizer, progress=job.progress, pinned=pinned)
+    costs = None
+    if cluster.measured:
+        from alpa_strategy.lightning.costs import measured_costs
+
+        with job.progress("time ops"):
+            costs = measured_costs(step, cluster, options, job)
+    plan = plan_step(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
     try:
         job.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:

@@ -29,7 +29,6 @@ from alpa_strategy.plan.plan import Plan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.torch_comm import build_mesh
-from alpa_strategy.sharding.layout import chunk_range
 
 MEET_SECONDS = 60.0
 MEASURED_STEPS = range(5, 25)
@@ -194,13 +193,6 @@ def _shapes(batch: Any) -> str:
 
 
 def _rows(step: StepGraph, batch: Any) -> list[Tensor]:
-    """This rank's rows of the batch's tensor leaves, in `step.batch` order."""
+    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
     leaves = pytree.tree_leaves(batch)
-    found = []
-    for given in step.batch:
-        leaf = leaves[given.leaf]
-        if step.batch_scope == "global" and given.batch_dim is not None and world_size() > 1:
-            start, stop = chunk_range(leaf.shape[0], world_size(), torch.distributed.get_rank())
-            leaf = leaf[start:stop]
-        found.append(leaf)
-    return found
+    return [leaves[given.leaf] for given in step.batch]

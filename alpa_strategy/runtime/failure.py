@@ -85,6 +85,7 @@ class FailureWatch:
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
         while self._main_store.add(self._seen_key, 0) < self._world_size and time.monotonic() < deadline:
             time.sleep(0.05)
+        time.sleep(0.2)  # the store may end with this process: let the last answer arrive
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

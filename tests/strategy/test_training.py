@@ -179,9 +179,13 @@ def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) ->
         assert_same(run, reference)
 
 
-def test_global_batches(pool, tmp_path: Path) -> None:
-    reference = train(MLP, str(tmp_path), None, world_size=1)
-    for run in pool.run(2, run_train, MLP, str(tmp_path), {"batch_scope": "global"}, {}):
+@pytest.mark.parametrize("parallel", ["auto", "data", "zero3"])
+def test_global_batches(pool, tmp_path: Path, parallel: str) -> None:
+    """Every rank loads the whole batch; the last one has an odd number of rows."""
+    arguments = {"num_rows": 2 * ROWS + 5}
+    reference = train(MLP, str(tmp_path), None, world_size=1, **arguments)
+    strategy = {"batch_scope": "global", "parallel": parallel}
+    for run in pool.run(2, run_train, MLP, str(tmp_path), strategy, arguments):
         assert_same(run, reference)
 
 

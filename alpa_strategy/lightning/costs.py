@@ -1,0 +1,50 @@
+"""Measured op costs for a plan: the step's distinct ops at the local shapes that the plan can choose, timed once.
+
+The times go to `.alpa/costs/ops.json`, where other models on the same kind of device find them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.measure import measure_ops
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.table import OpTable
+from alpa_strategy.lightning.planning import Job
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding.op import OpCall
+
+BUDGET_SECONDS = 5.0
+
+
+def measured_costs(step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job) -> RooflineCosts:
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device (at most 5 s)."""
+    from alpa_strategy.plan.make import logical_shapes
+
+    table = OpTable.load(job.folder / "costs" / "ops.json")
+    calls: set[OpCall] = set()
+    for shape in logical_shapes(options, cluster):
+        calls |= local_calls(step, shape)
+    known = len(table)
+    with torch.enable_grad():
+        measure_ops(calls, job.device, BUDGET_SECONDS, table, name=cluster.device.name)
+    if len(table) > known:
+        try:
+            table.save()
+        except OSError as error:
+            job.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
+    return RooflineCosts(cluster.device, table)
+
+
+def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:
+    """Every op of the step as one device runs it under each of its strategies on the mesh."""
+    origin = (0,) * len(mesh_shape)
+    return {
+        local.call
+        for call in {op.call for op in step.ops}
+        for strategy in op_strategies(call, mesh_shape)
+        if (local := localize(call, strategy, mesh_shape, origin)).implementation is None
+    }

@@ -1,0 +1,118 @@
+"""Plans of running jobs: found again, made anew, given by file; errors reach every rank as one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from models import MLP
+from torch.utils.data import DataLoader, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.errors import AlpaError
+
+
+class Branching(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).square().mean()
+        return loss if loss > 1 else 2 * loss
+
+
+class NormScaled(torch.optim.Optimizer):
+    """Not element-wise: the step is scaled by the parameter's norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.norm() * p.grad
+        return loss
+
+
+class WithNormScaled(MLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NormScaled(self.parameters())
+
+
+def run(kind: type[MLP], root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16) -> str:
+    """Two steps; the error that this rank ended with, or what the strategy said. rows: this rank's per batch."""
+    model = kind(d_hidden=hidden)
+    rank = torch.distributed.get_rank()
+    data = TensorDataset(*model.example_batch(2 * rows[rank], torch.Generator().manual_seed(rank)))
+    strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=AlpaStrategy(**strategy),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    try:
+        trainer.fit(model, DataLoader(data, batch_size=rows[rank]))
+    except AlpaError as error:
+        return str(error)
+    return "trained"
+
+
+def plans(root: Path) -> dict[str, int]:
+    return {p.name: p.stat().st_mtime_ns for p in (root / "plans").glob("*.json")}
+
+
+def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    first = plans(tmp_path)
+    assert len(first) == 1
+    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    assert plans(tmp_path) == first
+    assert pool.run(2, run, MLP, root, {"parallel": "zero3"}) == ["trained"] * 2
+    assert len(plans(tmp_path)) == 2
+    (name,) = first
+    file = tmp_path / "plans" / name
+    whole = file.read_text()
+    file.write_text(whole[:200])
+    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    assert json.loads(file.read_text())["stages"] == json.loads(whole)["stages"]
+    # The same file by hand, for another model: refused with the part that differs, on every rank.
+    given = {"plan": str(file)}
+    assert pool.run(2, run, MLP, root, given) == ["trained"] * 2
+    for message in pool.run(2, run, MLP, root, given, (8, 8), 24):
+        assert "parameters" in message
+        assert "changed" in message
+
+
+def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for message in pool.run(2, run, Branching, root, {}):
+        assert "test_plans_of_runs.py" in message
+        assert "What to do" in message
+    for message in pool.run(2, run, MLP, root, {}, (8, 6)):
+        assert "rank 0" in message
+        assert "rank 1" in message
+    for message in pool.run(2, run, WithNormScaled, root, {"placements": {"*weight": "S0"}}):
+        assert "NormScaled" in message
+    for message in pool.run(2, run, MLP, root, {"logical_mesh": [3]}):
+        assert "3" in message
+    for message in pool.run(2, run, MLP, root, {"batch_scope": "global"}):
+        assert "global batches" in message  # each rank drew its own rows
+
+
+def test_an_optimizer_that_needs_whole_parameters_gets_them(pool, tmp_path: Path) -> None:
+    assert pool.run(2, run, WithNormScaled, str(tmp_path), {}) == ["trained"] * 2
+
+
+def test_measured_costs(pool, tmp_path: Path) -> None:
+    assert pool.run(2, run, MLP, str(tmp_path), {"cluster": None}) == ["trained"] * 2
+    assert len(list((tmp_path / ".alpa" / "costs").glob("*.json"))) == 2
