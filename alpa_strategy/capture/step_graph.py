@@ -127,11 +127,14 @@ class StepGraph:
         values: metadata of every value; inputs first, then op results, in order of definition.
         parameters, buffers, batch, constants: the inputs.
         ops: in execution order.
-        loss: value index of the loss (a scalar).
+        loss: value index of the loss (a scalar); -1 in a stage that does not make it.
         output: what `training_step` returned, tensors replaced by ValueRefs (a plain ValueRef, or a dict with "loss").
         logs: the step's `self.log` calls, in order.
         metrics: the step's torchmetrics calls, in order.
         batch_size: rows of the global batch.
+        received: for a stage: values that earlier stages (or a prologue) hand in. They arrive in the layout that the
+            stage's plan asks for. Numbering is that of the whole step.
+        sent: for a stage: values that later stages need.
         batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
         notes: things that the user should know (shown with the plan).
         guards: what the step's Python asked of its counters; when one no longer holds, capture again.
@@ -149,6 +152,8 @@ class StepGraph:
     metrics: tuple[MetricRecord, ...] = ()
     batch_size: int = 0
     batch_scope: str = "rank"
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
 
@@ -164,7 +169,7 @@ class StepGraph:
     @cached_property
     def escaping(self) -> tuple[int, ...]:
         """Values that leave the graph: loss, outputs, logs, metric arguments, buffer updates (each once, ascending)."""
-        found = {self.loss, *(b.update for b in self.buffers if b.update is not None)}
+        found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
 
         def visit(node: Any) -> None:
             if isinstance(node, ValueRef):

@@ -1,0 +1,1 @@
+"""Inter-op: layers, stages, micro-batches and schedules (design section 8)."""
