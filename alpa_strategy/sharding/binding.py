@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def bind(call: OpCall) -> Mapping[str, Any]:
             bound[name] = call.args[position]
         else:
             bound[name] = _frozen(default)
-    return bound
+    return MappingProxyType(bound)
 
 
 def tensor_arguments(call: OpCall) -> tuple[Any, ...]:

@@ -89,6 +89,12 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
     return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
 
 
+def _instance_norm(call: OpCall, axis_size: int) -> str:
+    """Samples are independent, unless running statistics average over them."""
+    row = "n!" if bind(call)["running_mean"] is not None else "n"
+    return f"[{row}, c, *s!], [c]?, [c]?, [c]?, [c]? -> [{row}, c, *s!]"
+
+
 def _embedding(call: OpCall, axis_size: int) -> str:
     if bind(call)["scale_grad_by_freq"]:
         return "[v!, d], [*i!] -> [*i!, d]"
@@ -129,7 +135,7 @@ NOTATION: dict[str, Notation] = {
     "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
     "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
     "aten.group_norm": Notation(_group_norm),
-    "aten.instance_norm": Notation("[n!, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n!, c, *s!]"),
+    "aten.instance_norm": Notation(_instance_norm),
     "aten.scaled_dot_product_attention": Notation(_attention),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},

@@ -190,6 +190,16 @@ def _attention_and_norm_cases(add: Any) -> None:
         expect="S0,R*,R*->S0,S0,S0",
     )
     add("rms_norm", aten.rms_norm.default, f(4, 5, 6), (6,), f(6), expect=("S0,R*->S0", "S1,R*->S1"))
+    args = (None, None, True, 0.1, 1e-5, False)
+    add(
+        "instance_norm",
+        aten.instance_norm.default,
+        f(4, 6, 5),
+        f(6),
+        f(6),
+        *args,
+        expect=("S0,R*,R*->S0", "S1,S0,S0->S1"),
+    )
     add("group_norm", aten.group_norm.default, f(4, 12, 3), 6, f(12), f(12), expect=("S0,R*,R*->S0", "S1,S0,S0->S1"))
     for op in (aten.softmax.int, aten.log_softmax.int):
         add(str(op), op, f(4, 5, 6), -1, expect=("S0->S0", "S1->S1"))
@@ -348,6 +358,7 @@ def _index_cases(add: Any) -> None:
     add("one_hot", aten.one_hot.default, i(5, 4, 3), 5, expect=("S0->S0", "S1->S1"))
     add("full", aten.full.default, (4, 5), 1.0, expect=("->S0", "->S1"))
     add("zeros", aten.zeros.default, (4, 5), expect="->S0")
+    add("upsample", aten.upsample_bilinear2d.vec, f(4, 6, 3, 3), None, False, (2.0, 2.0), expect=("S0->S0", "S1->S1"))
     add("ones", aten.ones.default, (4, 5), expect="->S0")
     add("new_zeros", aten.new_zeros.default, f(4, 5), (4, 3), expect=("S0->S0", "S0->R", "R->S0"))
 
