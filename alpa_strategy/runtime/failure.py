@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 3.0
+LOST_SECONDS = 20.0
 _CAUSE, _SEEN = "alpa/failure/cause", "alpa/failure/seen"
 
 
@@ -31,7 +32,6 @@ class FailureWatch:
             block the watch.
         rank, world_size: this process's place in the job.
         children: gives the processes that this one launched; they are ended before this process ends itself.
-        parent: process id whose death ends this rank too (the launcher's), or None.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class FailureWatch:
         rank: int,
         world_size: int,
         children: Callable[[], Sequence[subprocess.Popen]] = tuple,
-        parent: int | None = None,
     ) -> None:
         self._watch_store, self._main_store = store.clone(), store.clone()
         self._rank, self._world_size = rank, world_size
-        self._children, self._parent = children, parent
+        self._children = children
         self._stopped = threading.Event()
         self._ending = threading.Lock()
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
@@ -89,16 +88,14 @@ class FailureWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
-            if self._parent is not None and os.getppid() != self._parent:
-                self._stopped.wait(GRACE_SECONDS)
-                if not self._stopped.is_set():
-                    print("alpa: the process that launched this rank is gone", file=sys.stderr)
-                    self._exit()
             try:
                 failed = self._watch_store.check([self._cause_key])
                 first = self._watch_store.get(self._cause_key).decode() if failed else ""
-            except RuntimeError:
-                return  # rank 0 has ended; what hangs on it raises in its own collective
+            except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
+                if not self._stopped.wait(LOST_SECONDS):
+                    print(f"\nalpa: rank {self._rank} ends because rank 0 is gone", file=sys.stderr, flush=True)
+                    self._exit()
+                return
             if failed:
                 # An error that all ranks raise together reaches this rank's main thread by itself.
                 if self._stopped.wait(GRACE_SECONDS / 2):

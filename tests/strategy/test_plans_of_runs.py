@@ -41,9 +41,9 @@ class WithNormScaled(MLP):
         return NormScaled(self.parameters())
 
 
-def run(kind: type[MLP], root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16) -> str:
+def run(kind: str, root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16) -> str:
     """Two steps; the error that this rank ended with, or what the strategy said. rows: this rank's per batch."""
-    model = kind(d_hidden=hidden)
+    model = globals()[kind](d_hidden=hidden)
     rank = torch.distributed.get_rank()
     data = TensorDataset(*model.example_batch(2 * rows[rank], torch.Generator().manual_seed(rank)))
     strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
@@ -72,47 +72,47 @@ def plans(root: Path) -> dict[str, int]:
 
 def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> None:
     root = str(tmp_path)
-    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     first = plans(tmp_path)
     assert len(first) == 1
-    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     assert plans(tmp_path) == first
-    assert pool.run(2, run, MLP, root, {"parallel": "zero3"}) == ["trained"] * 2
+    assert pool.run(2, run, "MLP", root, {"parallel": "zero3"}) == ["trained"] * 2
     assert len(plans(tmp_path)) == 2
     (name,) = first
     file = tmp_path / "plans" / name
     whole = file.read_text()
     file.write_text(whole[:200])
-    assert pool.run(2, run, MLP, root, {}) == ["trained"] * 2
+    assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     assert json.loads(file.read_text())["stages"] == json.loads(whole)["stages"]
     # The same file by hand, for another model: refused with the part that differs, on every rank.
     given = {"plan": str(file)}
-    assert pool.run(2, run, MLP, root, given) == ["trained"] * 2
-    for message in pool.run(2, run, MLP, root, given, (8, 8), 24):
+    assert pool.run(2, run, "MLP", root, given) == ["trained"] * 2
+    for message in pool.run(2, run, "MLP", root, given, (8, 8), 24):
         assert "parameters" in message
         assert "changed" in message
 
 
 def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> None:
     root = str(tmp_path)
-    for message in pool.run(2, run, Branching, root, {}):
+    for message in pool.run(2, run, "Branching", root, {}):
         assert "test_plans_of_runs.py" in message
         assert "What to do" in message
-    for message in pool.run(2, run, MLP, root, {}, (8, 6)):
+    for message in pool.run(2, run, "MLP", root, {}, (8, 6)):
         assert "rank 0" in message
         assert "rank 1" in message
-    for message in pool.run(2, run, WithNormScaled, root, {"placements": {"*weight": "S0"}}):
+    for message in pool.run(2, run, "WithNormScaled", root, {"placements": {"*weight": "S0"}}):
         assert "NormScaled" in message
-    for message in pool.run(2, run, MLP, root, {"logical_mesh": [3]}):
+    for message in pool.run(2, run, "MLP", root, {"logical_mesh": [3]}):
         assert "3" in message
-    for message in pool.run(2, run, MLP, root, {"batch_scope": "global"}):
+    for message in pool.run(2, run, "MLP", root, {"batch_scope": "global"}):
         assert "global batches" in message  # each rank drew its own rows
 
 
 def test_an_optimizer_that_needs_whole_parameters_gets_them(pool, tmp_path: Path) -> None:
-    assert pool.run(2, run, WithNormScaled, str(tmp_path), {}) == ["trained"] * 2
+    assert pool.run(2, run, "WithNormScaled", str(tmp_path), {}) == ["trained"] * 2
 
 
 def test_measured_costs(pool, tmp_path: Path) -> None:
-    assert pool.run(2, run, MLP, str(tmp_path), {"cluster": None}) == ["trained"] * 2
+    assert pool.run(2, run, "MLP", str(tmp_path), {"cluster": None}) == ["trained"] * 2
     assert len(list((tmp_path / ".alpa" / "costs").glob("*.json"))) == 2

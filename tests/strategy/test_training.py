@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from models import MLP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -127,20 +128,20 @@ ZERO3, TENSOR = {"parallel": "zero3"}, {"parallel": "tensor"}
 )
 def test_accumulation_and_clipping(pool, tmp_path: Path, strategy: dict, arguments: dict) -> None:
     reference = train(MLP, str(tmp_path), None, **arguments)
-    for run in pool.run(2, run_train, MLP, str(tmp_path), strategy, arguments):
+    for run in pool.run(2, run_train, "MLP", str(tmp_path), strategy, arguments):
         assert_same(run, reference)
 
 
 def test_clip_by_value(pool, tmp_path: Path) -> None:
     arguments = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     reference = train(MLP, str(tmp_path), None, **arguments)
-    assert_same(pool.run(2, run_train, MLP, str(tmp_path), ZERO3, arguments)[0], reference)
+    assert_same(pool.run(2, run_train, "MLP", str(tmp_path), ZERO3, arguments)[0], reference)
 
 
 def test_validation_sees_whole_parameters(pool, tmp_path: Path) -> None:
     arguments = {"validate": True, "max_epochs": 2}
     reference = train(Validated, str(tmp_path), None, **arguments)
-    for run in pool.run(2, run_train, Validated, str(tmp_path), ZERO3, arguments):
+    for run in pool.run(2, run_train, "Validated", str(tmp_path), ZERO3, arguments):
         assert_same(run, reference)
         assert set(run["shapes"]) == {(16, 8)}
 
@@ -150,11 +151,11 @@ def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, stra
     """alpa -> file -> alpa, and alpa -> file -> plain Trainer, equal the plain training that was never interrupted."""
     root = str(tmp_path)
     reference = train(MLP, root, None, max_epochs=2)
-    half = pool.run(2, run_train, MLP, root, strategy, {"save": f"{root}/half.ckpt"})
+    half = pool.run(2, run_train, "MLP", root, strategy, {"save": f"{root}/half.ckpt"})
     again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
     assert half[0]["steps"] == 4
     assert_same(train(MLP, root, None, **again), reference)
-    resumed = pool.run(2, run_train, MLP, root, strategy, again)[0]
+    resumed = pool.run(2, run_train, "MLP", root, strategy, again)[0]
     assert_same(resumed, reference)
     for number, state in reference["optimizer"]["state"].items():
         torch.testing.assert_close(resumed["optimizer"]["state"][number], state, rtol=TOLERANCE, atol=TOLERANCE)
@@ -175,7 +176,7 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
 def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) -> None:
     arguments = {"num_rows": 3 * ROWS + 4}
     reference = train(Phased, str(tmp_path), None, **arguments)
-    for run in pool.run(2, run_train, Phased, str(tmp_path), ZERO3, arguments):
+    for run in pool.run(2, run_train, "Phased", str(tmp_path), ZERO3, arguments):
         assert_same(run, reference)
 
 
@@ -185,12 +186,12 @@ def test_global_batches(pool, tmp_path: Path, parallel: str) -> None:
     arguments = {"num_rows": 2 * ROWS + 5}
     reference = train(MLP, str(tmp_path), None, world_size=1, **arguments)
     strategy = {"batch_scope": "global", "parallel": parallel}
-    for run in pool.run(2, run_train, MLP, str(tmp_path), strategy, arguments):
+    for run in pool.run(2, run_train, "MLP", str(tmp_path), strategy, arguments):
         assert_same(run, reference)
 
 
-def run_train(kind: type[MLP], root: str, strategy: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    return train(kind, root, strategy, **arguments)
+def run_train(kind: str, root: str, strategy: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return train(globals()[kind], root, strategy, **arguments)
 
 
 class SaveMidway(pl.Callback):
@@ -201,3 +202,65 @@ class SaveMidway(pl.Callback):
 
 def run_with_midway_checkpoint(root: str) -> None:
     train(MLP, root, ZERO3, callbacks=[SaveMidway()])
+
+
+class Measured(MLP):
+    """Logs a torchmetrics object, a number, a dict, and returns more than the loss; batches are dicts."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mean_error = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.worst = torchmetrics.MaxMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        prediction = self.net(x)
+        loss = torch.nn.functional.mse_loss(prediction, y)
+        self.mean_error.update((prediction - y).abs().mean(1))
+        self.worst.update((prediction - y).abs())
+        self.log("mean_error", self.mean_error, on_step=False, on_epoch=True)
+        self.log("worst", self.worst, on_step=True, on_epoch=True)
+        self.log_dict({"twice": 2 * loss, "one": 1.0}, on_step=True, on_epoch=True)
+        return {"loss": loss, "prediction": prediction.detach()}
+
+
+def test_torchmetrics_dicts_and_numbers_are_logged_alike(pool, tmp_path: Path) -> None:
+    reference = train(Measured, str(tmp_path), None)
+    assert {"mean_error", "worst_epoch", "twice_epoch", "one_step"} <= reference["metrics"].keys()
+    for run in pool.run(2, run_train, "Measured", str(tmp_path), ZERO3, {}):
+        assert_same(run, reference)
+
+
+def fit_twice_and_validate(root: str) -> tuple[float, float, tuple[int, ...]]:
+    """A second fit of one trainer goes on, and evaluation outside of fit works."""
+    torch.manual_seed(7)
+    model = Validated()
+    data = TensorDataset(*model.example_batch(16, torch.Generator().manual_seed(3)))
+    strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, parallel="zero3")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    loader = DataLoader(data, batch_size=4)
+    first = trainer.validate(model, loader, verbose=False)[0]["val_loss"]
+    trainer.fit(model, loader)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, loader)
+    last = trainer.validate(model, loader, verbose=False)[0]["val_loss"]
+    assert trainer.global_step == 6
+    return first, last, tuple(model.net[0].weight.shape)
+
+
+def test_fit_twice_and_validate(pool, tmp_path: Path) -> None:
+    (first, last, shape), other = pool.run(2, fit_twice_and_validate, str(tmp_path))
+    assert last < first
+    assert shape == (16, 8)
+    assert other == (first, last, shape)
