@@ -55,12 +55,17 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Backend:
     return Backend(
         name="torch",
         all_reduce=dist.all_reduce,
-        all_gather=dist.all_gather_into_tensor,
-        reduce_scatter=dist.reduce_scatter_tensor,
+        all_gather=_renamed("all_gather_single", "all_gather_into_tensor"),
+        reduce_scatter=_renamed("reduce_scatter_single", "reduce_scatter_tensor"),
         all_to_all=dist.all_to_all_single,
         sum=dist.ReduceOp.SUM,
         max=dist.ReduceOp.MAX,
     )
+
+
+def _renamed(new: str, old: str) -> Callable[..., Any]:
+    """A collective by its name since torch 2.13, or by the one before, which warns there."""
+    return getattr(dist, new, None) or getattr(dist, old)
 
 
 def _deepspeed_backend(device_type: str) -> Backend:
