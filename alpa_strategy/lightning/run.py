@@ -98,7 +98,8 @@ class TrainingRun:
         with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
             values = program.lowered(self.store.step_inputs(), buffers, _rows(step, batch))
         write_buffers(self.module, step, values)
-        replay_records(self.module, step, values)
+        with self._job.context():  # the default dtype and autocast under which the user's step would have logged
+            replay_records(self.module, step, values)
         return fill(step.output, values)
 
     @contextmanager
