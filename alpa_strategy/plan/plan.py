@@ -70,7 +70,8 @@ class ParameterPlan:
 
     Modes: `R` replicated, gradient complete on every device; `R*` replicated, gradient summed once per step (data
     parallel); `S<d>` stored in shards of dim d, gathered at each use that needs it whole (ZeRO-3, or used as it is:
-    tensor parallel); `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step (ZeRO-1/2).
+    tensor parallel); `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step
+    (ZeRO-1/2).
     """
 
     modes: tuple[str, ...]
