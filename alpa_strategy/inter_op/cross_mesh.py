@@ -1,0 +1,332 @@
+"""Cross-mesh resharding as data: which device sends which box of a tensor to which device of another mesh, and how long.
+
+Every destination device needs the box that its layout says. That box is cut into the grid of its intersections with
+the source devices' boxes; each piece is sent once, by the least loaded of the devices that hold it (Alpa, section 6).
+Destination devices that hold the same box may each receive a part of it and gather the rest among themselves ("local
+all-gather"). No process groups here: `runtime/transfer.py` carries plans out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import PlanError
+from alpa_strategy.sharding.layout import Layout
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
+
+
+@dataclass(frozen=True)
+class MeshSide:
+    """One end of a transfer: `ranks` (ascending, row-major on a logical mesh of `shape`) hold a tensor as `layout` says.
+
+    The layout has one of `R`, `S<d>` per mesh axis.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    layout: Layout
+
+    def boxes(self, tensor_shape: Sequence[int]) -> dict[int, Box]:
+        """Rank -> the box of a tensor of `tensor_shape` that it holds."""
+        coordinates = product(*map(range, self.shape))
+        return {
+            rank: self.layout.slices(tensor_shape, self.shape, coordinate)
+            for rank, coordinate in zip(self.ranks, coordinates, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`box` goes from rank `source` to rank `target` (a copy within the device when they are the same)."""
+
+    source: int
+    target: int
+    box: Box
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """How one tensor gets from one mesh to another.
+
+    Attributes:
+        shape, itemsize: of the whole tensor; itemsize in bytes.
+        source, target: where it lies before and after.
+        received: layout on the target's mesh right after the messages; where it differs from `target.layout`, all-gathers on
+            the target's mesh follow.
+        pieces: in one order on all ranks: by target, then by box.
+        source_boxes, received_boxes: rank -> box (in the tensor's coordinates).
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    source: MeshSide
+    target: MeshSide
+    received: Layout
+    pieces: tuple[Piece, ...]
+    source_boxes: Mapping[int, Box]
+    received_boxes: Mapping[int, Box]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all-gathers on the target's mesh follow the messages."""
+        return self.received != self.target.layout
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that go from device to device, gathers on the target's mesh not counted."""
+        return sum(p.num_elements for p in self.pieces if p.source != p.target) * self.itemsize
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Rank -> bytes that it sends."""
+        sent: dict[int, int] = {}
+        for piece in self.pieces:
+            if piece.source != piece.target:
+                sent[piece.source] = sent.get(piece.source, 0) + piece.num_elements * self.itemsize
+        return sent
+
+
+def plan_transfer(
+    shape: Sequence[int],
+    itemsize: int,
+    source: MeshSide,
+    target: MeshSide,
+    local_gather: bool = False,
+) -> TransferPlan:
+    """Plan a transfer; deterministic, hence the same on all ranks.
+
+    Args:
+        shape: of the whole tensor on the target's side.
+        itemsize: bytes per element.
+        local_gather: whether devices of the target that hold the same box share its reception and gather it themselves.
+
+    Raises:
+        PlanError: a side holds summands (`P`); they must be reduced first.
+    """
+    return _plan(tuple(shape), itemsize, source, source.boxes(shape), target, local_gather)
+
+
+def plan_rows(
+    shape: Sequence[int], itemsize: int, source: MeshSide, source_rows: int, first_row: int, target: MeshSide
+) -> TransferPlan:
+    """Plan the transfer of rows [first_row, first_row + shape[0]) of a tensor with `source_rows` rows (a micro-batch).
+
+    Boxes are in the coordinates of the rows taken: those of the source may begin below 0 and end beyond the shape.
+    """
+    boxes = {
+        rank: ((box[0][0] - first_row, box[0][1] - first_row), *box[1:])
+        for rank, box in source.boxes((source_rows, *shape[1:])).items()
+    }
+    return _plan(tuple(shape), itemsize, source, boxes, target, False)
+
+
+def best_transfer(
+    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, cluster: ClusterSpec
+) -> TransferPlan:
+    """The faster of the plans with and without local all-gather on `cluster`."""
+    direct = plan_transfer(shape, itemsize, source, target)
+    gathered = plan_transfer(shape, itemsize, source, target, local_gather=True)
+    if not gathered.gathers:
+        return direct
+    return gathered if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster) else direct
+
+
+def _plan(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: MeshSide,
+    source_boxes: dict[int, Box],
+    target: MeshSide,
+    local_gather: bool,
+) -> TransferPlan:
+    for side in (source, target):
+        if any(isinstance(placement, Partial) for placement in side.layout):
+            raise PlanError(
+                f"a tensor in layout {side.layout} cannot cross between meshes", "reduce it before the boundary"
+            )
+    received = _shared_layout(shape, target) if local_gather else target.layout
+    received_boxes = MeshSide(target.shape, target.ranks, received).boxes(shape)
+    holders: dict[Box, list[int]] = {}
+    for rank, box in source_boxes.items():
+        holders.setdefault(box, []).append(rank)
+    pieces: list[Piece] = []
+    for box, ranks in holders.items():
+        wanted: list[tuple[int, Box]] = []
+        for rank, needed in received_boxes.items():
+            piece = _intersection(box, needed)
+            if piece is None:
+                continue
+            if rank in ranks:
+                pieces.append(Piece(rank, rank, piece))
+            else:  # nothing of it is on `rank`: the boxes of one side are equal or disjoint
+                wanted.append((rank, piece))
+        pieces += _share_out(wanted, ranks)
+    pieces.sort(key=lambda piece: (piece.target, piece.box))
+    return TransferPlan(shape, itemsize, source, target, received, tuple(pieces), source_boxes, received_boxes)
+
+
+def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
+    """`target.layout` with every replicated axis turned into a shard of a dim that still has enough elements."""
+    placements = list(target.layout.placements)
+    # The smallest share of each dim; a cut of n needs n elements, so that no device is left without work.
+    smallest = list(shape)
+    for placement, size in zip(placements, target.shape, strict=True):
+        if isinstance(placement, Shard):
+            smallest[placement.dim] //= size
+    for axis, (placement, size) in enumerate(zip(placements, target.shape, strict=True)):
+        if size == 1 or not isinstance(placement, Replicate):
+            continue
+        if any(isinstance(later, Shard) for later in placements[axis + 1 :]):
+            # A cut by this axis comes before those of later axes: it must not change what they hold.
+            taken = {later.dim for later in placements[axis + 1 :] if isinstance(later, Shard)}
+        else:
+            taken = set()
+        possible = [dim for dim, rows in enumerate(smallest) if rows >= size and dim not in taken]
+        if not possible:
+            continue
+        # An even cut first, then the largest dim: chunks stay long runs of memory.
+        dim = min(possible, key=lambda d: (smallest[d] % size != 0, d if smallest[d] % size == 0 else -smallest[d]))
+        placements[axis] = Shard(dim)
+        smallest[dim] //= size
+    return Layout(tuple(placements))
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    """The common box, None when it is empty."""
+    if len(a) != len(b):
+        return None
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return None if any(start >= stop for start, stop in common) else common
+
+
+def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
+    """A sender for each (target, box) among the devices that hold it: largest first to the least loaded, then repaired."""
+    load = dict.fromkeys(holders, 0)
+    owner: list[int] = []
+    order = sorted(wanted, key=lambda item: (-_size(item[1]), item))
+    for _, box in order:
+        sender = min(holders, key=lambda rank: (load[rank], rank))
+        load[sender] += _size(box)
+        owner.append(sender)
+    _repair([_size(box) for _, box in order], owner, load)
+    return [Piece(sender, rank, box) for (rank, box), sender in zip(order, owner, strict=True)]
+
+
+def _repair(sizes: list[int], owner: list[int], load: dict[int, int]) -> None:
+    """Lower the largest load by moving one piece, or swapping two, as long as that helps."""
+    while True:
+        busiest = max(load, key=lambda rank: (load[rank], -rank))
+        mine = [i for i, rank in enumerate(owner) if rank == busiest]
+        best: tuple[int, int, int | None, int] | None = None  # (resulting larger load, piece, piece in return, rank)
+        for other in load:
+            if other == busiest:
+                continue
+            theirs = [None, *(i for i, rank in enumerate(owner) if rank == other)]
+            for give, take in product(mine, theirs):
+                moved = sizes[give] - (sizes[take] if take is not None else 0)
+                result = max(load[busiest] - moved, load[other] + moved)
+                if moved > 0 and result < load[busiest] and (best is None or result < best[0]):
+                    best = (result, give, take, other)
+        if best is None:
+            return
+        _, give, take, other = best
+        moved = sizes[give] - (sizes[take] if take is not None else 0)
+        owner[give] = other
+        if take is not None:
+            owner[take] = busiest
+        load[busiest] -= moved
+        load[other] += moved
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
+    """Time of a transfer on idle links: the slowest device or node, plus the gathers on the target's mesh.
+
+    A device sends and receives at the rate of the link inside a node; all devices of a node share its link to others.
+    """
+    per_node = cluster.devices_per_node
+    device_bytes: dict[tuple[str, int], int] = {}
+    node_bytes: dict[tuple[str, int], int] = {}
+    messages: dict[tuple[str, int], set[int]] = {}
+    latency = 0.0
+    for piece in plan.pieces:
+        if piece.source == piece.target:
+            continue
+        size = piece.num_elements * plan.itemsize
+        crosses = piece.source // per_node != piece.target // per_node
+        latency = max(latency, (cluster.inter_node if crosses else cluster.intra_node).latency)
+        ends = (("out", piece.source, piece.target), ("in", piece.target, piece.source))
+        for direction, rank, peer in ends:
+            messages.setdefault((direction, rank), set()).add(peer)
+            device_bytes[direction, rank] = device_bytes.get((direction, rank), 0) + size
+            if crosses:
+                node = (direction, rank // per_node)
+                node_bytes[node] = node_bytes.get(node, 0) + size
+    seconds = max(map(len, messages.values()), default=0) * latency
+    seconds += max(
+        max(device_bytes.values(), default=0) / cluster.intra_node.bandwidth,
+        max(node_bytes.values(), default=0) / cluster.inter_node.bandwidth,
+    )
+    return seconds + _gather_seconds(plan, cluster)
+
+
+def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
+    """Time of the all-gathers from `received` to the target's layout, innermost axis first."""
+    target, per_node = plan.target, cluster.devices_per_node
+    coordinates = list(product(*map(range, target.shape)))
+    rank_at = dict(zip(coordinates, target.ranks, strict=True))
+    seconds = 0.0
+    placements = list(plan.received.placements)
+    for axis in reversed(range(len(target.shape))):
+        if placements[axis] == target.layout[axis]:
+            continue
+        placements[axis] = target.layout[axis]
+        after = Layout(tuple(placements)).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
+        size = target.shape[axis]
+        leaving: dict[int, int] = {}  # node -> groups whose ring leaves it
+        for line in (c for c in coordinates if c[axis] == 0):
+            nodes = {rank_at[(*line[:axis], i, *line[axis + 1 :])] // per_node for i in range(size)}
+            for node in nodes if len(nodes) > 1 else ():
+                leaving[node] = leaving.get(node, 0) + 1
+        link = cluster.inter_node if leaving else cluster.intra_node
+        bandwidth = link.bandwidth / max(leaving.values(), default=1)
+        volume = (size - 1) / size * math.prod(after) * plan.itemsize
+        seconds += link.latency + volume / bandwidth
+    return seconds
+
+
+def boundary_seconds(
+    num_bytes: float,
+    source_submesh: tuple[int, int],
+    target_submesh: tuple[int, int],
+    cluster: ClusterSpec,
+    crosses_nodes: bool | None = None,
+) -> float:
+    """Quick estimate for a boundary of `num_bytes` between two submeshes (n_nodes, n_devices), layouts unknown.
+
+    Every byte goes once; the links of both ends work side by side: one per node between nodes, one per device inside.
+
+    Args:
+        crosses_nodes: whether the submeshes lie on different nodes; None: they do unless both fit into one node.
+    """
+    if crosses_nodes is None:
+        together = source_submesh[1] + target_submesh[1]
+        crosses_nodes = max(source_submesh[0], target_submesh[0]) > 1 or together > cluster.devices_per_node
+    if crosses_nodes:
+        link, parallel = cluster.inter_node, min(source_submesh[0], target_submesh[0])
+        return link.latency + num_bytes / (link.bandwidth * parallel)
+    link, parallel = cluster.intra_node, min(source_submesh[1], target_submesh[1])
+    return link.latency + num_bytes / (link.bandwidth * parallel)
