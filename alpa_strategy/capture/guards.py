@@ -1,15 +1,17 @@
-"""Guards: what the step asked of batch_idx, global_step and current_epoch while it was captured.
+"""Guards: what the step's Python asked of its counters and of the module's attributes while it was captured.
 
 A captured graph is one path through the user's Python. Where the path depends on a counter, the comparison is
-recorded; the strategy captures again when a recorded comparison would come out differently.
+recorded; where it depends on an attribute, the value. The strategy captures again when one would come out differently.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+from torch import nn
 
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.errors import CaptureError
@@ -51,6 +53,61 @@ class Guard:
     def __str__(self) -> str:
         left = self.name + "".join(f" {op} {number}" for op, number in self.arithmetic)
         return f"({left} {self.op} {self.other}) is {self.outcome}"
+
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class AttributeGuard:
+    """Attribute `name` of submodule `module` ("" for the LightningModule) was `value` when the step read it.
+
+    `value` is a snapshot (see capture/attributes.py): `value == now` tells whether `now` is still the same.
+    `is_class_attribute`: it was found on the class, not on the instance.
+    """
+
+    module: str
+    name: str
+    value: Any = field(compare=False)
+    is_class_attribute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}".lstrip(".")
+
+
+class AttributeCheck:
+    """The guards of one captured step made quick to check: submodules are looked up once.
+
+    A replaced submodule is noticed by the guard on its parent's `_modules`, which precedes those of the submodule.
+    """
+
+    def __init__(self, module: nn.Module, guards: Iterable[AttributeGuard]) -> None:
+        found = [(module.get_submodule(guard.module), guard) for guard in guards]
+        self._rows = [(vars(m), g.name, g.value, g) for m, g in found if not g.is_class_attribute]
+        self._class_rows = [(m, g) for m, g in found if g.is_class_attribute]
+
+    def changed(self) -> str | None:
+        """Name of the first attribute that is not what the step read (0.05 us each), None when all are."""
+        for attributes, name, value, guard in self._rows:
+            now = attributes.get(name, _MISSING)
+            if now is not value and not (value == now and (type(value) is type(now) or type(value) not in _SCALARS)):
+                return str(guard)
+        for module, guard in self._class_rows:
+            if guard.value != getattr(module, guard.name, _MISSING):
+                return str(guard)
+        return None
+
+
+_SCALARS = (bool, int, float, complex, str)
+
+
+def attributes_hold(module: nn.Module, guards: Iterable[AttributeGuard]) -> str | None:
+    """Name of the first guarded attribute of `module` that changed, else None. `AttributeCheck` is quicker in a loop.
+
+    Raises:
+        AttributeError: a guarded submodule does not exist any more.
+    """
+    return AttributeCheck(module, guards).changed()
 
 
 class StepCounter(int):

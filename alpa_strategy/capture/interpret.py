@@ -15,7 +15,7 @@ def run_step(
     """Every value of the step.
 
     Args:
-        parameters: by any of the names that the parameter has (all tensors on one device).
+        parameters: by any of the names that the parameter has, in the module's shapes (all tensors on one device).
         buffers: by name.
         batch_leaves: global tensors in `step.batch` order.
 
@@ -24,7 +24,8 @@ def run_step(
     """
     values: dict[int, Tensor] = {}
     for entry in step.parameters:
-        values[entry.value] = next(parameters[name] for name in entry.names if name in parameters)
+        given = next(parameters[name] for name in entry.names if name in parameters)
+        values[entry.value] = given.view(entry.meta.shape) if entry.module_shape is not None else given
     for buffer in step.buffers:
         values[buffer.value] = buffers[buffer.name]
     for leaf, tensor in zip(step.batch, batch_leaves, strict=True):

@@ -92,4 +92,6 @@ def number(
         metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in metrics),
         batch_size=trace.batch_size,
         guards=tuple(trace.recording.guards),
+        attributes=trace.recording.attributes,
+        notes=tuple(trace.recording.notes),
     )

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
+from alpa_strategy.capture.attributes import framework_attributes
 from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.capture.guards import Guard, StepCounter
+from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
 from alpa_strategy.capture.step_graph import MetricRef
 from alpa_strategy.errors import CaptureError
 
@@ -31,10 +31,16 @@ class Recording:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
+    attributes: tuple[AttributeGuard, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     def guard(self, guard: Guard) -> None:
         if guard not in self.guards:
             self.guards.append(guard)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def counter(self, value: int, name: str) -> StepCounter:
         return StepCounter.make(value, name, self.guard)
@@ -216,18 +222,13 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         vars(metric).update(before)
 
 
-@lru_cache(maxsize=1)
-def _framework_attributes() -> frozenset[str]:
-    return frozenset(vars(LightningModule()))
-
-
 _CONTAINERS = (list, dict, set)
 
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again."""
-    skipped = _framework_attributes()
+    skipped = framework_attributes()
     metrics = {id(m) for _, root in _outermost_metrics(module) for m in root.modules()}
     before = []
     for path, child in module.named_modules():

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from functools import cached_property
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property, partial
 from typing import Any
 
-from alpa_strategy.capture.guards import Guard
+from alpa_strategy.capture.guards import AttributeGuard, Guard
 from alpa_strategy.sharding.op import OpCall, TensorMeta
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,24 @@ class MetricRef:
     kind: str = "metric"
 
 
+def stable_text(value: Any) -> str:
+    """`repr` without memory addresses: the same in every process. Functions are named, lambdas known by their code."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{stable_text(k)}: {stable_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(stable_text, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}{stable_text([getattr(value, f.name) for f in fields(value)])}"
+    if isinstance(value, partial):
+        return f"partial{stable_text((value.func, value.args, value.keywords))}"
+    name = getattr(value, "__qualname__", None) if callable(value) else None
+    if name is None:
+        return _ADDRESS.sub("", repr(value))
+    code = getattr(value, "__code__", None)
+    body = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None and "<" in name else ""
+    return f"{getattr(value, '__module__', None)}.{name}{body}"
+
+
 @dataclass(frozen=True)
 class StepGraph:
     """A captured step.
@@ -138,6 +159,7 @@ class StepGraph:
         batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
         notes: things that the user should know (shown with the plan).
         guards: what the step's Python asked of its counters; when one no longer holds, capture again.
+        attributes: the module's attributes that the step read; when one changed, capture again.
     """
 
     values: tuple[TensorMeta, ...]
@@ -156,6 +178,7 @@ class StepGraph:
     sent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
+    attributes: tuple[AttributeGuard, ...] = ()
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -193,7 +216,7 @@ class StepGraph:
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
-        lines += [str((self.loss, self.output, self.logs, self.metrics))]
+        lines += [stable_text((self.loss, self.output, self.logs, self.metrics))]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

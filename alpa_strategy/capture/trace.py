@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.attributes import attribute_guards, attribute_reads
 from alpa_strategy.capture.blame import user_frame, user_line, user_position
 from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.recorder import Recording, recording
@@ -114,7 +115,10 @@ def trace_step(
             context() if context is not None else nullcontext(),
             _Origins(module, origins, device),
         ):
-            output = getattr(module, step)(**_step_arguments(module, step, rows, batch_idx, record))
+            arguments = _step_arguments(module, step, rows, batch_idx, record)
+            with attribute_reads() as reads:
+                output = getattr(module, step)(**arguments)
+            seen["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
         result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result_leaves, seen["spec"] = pytree.tree_flatten(result)
@@ -123,6 +127,7 @@ def trace_step(
 
     with recording(module, device) as record, _rng_kept(), _clear_errors(step), mode, torch.enable_grad():
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
+    record.attributes = attribute_guards(module, seen["reads"])
     return Trace(
         module_graph.graph,
         module_graph,
