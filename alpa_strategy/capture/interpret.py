@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from alpa_strategy.capture.step_graph import StepGraph
 
 
 def run_step(
-    step: StepGraph, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch_leaves: Sequence[Tensor]
+    step: StepGraph,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch_leaves: Sequence[Tensor],
+    received: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Every value of the step.
 
@@ -18,11 +23,12 @@ def run_step(
         parameters: by any of the names that the parameter has, in the module's shapes (all tensors on one device).
         buffers: by name.
         batch_leaves: global tensors in `step.batch` order.
+        received: the values that others hand in (`step.received`).
 
     Returns:
         Value index -> tensor; `step.escaping` says which leave the graph.
     """
-    values: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {value: (received or {})[value] for value in step.received}
     for entry in step.parameters:
         given = next(parameters[name] for name in entry.names if name in parameters)
         values[entry.value] = given.view(entry.meta.shape) if entry.module_shape is not None else given
@@ -30,7 +36,7 @@ def run_step(
         values[buffer.value] = buffers[buffer.name]
     for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
         values[leaf.value] = tensor
-    device = next(iter(values.values())).device
+    device = next((tensor.device for tensor in values.values()), torch.get_default_device())
     for constant in step.constants:
         values[constant.value] = constant.tensor.to(device)
     with device:

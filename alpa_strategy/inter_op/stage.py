@@ -14,15 +14,30 @@ Combine = Literal["sum", "same", "cat"]
 class MicroStep:
     """A step cut into `num_microbatches` equal micro-batches, exactly.
 
+    Values keep the step's numbers; what has no counterpart in the step (a share of 1/M, a given value that the graph
+    also makes itself) is numbered after them. The step's values after all micro-batches are the prologue's, the
+    combined ones and the epilogue's together: with them logs, metrics, the output and buffer updates are done once, as
+    the whole step's records say. `graph`, `prologue` and `epilogue` have no records of their own: `output` of each is a
+    tuple with a ValueRef of everything that must leave it.
+
     Attributes:
         num_microbatches: M.
         graph: the step on one micro-batch, at global shapes divided by M along the batch. Its loss (and every other
-            escaping value marked `sum`) is a summand: the sum over the micro-batches is the whole step's value.
+            escaping value marked `sum`) is a summand: the sum over the micro-batches is the whole step's value. The
+            gradients of its parameters add up over the micro-batches.
         prologue: what must be known of the whole batch before any micro-batch runs and depends on no parameter (the
-            number of targets that are not ignored): a step over the whole batch whose `escaping` values are handed to `graph`, or None.
-        given: value in `graph` -> value in `prologue` that fills it.
-        combine: escaping value of `graph` -> how the micro-batches' values make up the step's: `sum`, `same` (equal in all;
-            the last is taken: buffer updates too), `cat` along dim 0.
+            number of targets that are not ignored, a random mask): a step over the whole batch whose `escaping` values
+            are handed to `graph` or belong to the step's results, or None.
+        given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
+        combine: escaping value of `graph` -> how the micro-batches' values make up the step's: `sum`, `same` (equal in
+            all; the last is taken: updates of sequential buffers too), `cat` along the dim in `cut_dims`.
+        cut_dims: value -> dim along which micro-batches have their parts of it (see `microbatch_run.cut`): every `cat`
+            value of `combine`, and those of `given` that are handed in as rows like a batch leaf. All others of `given`
+            are handed in whole.
+        sequential_buffers: buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
+            plain gradient accumulation). All other buffers keep their values until the step's end.
+        epilogue: logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue
+            values (its `received`), or None.
     """
 
     num_microbatches: int
@@ -30,3 +45,6 @@ class MicroStep:
     prologue: StepGraph | None = None
     given: dict[int, int] = field(default_factory=dict)
     combine: dict[int, Combine] = field(default_factory=dict)
+    cut_dims: dict[int, int] = field(default_factory=dict)
+    sequential_buffers: tuple[str, ...] = ()
+    epilogue: StepGraph | None = None

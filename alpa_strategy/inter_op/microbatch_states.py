@@ -1,0 +1,238 @@
+"""Which state every value of a step has on micro-batches, and which ops must run once on the whole batch instead.
+
+One walk in op order. An op takes the strategy that fits its operands' states; where none does, an operand may be shared
+out (`R` as summands of 1/M), made again as rows (`zeros(B, h)`), or handed in by the prologue; else the op is moved to
+the prologue (it depends on no parameter), to the epilogue (only logs and outputs depend on it), or the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.microbatch_rules import TimeStrategy, time_strategies
+from alpa_strategy.sharding.layout import PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.sharding.localize import is_random
+
+Form = Literal["own", "share", "given"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `placement`."""
+
+    value: int
+    form: Form = "own"
+    placement: DualPlacement = REPLICATE
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An op of the micro graph: its strategy and how it reads its operands."""
+
+    strategy: TimeStrategy
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class States:
+    """The finding.
+
+    Attributes:
+        state: value -> its state in the micro graph (`R` for values of moved ops, which the prologue gives).
+        chosen: op index -> how it runs in the micro graph.
+        moved: ops whose results only the prologue makes.
+        late: ops that run once on the combined values, after all micro-batches.
+    """
+
+    state: dict[int, DualPlacement]
+    chosen: dict[int, Chosen]
+    moved: frozenset[int]
+    late: frozenset[int]
+
+
+def find_states(step: StepGraph, num_microbatches: int) -> States:
+    """States of all values of `step` on `num_microbatches` micro-batches.
+
+    Raises:
+        PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
+    """
+    facts = _Facts(step, num_microbatches)
+    forced: dict[int, TimeStrategy] = {}
+    while True:  # every round forces at least one op more
+        walk = _Walk(facts, forced)
+        if not walk.run():
+            return States(walk.state, walk.chosen, frozenset(walk.moved), frozenset(walk.late))
+        forced |= walk.forced_now
+
+
+class _Facts:
+    """What does not change from walk to walk."""
+
+    def __init__(self, step: StepGraph, num_microbatches: int) -> None:
+        self.step, self.num_microbatches = step, num_microbatches
+        self.strategies = [time_strategies(op.call, num_microbatches) for op in step.ops]
+        self.producer = {value: index for index, op in enumerate(step.ops) for value in op.results}
+
+    @cached_property
+    def independent(self) -> frozenset[int]:
+        """Values that depend on no parameter."""
+        found = {entry.value for group in (self.step.buffers, self.step.batch, self.step.constants) for entry in group}
+        for op in self.step.ops:
+            if found.issuperset(op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    @cached_property
+    def leads_to_loss(self) -> frozenset[int]:
+        """Indices of the ops that the loss depends on."""
+        return frozenset(ancestors(self.step, (self.step.loss,)))
+
+
+def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
+    """Indices of the ops that `values` depend on, their producers included, ascending."""
+    needed, found = set(values), []
+    for index in range(len(step.ops) - 1, -1, -1):
+        if needed.intersection(step.ops[index].results):
+            found.append(index)
+            needed.update(step.ops[index].operands)
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A strategy with what it takes to give it its operands."""
+
+    cost: int
+    chosen: Chosen
+    forced: dict[int, TimeStrategy]
+    wants_whole: bool
+
+
+class _Walk:
+    def __init__(self, facts: _Facts, forced: dict[int, TimeStrategy]) -> None:
+        self.facts, self.forced, self.step = facts, forced, facts.step
+        self.state: dict[int, DualPlacement] = {}
+        self.chosen: dict[int, Chosen] = {}
+        self.moved: set[int] = set()
+        self.late: set[int] = set()
+        self.late_values: set[int] = set()
+        self.moved_values: set[int] = set()
+        self.forced_now: dict[int, TimeStrategy] = {}
+        for given in (*self.step.parameters, *self.step.buffers, *self.step.constants):
+            self.state[given.value] = REPLICATE
+        for leaf in self.step.batch:
+            self.state[leaf.value] = shard(0) if leaf.batch_dim == 0 else REPLICATE
+
+    def run(self) -> bool:
+        """Walk all ops; True when an earlier op was forced to another strategy: then the walk must be taken again."""
+        for index in range(len(self.step.ops)):
+            self._op(index)
+            if self.forced_now:
+                return True
+        return False
+
+    def _op(self, index: int) -> None:
+        op = self.step.ops[index]
+        if self.late_values.intersection(op.operands):
+            self._postpone(index)
+            return
+        independent = self.facts.independent.issuperset(op.operands)
+        strategies = (self.forced[index],) if index in self.forced else self.facts.strategies[index]
+        fits = [fit for s in strategies if (fit := self._fit(op.operands, s)) is not None]
+        best = min(fits, key=lambda fit: fit.cost, default=None)
+        if independent and (best is None or best.wants_whole or self._same_draw(index, best.chosen.strategy)):
+            self._move(index)
+        elif best is not None:
+            self.forced_now = best.forced
+            self.chosen[index] = best.chosen
+            self.state.update(zip(op.results, best.chosen.strategy.outputs, strict=True))
+        elif index in self.facts.leads_to_loss:
+            raise self._refusal(index)
+        else:
+            self._postpone(index)
+
+    def _same_draw(self, index: int, strategy: TimeStrategy) -> bool:
+        """A random number that all micro-batches must share is drawn once, before them."""
+        return all(p == REPLICATE for p in strategy.outputs) and is_random(self.step.ops[index].call)
+
+    def _move(self, index: int) -> None:
+        self.moved.add(index)
+        self.moved_values.update(self.step.ops[index].results)
+        self.state.update((value, REPLICATE) for value in self.step.ops[index].results)
+
+    def _postpone(self, index: int) -> None:
+        self.late.add(index)
+        self.late_values.update(self.step.ops[index].results)
+
+    def _fit(self, operands: tuple[int, ...], strategy: TimeStrategy) -> _Fit | None:
+        """What it takes to give `strategy` its operands; None when they cannot be had."""
+        cost, uses, forced, wants_whole = 0, [], {}, False
+        for position, (value, want) in enumerate(zip(operands, strategy.inputs, strict=True)):
+            have = self.state[value]
+            if position == strategy.added and have == REPLICATE and self._divisible(value):
+                uses.append(Use(value, "share"))
+            elif have == want:
+                uses.append(Use(value))
+            elif have == REPLICATE and want == PARTIAL and self._divisible(value):
+                uses.append(Use(value, "share"))
+                cost += 1
+            elif (more := self._remake(value, want)) is not None:
+                forced |= more
+                uses.append(Use(value))
+                cost += 2
+            elif value in self.facts.independent and self._can_be_given(value, want):
+                uses.append(Use(value, "given", want))
+                cost += 3 if want == REPLICATE else 4
+                wants_whole |= want == REPLICATE
+            else:
+                return None
+        return _Fit(cost, Chosen(strategy, tuple(uses)), forced, wants_whole)
+
+    def _divisible(self, value: int) -> bool:
+        dtype = self.step.values[value].dtype
+        return dtype.is_floating_point or dtype.is_complex
+
+    def _can_be_given(self, value: int, want: DualPlacement) -> bool:
+        if want.shard_dim is None:
+            return want == REPLICATE
+        return self.step.values[value].shape[want.shard_dim] % self.facts.num_microbatches == 0
+
+    def _remake(self, value: int, want: DualPlacement) -> dict[int, TimeStrategy] | None:
+        """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
+        index = self.facts.producer.get(value)
+        if want.shard_dim is None or self.state[value] != REPLICATE or index is None or index in self.forced:
+            return None
+        op = self.step.ops[index]
+        position = op.results.index(value)
+        for strategy in self.facts.strategies[index]:
+            if strategy.outputs[position] != want:
+                continue
+            found = {index: strategy}
+            for operand, asked in zip(op.operands, strategy.inputs, strict=True):
+                if self.state[operand] == asked:
+                    continue
+                more = self._remake(operand, asked)
+                if more is None:
+                    break
+                found |= more
+            else:
+                return found
+        return None
+
+    def _refusal(self, index: int) -> PlanError:
+        op = self.step.ops[index]
+        if any(self.state[value] == PARTIAL for value in op.operands):
+            why = "uses a sum or mean over the whole batch in a way that is not linear in it"
+        else:
+            why = "combines different rows of the batch with one another"
+        where = ", ".join(part for part in (op.source, op.module) if part)
+        return PlanError(
+            f"the step cannot be cut into {self.facts.num_microbatches} micro-batches exactly: "
+            f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
+            "set num_microbatches=1, or write the loss as a sum or mean over rows",
+        )
