@@ -23,6 +23,14 @@ aten = torch.ops.aten
 _ADDING_OPS = (aten.addmm.default, aten.addmv.default, aten.baddbmm.default)  # the first operand is the one added
 _CASTS = (aten.to.dtype, aten._to_copy.default)
 _LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
+_ADDING_NUMBERS = (
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
+)
 _SIZED_RANDOM = "aten::randint"
 
 
@@ -35,6 +43,7 @@ class TimeStrategy:
             in all micro-batches), `P` (a summand).
         mean: the results are means over the micro-batch's part: they count for 1/M of the whole's.
         added: the operand that is added to a sum over micro-batches, so that each adds 1/M of it.
+        added_number: position of the argument, a number, that is added to a sum over micro-batches: likewise.
         sequential: results that are running statistics, carried from one micro-batch to the next.
     """
 
@@ -42,6 +51,7 @@ class TimeStrategy:
     outputs: tuple[DualPlacement, ...]
     mean: bool = False
     added: int | None = None
+    added_number: int | None = None
     sequential: tuple[int, ...] = ()
 
 
@@ -110,6 +120,9 @@ def _time_only(call: OpCall, num_microbatches: int) -> Iterator[TimeStrategy]:
         if isinstance(factor, Slot) and sum(a == factor for a in call.args) == 1 and not dict(call.kwargs):
             inputs = tuple(PARTIAL if i == factor.index else REPLICATE for i in range(len(call.operands)))
             yield TimeStrategy(inputs, (PARTIAL,))
+    if call.target in _ADDING_NUMBERS and len(call.operands) == 1 and call.results[0].dtype.is_floating_point:
+        if isinstance(call.args[0], Slot):
+            yield TimeStrategy((PARTIAL,), (PARTIAL,), added_number=1)
     if _is_sized_random(call):
         for dim in range(len(call.results[0].shape)):
             yield TimeStrategy(whole, (shard(dim),))
@@ -133,6 +146,10 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     """The call on one micro-batch: shapes divided, arguments that hold sizes rewritten."""
     local = localize(call, (AxisStrategy(strategy.inputs, strategy.outputs),), (num_microbatches,), (0,)).call
     results = local.results
+    if strategy.added_number is not None:
+        args = list(local.args)
+        args[strategy.added_number] = args[strategy.added_number] / num_microbatches
+        return OpCall(local.target, tuple(args), local.kwargs, local.operands, results, local.returns_tuple)
     if local == call:
         return call
     if _is_sized_random(call):

@@ -1,0 +1,292 @@
+"""A step on micro-batches is the step: loss, gradients, logs, outputs and buffers, for every number that divides the rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.interpret import run_step
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.microbatch_run import cut, joined, run_microbatches
+from alpa_strategy.inter_op.stage import MicroStep
+
+ROWS = 8
+
+
+class Step(pl.LightningModule):
+    """Layers that the step functions below choose from; x [B, 6], y [B] class indices, w [B] weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.scale, self.token = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1, 1, 6))
+        self.lstm, self.conv = nn.LSTM(6, 6), nn.Conv1d(1, 2, 3, padding=1)
+        self.attention = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.norm, self.groups = nn.InstanceNorm1d(2, affine=True), nn.GroupNorm(1, 2)
+        self.register_buffer("average", torch.randn(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.function = function
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
+        return self.function(self, *batch)
+
+
+def example(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 5, (rows,), generator=generator)
+    return x, y, torch.rand(rows, generator=generator, dtype=torch.float64)
+
+
+def capture(module: pl.LightningModule, batch: Any) -> StepGraph:
+    return capture_step(module.double(), batch)
+
+
+def run(module: pl.LightningModule, step: StepGraph, batch: Any, micro: MicroStep | None, num_ranks: int = 1) -> Any:
+    """(escaping values, gradients): of the whole step, or of its micro-batches."""
+    module = copy.deepcopy(module)
+    parameters = {p.name: module.get_parameter(p.name) for p in step.parameters}
+    buffers = {b.name: module.get_buffer(b.name) for b in step.buffers}
+    all_leaves = pytree.tree_leaves(batch)
+    leaves = [all_leaves[b.leaf] for b in step.batch]
+    torch.manual_seed(3)
+    if micro is None:
+        values = run_step(step, parameters, buffers, leaves)
+        values[step.loss].backward()
+    else:
+        values = run_microbatches(micro, parameters, buffers, leaves, num_ranks)
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    loss = step.loss if micro is None else micro.graph.loss
+    return {v: values[v].detach() for v in step.escaping} | {step.loss: values[loss].detach()}, gradients
+
+
+def assert_same(
+    module: pl.LightningModule, batch: Any, num_microbatches: int, step: StepGraph | None = None, num_ranks: int = 1
+) -> MicroStep:
+    step = step or capture(module, batch)
+    micro = microbatch(step, num_microbatches, num_ranks)
+    values, gradients = run(module, step, batch, None)
+    found, found_gradients = run(module, step, batch, micro, num_ranks)
+    for value, expected in values.items():
+        assert found[value].dtype == expected.dtype
+        torch.testing.assert_close(found[value], expected, rtol=1e-12, atol=1e-12)
+    for name, expected in gradients.items():
+        torch.testing.assert_close(found_gradients[name], expected, rtol=1e-12, atol=1e-12)
+    check_graph(step, micro)
+    return micro
+
+
+def check_graph(step: StepGraph, micro: MicroStep) -> None:
+    """The micro graph is an ordinary graph: every value read is defined, and has the metadata that it says."""
+    for graph in (micro.prologue, micro.graph, micro.epilogue):
+        if graph is None:
+            continue
+        inputs = (*graph.parameters, *graph.buffers, *graph.batch, *graph.constants)
+        defined = {entry.value: entry.meta for entry in inputs}
+        defined |= {value: graph.values[value] for value in graph.received}
+        for op in graph.ops:
+            assert op.call.operands == tuple(defined[value] for value in op.operands), op.name
+            defined.update(zip(op.results, op.call.results, strict=True))
+        assert set(graph.escaping) <= defined.keys()
+        assert all(graph.values[value] == meta for value, meta in defined.items())
+        names = [op.name for op in graph.ops]
+        assert len(set(names)) == len(names)
+    assert set(micro.given) == set(micro.graph.received)
+    assert set(micro.combine) == set(micro.graph.escaping)
+    assert {v for v, how in micro.combine.items() if how == "cat"} <= micro.cut_dims.keys()
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+MODEL_OPTIONS = {"mlp": {}, "gpt": {"ignore_fraction": 0.4, "num_layers": 1}, "llama": {"num_layers": 1}, "bert": {}}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", MODEL_OPTIONS)
+def test_models(name: str, num_microbatches: int) -> None:
+    torch.manual_seed(1)
+    module = MODELS[name](**MODEL_OPTIONS[name]).double()
+    assert_same(module, module.example_batch(ROWS, torch.Generator().manual_seed(2)), num_microbatches)
+
+
+class UNet(pl.LightningModule):
+    """Two levels down and up with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.middle = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 1, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        image, target = batch
+        skip = F.relu(self.down(image))
+        middle = F.relu(self.middle(F.max_pool2d(skip, 2)))
+        middle = middle + F.interpolate(F.avg_pool2d(middle, 2), scale_factor=2)
+        output = self.out(torch.cat([skip, self.up(middle)], dim=1))
+        self.log("l1", F.l1_loss(output, target))
+        return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_skips(num_microbatches: int) -> None:
+    images = torch.randn(2, ROWS, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert_same(UNet(), (images[0], images[1]), num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_batch_norm_is_plain_accumulation(num_microbatches: int) -> None:
+    torch.manual_seed(1)
+    module = MODELS["convnet"]().double()
+    batch = module.example_batch(ROWS, torch.Generator().manual_seed(2))
+    step = capture(module, batch)
+    micro = microbatch(step, num_microbatches)
+    assert any("BatchNorm" in note for note in micro.graph.notes)
+    values, gradients = run(module, step, batch, micro)
+    plain, logged = copy.deepcopy(module), []
+    plain.log = lambda name, value, **_: logged.append(value.detach())
+    for m in range(num_microbatches):
+        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, 0, num_microbatches, m), batch), 0)
+        (loss / num_microbatches).backward()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    for buffer in step.buffers:
+        torch.testing.assert_close(values[buffer.update], plain.get_buffer(buffer.name), rtol=1e-12, atol=1e-12)
+    losses, accuracies = logged[0::2], logged[1::2]
+    for record, expected in zip(step.logs, (losses, accuracies), strict=True):
+        torch.testing.assert_close(values[record.value.index], sum(expected) / num_microbatches, check_dtype=False)
+
+
+# -- kinds of losses ------------------------------------------------------------------------------------------------
+
+
+def sums(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    logits = self.b(self.a(x).relu())
+    return F.cross_entropy(logits, y, reduction="sum") + logits.pow(2).sum()
+
+
+def mean_of_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    rows = F.cross_entropy(self.b(x), y, reduction="none")
+    return (rows * w).mean() + (rows * (w / w.sum())).sum()
+
+
+def many_terms(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    logits = self.b(self.a(x))
+    decay = sum(p.pow(2).sum() for p in (self.a.weight, self.b.weight))
+    fit = F.mse_loss(self.a(x), x) + F.smooth_l1_loss(self.a(x), x)
+    kl = F.kl_div(logits.log_softmax(-1), F.one_hot(y, 5).to(x.dtype), reduction="batchmean")
+    return 1.0 + F.cross_entropy(logits, y, label_smoothing=0.1) + 0.1 * decay + fit / 2 - kl
+
+
+def learned_weight(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(self.b(x), y, ignore_index=2) * torch.exp(-self.scale) + self.scale
+
+
+def masked_mean(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    mask = (y > 1).to(x.dtype)
+    per_class = (F.one_hot(y, 5).to(x.dtype) * self.b(x)).sum(0) * torch.arange(1.0, 6.0, dtype=x.dtype)
+    return (self.b(x).logsumexp(-1) * mask).sum() / mask.sum().clamp(min=1) + (per_class / (mask.sum() + 1)).sum()
+
+
+def batch_statistics_of_inputs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+    order = w.argsort()
+    rank = w.cumsum(0)
+    return (self.a(x) * rank[:, None]).mean() + (self.b(x)[:, 0] * order).sum() / w.max()
+
+
+def made_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    tokens = torch.cat([self.token.expand(len(x), -1, -1), self.token.repeat(len(x), 2, 1), x[:, None]], dim=1)
+    tokens = tokens + torch.zeros(len(x), 1, 6, dtype=x.dtype) + x.new_ones(len(x), 4, 1)
+    state = torch.zeros(1, len(x), 6, dtype=x.dtype)
+    out, _ = self.lstm(self.attention(tokens).transpose(0, 1), (state, state))
+    return out[-1].pow(2).mean() + self.a(out[0] * torch.full((len(x), 6), 2.0, dtype=x.dtype)).sum()
+
+
+def convolutions(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = self.groups(self.conv(x[:, None]))
+    return self.norm(h).flatten(1).pow(3).mean() + h.amax(dim=(1, 2)).mean()
+
+
+def contracted_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    gram = torch.addmm(self.a.weight, self.a(x).t(), self.a(x)) / len(x)
+    column = F.linear(self.b(x).t(), x.t(), self.a.bias)
+    return (gram * self.average).sum() + (column * 2).sum()
+
+
+def mixing_only_in_logs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> dict[str, Any]:
+    logits = self.b(self.a(x))
+    loss = F.cross_entropy(logits, y)
+    self.log("perplexity", loss.exp())
+    self.log("accuracy", (logits.argmax(-1) == y).to(x.dtype).mean())
+    self.log("spread", logits.std(0).max() + loss.detach())
+    self.log("top", logits.softmax(0).topk(3, dim=0).values.sum() * w.sum())
+    self.log("scale", self.scale)
+    self.log("norm", self.a.weight.norm() * loss.sqrt())
+    self.log("classes", (y == 1).sum())
+    self.log("rmse", F.mse_loss(self.a(x), x).sqrt())
+    return {"loss": loss, "logits": logits, "columns": logits.t(), "x": x, "w": w.sum()}
+
+
+def buffers(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        self.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        self.count += 1
+    return (h - self.average).mean() if False else h.pow(2).mean()
+
+
+def normalised_buffer(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        self.average.copy_(F.normalize(h.sum(0), dim=0))
+    return h.pow(2).mean()
+
+
+def random_mask(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    mask = (torch.rand_like(x) < 0.5).to(x.dtype)
+    return ((self.a(x * mask) - x).pow(2) * mask).sum() / mask.sum()
+
+
+def no_parameter_meets_a_row(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    self.log("scale", self.scale * 2)
+    return self.a.weight.pow(2).sum() * self.scale
+
+
+EXACT = [
+    sums,
+    mean_of_rows,
+    many_terms,
+    learned_weight,
+    masked_mean,
+    batch_statistics_of_inputs,
+    made_rows,
+    convolutions,
+    contracted_rows,
+    mixing_only_in_logs,
+    buffers,
+    normalised_buffer,
+    random_mask,
+    no_parameter_meets_a_row,
+]
+
+
+@pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
+def test_steps(function: Callable[..., Any]) -> None:
+    for num_microbatches in (1, 2, 4, 8):
+        assert_same(Step(function), example(), num_microbatches)
