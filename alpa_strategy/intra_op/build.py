@@ -6,8 +6,9 @@ Choices are the parameters' storage modes and the ops' strategies; transfers are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -39,10 +40,19 @@ class TransferLayouts:
 
 
 @dataclass(frozen=True)
+class BoundaryChoice:
+    """The choice that stands for a received or sent value: index in `problem.choices`, and its layouts."""
+
+    choice: int
+    layouts: tuple[DualLayout, ...]
+
+
+@dataclass(frozen=True)
 class IntraOp:
     """A problem with what is needed to read its solution back.
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
+    `received` and `sent` hold the choices of a stage's boundary values.
     """
 
     step: StepGraph
@@ -51,6 +61,8 @@ class IntraOp:
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]
     transfers: tuple[TransferLayouts, ...]
+    received: dict[int, BoundaryChoice] = field(default_factory=dict)
+    sent: dict[int, BoundaryChoice] = field(default_factory=dict)
 
 
 class OptionTables:
@@ -88,8 +100,37 @@ def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualL
     return (shard(0) if own_rows else REPLICATE,) * num_axes
 
 
-def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("inf")) -> IntraOp:
-    """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins)."""
+def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
+    """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks are all equal."""
+    found = []
+    for layout in product((REPLICATE, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)):
+        left = list(meta.shape)
+        for size, placement in zip(mesh_shape, layout, strict=True):
+            if placement.shard_dim is not None:
+                chunk, rest = divmod(left[placement.shard_dim], size)
+                if rest or not chunk:
+                    break
+                left[placement.shard_dim] = chunk
+        else:
+            found.append(layout)
+    return tuple(found)
+
+
+BoundarySeconds = Callable[[int, DualLayout], float]
+
+
+def build(
+    step: StepGraph,
+    tables: OptionTables,
+    memory_limit: float = float("inf"),
+    received_seconds: BoundarySeconds | None = None,
+    sent_seconds: BoundarySeconds | None = None,
+) -> IntraOp:
+    """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins).
+
+    A received value is a choice among `boundary_layouts`, free unless `received_seconds(value, layout)` prices it; a
+    sent value must reach one of these layouts, priced by `sent_seconds`.
+    """
     mesh = tables.mesh
     num_axes = len(mesh.shape)
     whole: DualLayout = (REPLICATE,) * num_axes
@@ -114,12 +155,29 @@ def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("in
         choices.append(Choice(name, np.zeros(1), np.array([num_bytes])))
         return len(choices) - 1
 
+    def add_boundary(
+        name: str, value: int, layouts: tuple[DualLayout, ...], seconds: BoundarySeconds | None, num_bytes: list[int]
+    ) -> BoundaryChoice:
+        cost = np.array([seconds(value, layout) if seconds else 0.0 for layout in layouts])
+        choices.append(Choice(name, cost, np.array(num_bytes, dtype=float)))
+        return BoundaryChoice(len(choices) - 1, layouts)
+
     for leaf in step.batch:
         layout = batch_layout(step, leaf.batch_dim, num_axes)
         choice = add_fixed(f"batch[{leaf.leaf}]", local_bytes(leaf.meta, layout, mesh.shape))
         producers[leaf.value] = (choice, (layout,))
     for given in (*step.buffers, *step.constants):
         producers[given.value] = (add_fixed(f"input{given.value}", given.meta.num_bytes), (whole,))
+    received: dict[int, BoundaryChoice] = {}
+    for value in step.received:
+        given = boundary_layouts(step.values[value], mesh.shape)
+        kept = [local_bytes(step.values[value], layout, mesh.shape) for layout in given]
+        received[value] = add_boundary(f"received{value}", value, given, received_seconds, kept)
+        producers[value] = (received[value].choice, given)
+    sent: dict[int, BoundaryChoice] = {}
+    for value in step.sent:
+        wanted = boundary_layouts(step.values[value], mesh.shape)
+        sent[value] = add_boundary(f"sent{value}", value, wanted, sent_seconds, [0] * len(wanted))
     sink = add_fixed("output")
     parameter_values = {p.value for p in step.parameters}
     escaping = set(step.escaping)
@@ -132,6 +190,8 @@ def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("in
         ]
         if value in escaping:
             asks.append((sink, (whole,)))
+        if value in sent:
+            asks.append((sent[value].choice, sent[value].layouts))
         if not asks:
             continue
         saved = any(ops[i].saved.operands[position] for i, position in step.consumers.get(value, ()))
@@ -139,7 +199,7 @@ def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("in
         transfers.append(transfer)
         layouts.append(named)
     problem = Problem(tuple(choices), tuple(transfers), memory_limit)
-    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts))
+    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent)
 
 
 def _transfer(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from alpa_strategy.cluster.spec import MeshAxis
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.options import bucketed_seconds, is_gather, local_bytes, step_collectives_of
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.plan.plan import Collective, Predicted, StagePlan
-from alpa_strategy.sharding.layout import DualLayout
+from alpa_strategy.sharding.layout import DualLayout, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
 
@@ -43,7 +43,13 @@ def decode(
         strategies=strategies,
         collectives=collectives(intra, assignment),
         predicted=predict(intra, assignment, costs, optimizer),
+        received=_boundary(intra.received, assignment),
+        sent=_boundary(intra.sent, assignment),
     )
+
+
+def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, str]:
+    return {value: dual_layout_to_str(b.layouts[assignment[b.choice]]) for value, b in choices.items()}
 
 
 def used_transfers(intra: IntraOp, assignment: Sequence[int]) -> list[tuple[int, DualLayout, tuple[DualLayout, ...]]]:

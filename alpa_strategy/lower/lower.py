@@ -26,7 +26,7 @@ from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding import localize
-from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout_to_str, value_layout
+from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout, dual_layout_to_str, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot
 
 LITERALS = (bool, int, float, str, type(None))
@@ -42,7 +42,9 @@ class LoweredStep:
         Partial, for the once-per-step reduction.
     buffers: name -> whole tensor (buffers are replicated).
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
-    Returns value index -> tensor for `step.escaping`, whole on every device (the loss included).
+    received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
+    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run_stage`
+    gives that and the same for `step.sent`, in the layouts of `StagePlan.sent`.
     """
 
     source: str
@@ -50,14 +52,30 @@ class LoweredStep:
     parameter_names: tuple[str, ...]
     buffer_names: tuple[str, ...]
     escaping: tuple[int, ...]
+    sent: tuple[int, ...] = ()
 
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
     ) -> dict[int, Tensor]:
+        return self.run_stage(parameters, buffers, batch)[0]
+
+    def run_stage(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        received: Sequence[Tensor] = (),
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """(what leaves the step, what later stages get), by value index."""
         results = self.function(
-            [parameters[name] for name in self.parameter_names], [buffers[name] for name in self.buffer_names], batch
+            [parameters[name] for name in self.parameter_names],
+            [buffers[name] for name in self.buffer_names],
+            batch,
+            received,
         )
-        return dict(zip(self.escaping, results, strict=True))
+        count = len(self.escaping)
+        escaping = dict(zip(self.escaping, results[:count], strict=True))
+        return escaping, dict(zip(self.sent, results[count:], strict=True))
 
 
 def lower(
@@ -93,6 +111,10 @@ class _Writer:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
         for given in (*step.buffers, *step.constants):
             self.layouts[given.value] = (REPLICATE,) * num_axes
+        for value in step.received:
+            if value not in stage.received:
+                raise PlanError(f"the plan has no layout for received value {value}", "plan this step again")
+            self.layouts[value] = dual_layout(stage.received[value])
         for constant in step.constants:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(device)
 
@@ -160,17 +182,19 @@ class _Writer:
         return self.copies[key]
 
     def finish(self) -> LoweredStep:
-        """Whole results, unpacking of the inputs, and the compiled function."""
+        """Results in their layouts, unpacking of the inputs, and the compiled function."""
         whole = (REPLICATE,) * len(self.mesh.shape)
         results = [self.copy(value, whole) for value in self.step.escaping]
+        results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
         self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
         inputs = [
             *[f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)],
             *[f"v{b.value} = buffers[{i}]" for i, b in enumerate(self.step.buffers)],
             *[f"v{b.value} = batch[{i}]" for i, b in enumerate(self.step.batch)],
+            *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
         ]
         body = _drop_dead([*inputs, *self.lines])
-        source = "def step(parameters, buffers, batch):\n" + "".join(f"    {line}\n" for line in body)
+        source = "def step(parameters, buffers, batch, received):\n" + "".join(f"    {line}\n" for line in body)
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
@@ -180,6 +204,7 @@ class _Writer:
             tuple(p.name for p in self.step.parameters),
             tuple(b.name for b in self.step.buffers),
             self.step.escaping,
+            self.step.sent,
         )
 
 

@@ -96,6 +96,9 @@ class StagePlan:
         collectives: what the stage communicates per step.
         predicted: the stage's own prediction.
         remat: whether activations are recomputed in the backward.
+        received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives, such as
+            "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
+        sent: value that later stages need -> dual layout in which it is handed on.
     """
 
     submesh: tuple[int, int]
@@ -107,6 +110,8 @@ class StagePlan:
     collectives: tuple[Collective, ...]
     predicted: Predicted
     remat: bool = False
+    received: dict[int, str] = field(default_factory=dict)
+    sent: dict[int, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, Layout]:

@@ -24,6 +24,7 @@ from alpa_strategy.sharding.op import AxisStrategy
 
 AXIS_SEPARATOR = " | "
 _MODE = re.compile(r"R\*?|[SG]\d+")
+_PLACED = re.compile(r"R|S\d+")
 _KIND_NAMES = {
     dict: "an object",
     list: "a list",
@@ -104,6 +105,9 @@ class _Fields:
             raise PlanError(f"the field {self.path(name)} is missing", _FIX)
         return _check(self._data[name], kind, self.path(name))
 
+    def has(self, name: str) -> bool:
+        return name in self._data
+
     def sub(self, name: str) -> _Fields:
         return _Fields(self.get(name, dict), self.path(name))
 
@@ -161,6 +165,8 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
             for collective in stage.collectives
         ],
         "strategies": {op: AXIS_SEPARATOR.join(texts) for op, texts in stage.strategies.items()},
+        "received": {str(value): text for value, text in stage.received.items()},
+        "sent": {str(value): text for value, text in stage.sent.items()},
     }
 
 
@@ -180,7 +186,25 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         ),
         predicted=_predicted_from_data(fields.sub("predicted")),
         remat=fields.get("remat", bool),
+        received=_boundary_from_data(fields, "received", len(mesh)),
+        sent=_boundary_from_data(fields, "sent", len(mesh)),
     )
+
+
+def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, str]:
+    """Value -> dual layout text; a field that older one-stage plans do not have."""
+    found = fields.mapping(name, _read_boundary, num_axes) if fields.has(name) else {}
+    for key in found:
+        if not key.isdigit():
+            raise PlanError(f"{fields.path(name)}: {key!r} is not the number of a value", _FIX)
+    return {int(key): " ".join(parts) for key, parts in found.items()}
+
+
+def _read_boundary(text: str, where: str) -> tuple[str, ...]:
+    parts = tuple(text.split())
+    if not all(_PLACED.fullmatch(part) for part in parts):
+        raise PlanError(f"{where}: {text!r} is not a layout of a boundary", "write R or S<dim>, one per mesh axis")
+    return parts
 
 
 def _collective_from_data(fields: _Fields) -> Collective:

@@ -1,0 +1,166 @@
+"""A step cut anywhere and run stage after stage, each under any plan of its own, equals the whole step."""
+
+from __future__ import annotations
+
+import random as python_random
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.interpret import run_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.slice import crossing_values, shared_parameters, slice_stage, slice_stages
+from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.intra_op.options import source_layout
+from alpa_strategy.lower.lower import lower
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import Fingerprint, Plan, Predicted
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.sharding.layout import Layout, dual_layout, value_layout
+from alpa_strategy.sharding.thread_mesh import run_on_threads
+
+ADAM = OptimizerInfo(state_bytes=16)
+CLUSTER = ClusterSpec.load("pcie_8gpu").with_devices(2)
+COSTS = RooflineCosts(CLUSTER.device)
+CASES = {
+    "mlp": {},
+    "gpt": {"ignore_fraction": 0.4, "num_layers": 1, "vocab_size": 33},
+    "llama": {"num_layers": 1},
+    "convnet": {},
+}
+
+
+@cache
+def captured(name: str):
+    """(step at 8 rows, parameters, buffers, batch, outputs, gradients) of a model in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(1)
+        module = MODELS[name](**CASES[name])
+        whole = module.example_batch(8, torch.Generator().manual_seed(2))
+        part = torch.utils._pytree.tree_map(lambda t: t[:4], whole)
+        step = capture_step(module, part, world_size=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    parameters = {p.name: module.get_parameter(p.name).detach().view(p.meta.shape) for p in step.parameters}
+    buffers = {b.name: module.get_buffer(b.name).detach() for b in step.buffers}
+    leaves = torch.utils._pytree.tree_leaves(whole)
+    batch = {b.leaf: leaves[b.leaf] for b in step.batch}
+    trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
+    outputs = run_step(step, trained, buffers, [batch[b.leaf] for b in step.batch])
+    outputs[step.loss].backward()
+    gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in trained.items()}
+    return step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
+
+
+def random_cuts(num_ops: int, num_stages: int, rng: python_random.Random) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, num_ops), num_stages - 1)), num_ops]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(CASES)), st.integers(1, 4), st.integers(0, 10**6))
+def test_slices_cover_the_step_and_hand_on_what_is_read_later(name, num_stages, seed):
+    step = captured(name)[0]
+    cuts = random_cuts(len(step.ops), num_stages, python_random.Random(seed))
+    stages = slice_stages(step, cuts)
+    assert tuple(op for stage in stages for op in stage.ops) == step.ops
+    assert sum(stage.loss == step.loss for stage in stages) == 1
+    assert sorted(record.name for s in stages for record in s.logs) == sorted(record.name for record in step.logs)
+    assert {v for s in stages for v in s.escaping} == set(step.escaping)
+    assert sorted(b.name for s in stages for b in s.buffers if b.update is not None) == sorted(
+        b.name for b in step.buffers if b.update is not None
+    )
+    for index, stage in enumerate(stages):
+        inputs = {i.value for group in (stage.parameters, stage.buffers, stage.batch, stage.constants) for i in group}
+        made = {v for op in stage.ops for v in op.results}
+        assert {v for op in stage.ops for v in op.operands} <= inputs | made | set(stage.received)
+        assert set(stage.received) <= {v for s in stages[:index] for v in s.sent}
+        assert set(stage.sent) == made & {v for s in stages[index + 1 :] for v in s.received}
+        if index:
+            assert set(stage.received) <= set(crossing_values(step, cuts[index]))
+    for parameter, users in shared_parameters(step, cuts).items():
+        assert [i for i, s in enumerate(stages) if parameter in {p.name for p in s.parameters}] == list(users)
+
+
+def test_a_tied_weight_belongs_to_both_its_stages():
+    step = captured("gpt")[0]
+    head = next(i for i, op in enumerate(step.ops) if op.module == "head")
+    assert list(shared_parameters(step, [0, head, len(step.ops)]).values()) == [(0, 1)]
+
+
+def test_slices_outside_the_step_are_refused():
+    step = captured("mlp")[0]
+    with pytest.raises(ValueError, match="ops"):
+        slice_stage(step, 2, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_under_random_plans_equal_the_whole_step(name):
+    """Forward through all stages, backward by autograd across them; layouts change at every boundary."""
+    step, parameters, buffers, batch, outputs, gradients = captured(name)
+    mesh_shape = (2,)
+    for seed in range(3):
+        rng = python_random.Random(f"{name}{seed}")
+        stages = slice_stages(step, random_cuts(len(step.ops), 3, rng))
+        plans = []
+        for stage in stages:
+            intra = build(stage, OptionTables(CLUSTER.logical_mesh(mesh_shape), COSTS, ADAM))
+            assignment = [
+                rng.choice([k for k, seconds in enumerate(choice.cost) if seconds < float("inf")])
+                for choice in intra.problem.choices
+            ]
+            plan = decode(intra, assignment, COSTS, ADAM, (1, 2))
+            assert (set(plan.received), set(plan.sent)) == (set(stage.received), set(stage.sent))
+            plans.append(plan)
+        whole = Plan(Fingerprint(*"abcdef"), tuple(plans), Predicted(1.0, 1))
+        assert Plan.from_dict(whole.to_dict()) == whole
+
+        def device(mesh, stages=stages, plans=plans):
+            def cut(tensor, layout):
+                ranges = layout.slices(tensor.shape, mesh.shape, mesh.coordinate)
+                return tensor[tuple(slice(a, b) for a, b in ranges)]
+
+            handed: dict[int, tuple[torch.Tensor, str]] = {}
+            found, local, losses = {}, [], []
+            for stage, plan in zip(stages, plans, strict=True):
+                program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
+                own = {}
+                for p in stage.parameters:
+                    layout = value_layout(source_layout(plan.parameter_plans[p.name], p.meta.requires_grad))
+                    own[p.name] = cut(parameters[p.name], layout).clone().requires_grad_(p.meta.requires_grad)
+                    local.append((p.name, own[p.name], layout, plan.parameter_plans[p.name].modes))
+                rows = [cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R")) for b in stage.batch]
+                received = []
+                for value in stage.received:  # both stages are on one mesh here: a boundary is a resharding
+                    tensor, layout = handed[value]
+                    target = dual_layout(plan.received[value])
+                    received.append(Reshard(dual_layout(layout), target, step.values[value].shape, mesh)(tensor))
+                escaping, sent = program.run_stage(own, buffers, rows, received)
+                found.update(escaping)
+                handed.update({value: (tensor, plan.sent[value]) for value, tensor in sent.items()})
+                if stage.loss >= 0:
+                    losses.append(escaping[stage.loss])
+            losses[0].backward()
+            summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
+            for name, piece, layout, modes in local:  # whole gradients, summed over the stages that share it
+                gradient = torch.zeros_like(piece) if piece.grad is None else piece.grad
+                if modes[0] == "R*" or modes[0][0] == "G":
+                    gradient = mesh.axes[0].all_reduce(gradient)
+                whole = torch.zeros_like(summed[name])
+                cut(whole, layout).copy_(gradient)
+                summed[name] += whole if layout == Layout.replicated(1) else mesh.axes[0].all_reduce(whole)
+            return {k: v.detach() for k, v in found.items()}, summed
+
+        for found, summed in run_on_threads(mesh_shape, device):
+            for value in step.escaping:
+                torch.testing.assert_close(found[value], outputs[value], rtol=1e-10, atol=1e-12)
+            for parameter, expected in gradients.items():
+                torch.testing.assert_close(summed[parameter], expected, rtol=1e-10, atol=1e-12)
