@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import rewrite
 from alpa_strategy.capture.aliasing import Memory, View, ViewStep
-from alpa_strategy.capture.autocast import AutocastState, casts_inside, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder, frozen
+from alpa_strategy.capture.casting import Autocast
+from alpa_strategy.capture.mutation import Write, new_value, write_of
 from alpa_strategy.capture.number import number
+from alpa_strategy.capture.results import check_loss, loss_of
 from alpa_strategy.capture.step_graph import (
     ConstantInput,
     LogRecord,
@@ -53,33 +54,6 @@ _CONVERSIONS = {
     aten._to_copy.default,
     aten.type_as.default,
 }
-_FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
-    aten.normal_.default: aten.normal_functional.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-}
-
-_RANDOM_FILLS = {
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "exponential_",
-    "random_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-}
-
-
-@dataclass
-class _Autocast:
-    """Open autocast regions, innermost last (None: switched off), and the parameters already cast in the outermost."""
-
-    regions: list[tuple[fx.Node, AutocastState | None]]
-    cast_parameters: dict[tuple[int, torch.dtype], ValueRef]
-
-    @property
-    def state(self) -> AutocastState | None:
-        return self.regions[-1][1] if self.regions else None
 
 
 class _Converter:
@@ -95,8 +69,8 @@ class _Converter:
         self.constants: list[ConstantInput] = []
         self.constant_views: dict[str, View] = {}
         self.grad_enabled = True
-        self.autocast = _Autocast([], {})
         self.parameters: set[int] = set()
+        self.autocast = Autocast(self.builder, trace.device.type, self.parameters)
         self.detached: dict[int, ValueRef] = {}
         self.outputs: list[ValueRef] = []
 
@@ -120,6 +94,11 @@ class _Converter:
         name = str(node.target)
         if name not in self.constant_views:
             tensor = getattr(self.trace.module, name)
+            if isinstance(tensor, torch.Generator):
+                raise CaptureError(
+                    f"the step draws from a generator of its own ({self._source_of(node)})",
+                    "leave `generator` out: seed_everything makes the run reproducible",
+                )
             if tensor.requires_grad:
                 raise CaptureError(
                     "the step uses a tensor that requires grad and is not a parameter of the module "
@@ -159,11 +138,9 @@ class _Converter:
         elif target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(node.args[0])
         elif target is torch.amp.autocast_mode._enter_autocast:
-            self._enter_autocast(node)
+            self.autocast.enter(node)
         elif target is torch.amp.autocast_mode._exit_autocast:
-            self.autocast.regions = [r for r in self.autocast.regions if r[0] is not node.args[0]]
-            if not self.autocast.regions:
-                self.autocast.cast_parameters.clear()
+            self.autocast.exit(node.args[0])
         elif isinstance(target, torch._ops.OpOverload):
             self._op(node, target)
         else:
@@ -171,22 +148,6 @@ class _Converter:
                 f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a captured step",
                 "write it with ordinary torch functions",
             )
-
-    def _enter_autocast(self, node: fx.Node) -> None:
-        device_type, dtype, enabled = node.args[0], node.args[1], node.args[2]
-        on_capture_device = device_type == self.trace.device.type
-        if enabled and not on_capture_device:
-            raise CaptureError(
-                f"autocast for {device_type} ({self.builder.source}), but the module is on {self.trace.device.type}",
-                f"move the module to {device_type}, or use autocast({self.trace.device.type!r})",
-            )
-        outer = self.autocast.state
-        state = (
-            (AutocastState(device_type, dtype or torch.get_autocast_dtype(device_type)) if enabled else None)
-            if on_capture_device
-            else outer
-        )
-        self.autocast.regions.append((node, state if on_capture_device else outer))
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         operand_nodes: list[fx.Node] = []
@@ -201,8 +162,9 @@ class _Converter:
         if target in _FRESH_COPY or (target is aten.clone.default and not node.kwargs.get("memory_format")):
             self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
             return
-        if any(map(_is_written, target._schema.arguments)):
-            self._mutation(node, target)
+        write = write_of(node, target, self.builder.source)
+        if write is not None:
+            self._write(node, target, write)
             return
         if target is aten.detach.default:
             self._detach(node)
@@ -216,11 +178,14 @@ class _Converter:
             self._conversion(node)
             return
         if rewrite.is_training_batch_norm(target, args, kwargs):
-            self._batch_norm(node, args, kwargs)
+            self._norm_with_statistics(node, rewrite.rewrite_batch_norm(self.builder, args, kwargs))
+            return
+        if rewrite.is_updating_instance_norm(target, args, kwargs):
+            self._norm_with_statistics(node, rewrite.rewrite_instance_norm(self.builder, args, kwargs))
             return
         if self._inlined(node, target, args, kwargs):
             return
-        args, kwargs = self._autocast_operands(target, args, kwargs)
+        args, kwargs = self.autocast.operands(target, args, kwargs)
         result = rewrite.rewrite_loss(self.builder, target, args, kwargs)
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
@@ -318,18 +283,9 @@ class _Converter:
 
     # -- mutation -------------------------------------------------------------------------------------------------
 
-    def _mutation(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
-        """`x.op_(...)`: compute out of place, write the result to x."""
-        written = [
-            i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
-        name = target._schema.name.split("::")[1]
-        if written != [0] or not name.endswith("_") or not isinstance(node.args[0], fx.Node):
-            raise CaptureError(
-                f"{target} ({self.builder.source}) writes into its arguments in a way that capture does not follow",
-                "use the form that returns a new tensor",
-            )
-        view = self.views[node.args[0]]
+    def _write(self, node: fx.Node, target: torch._ops.OpOverload, write: Write) -> None:
+        """`x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x."""
+        view = self.views[write.into]
         before = self.memory.read(view)
         origin = view.storage.origin
         if origin.startswith("parameter"):
@@ -340,59 +296,19 @@ class _Converter:
         meta = self.builder.meta(before)
         if not self.grad_enabled and meta.requires_grad:
             raise CaptureError(
-                f"under no_grad, {name} changes a tensor that requires grad ({self.builder.source})",
+                f"under no_grad, {write.name} changes a tensor that requires grad ({self.builder.source})",
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
         args = fx.map_arg(tuple(node.args), lambda n: self._read(self.views[n]))
-        kwargs = fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n]))
-        new = self._functional(target, name, args, self._without_device(target, kwargs), meta)
-        if self.builder.meta(new).dtype != meta.dtype:
-            new = self.builder.emit(aten.to.dtype, new, meta.dtype)
-        if self.builder.meta(new).shape != meta.shape:
-            raise CaptureError(
-                f"{name} changes the shape of a tensor in place ({self.builder.source})",
-                "use the form without the trailing underscore",
-            )
+        kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n])))
+        new = new_value(self.builder, target, write, args, kwargs, meta, lambda: self._detached(before))
         self.memory.write(view, new)
         self.views[node] = view
 
-    def _functional(
-        self, target: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta
-    ) -> ValueRef:
-        emit = self.builder.emit
-        if name in ("copy_", "fill_") and isinstance(args[1], ValueRef):
-            source = args[1]
-            if self.builder.meta(source).dtype != meta.dtype:
-                source = emit(aten.to.dtype, source, meta.dtype)
-            return (
-                source
-                if self.builder.meta(source).shape == meta.shape
-                else emit(aten.expand.default, source, meta.shape)
-            )
-        if name in ("fill_", "zero_"):
-            return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
-        if name in _RANDOM_FILLS:  # the old content does not matter, so no gradient goes to it
-            given = rewrite.bound_arguments(target, args, kwargs)
-            if given.pop("generator", None) is not None:
-                raise CaptureError(
-                    f"{name} draws from a generator of its own ({self.builder.source})",
-                    "leave `generator` out: seed_everything makes the run reproducible",
-                )
-            old, *numbers = given.values()
-            functional = _FUNCTIONAL_FORMS.get(target) or getattr(getattr(aten, name[:-1]), target._overloadname)
-            return emit(functional, self._detached(old), *numbers)
-        packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
-        overload = getattr(packet, target._overloadname, None) if packet is not None else None
-        if overload is None:
-            raise CaptureError(
-                f"the in-place op {name} ({self.builder.source}) has no form that returns a new tensor",
-                "compute the new value with ordinary ops",
-            )
-        return emit(overload, *args, **kwargs)
-
-    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
+        """results: (y,) or (y, new running mean, new running variance)."""
         given = rewrite.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
-        y, *statistics = rewrite.rewrite_batch_norm(self.builder, args, kwargs)
+        y, *statistics = results
         self.views[node] = self.memory.new(y)
         for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
             self.memory.write(self.views[given[name]], new)
@@ -403,15 +319,12 @@ class _Converter:
         self, node: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Under autocast, put the ops of a composite op (einsum, ...) in its place when casts happen inside it."""
-        state = self.autocast.state
-        if state is None or has_policy(target, state.device_type) or not _is_composite(target):
+        inside = self.autocast.ops_inside(target, args, kwargs)
+        if inside is None:
             return False
-        call, operands = self.builder.call_of(target, args, kwargs)
-        if not operands or not casts_inside(call, state):
-            return False
-        graph = decomposed(call, state)
+        graph, operands = inside
         rest = iter(operands)
-        regions, self.autocast.regions = self.autocast.regions, []  # the casts are in the graph already
+        around, self.autocast = self.autocast, Autocast(self.builder, self.trace.device.type, self.parameters)
         for inner in graph.nodes:
             if inner.op == "placeholder":
                 self.views[inner] = self.memory.new(next(rest))
@@ -425,38 +338,8 @@ class _Converter:
                 raise CaptureError(
                     f"{target} under autocast ({self.builder.source}) holds a constant", "leave it out of autocast"
                 )
-        self.autocast.regions = regions
+        self.autocast = around
         return True
-
-    def _autocast_operands(
-        self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        state = self.autocast.state
-        if state is None:
-            return args, kwargs
-        call, operands = self.builder.call_of(target, args, kwargs)
-        if not has_policy(target, self.trace.device.type):
-            return args, kwargs
-        dtypes = operand_casts(call, state)
-        cast = [v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)]
-        rest = iter(cast)
-
-        def swap(arg: Any) -> Any:
-            if isinstance(arg, ValueRef):
-                return next(rest)
-            return type(arg)(swap(a) for a in arg) if isinstance(arg, list | tuple) else arg
-
-        new_args = tuple(swap(a) for a in args)
-        return new_args, {k: swap(v) for k, v in sorted(kwargs.items())}
-
-    def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
-        """A cast; parameters are cast once per outermost region, as autocast's own cache does."""
-        key = (ref.index, dtype)
-        if ref.index not in self.parameters:
-            return self.builder.emit(aten.to.dtype, ref, dtype)
-        if key not in self.autocast.cast_parameters:
-            self.autocast.cast_parameters[key] = self.builder.emit(aten.to.dtype, ref, dtype)
-        return self.autocast.cast_parameters[key]
 
     def _check_dtype(self, node: fx.Node, target: Any, result: Any) -> None:
         traced = node.meta["val"]
@@ -477,8 +360,9 @@ class _Converter:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         result = pytree.tree_unflatten(leaves, self.trace.spec)
-        loss = _loss_of(result["output"], step)
-        self._check_loss(loss, step)
+        loss = loss_of(result["output"], step)
+        trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
+        check_loss(self.builder.meta(loss), trainable, step)
         logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
         metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
         updates: dict[int, int] = {}
@@ -491,24 +375,6 @@ class _Converter:
             self.trace, self.builder, self.inputs, self.constants, loss.index, result["output"], logs, metrics, updates
         )
 
-    def _check_loss(self, loss: ValueRef, step: str) -> None:
-        meta = self.builder.meta(loss)
-        if meta.num_elements != 1:
-            raise CaptureError(
-                f"{step} returned a loss of shape {list(meta.shape)}; a loss is one number",
-                "reduce it: loss.mean() or loss.sum()",
-            )
-        if not any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs):
-            raise CaptureError(
-                "no parameter of the module requires grad: there is nothing to train",
-                "give the module parameters, or unfreeze some (requires_grad_(True))",
-            )
-        if not meta.requires_grad:
-            raise CaptureError(
-                f"the loss that {step} returned depends on no parameter that requires grad",
-                "look for .detach(), no_grad or frozen parameters on the way to the loss",
-            )
-
 
 def convert(trace: Trace, step: str) -> StepGraph:
     """The frozen graph of a trace."""
@@ -516,17 +382,6 @@ def convert(trace: Trace, step: str) -> StepGraph:
     converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
     converter.run()
     return converter.finish(step)
-
-
-def _loss_of(output: Any, step: str) -> ValueRef:
-    if output is None:
-        raise CaptureError(f"{step} returned None: skipping a batch is not supported", "return a loss for every batch")
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, ValueRef):
-        raise CaptureError(
-            f"{step} returned {type(output).__name__} without a loss tensor", 'return the loss, or a dict with "loss"'
-        )
-    return loss
 
 
 def _digest(tensor: Tensor) -> str:
@@ -548,11 +403,3 @@ def _shared_operand(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None
         if isinstance(value, Tensor) and _storage(value) == _storage(result):
             return node
     return None
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _is_composite(target: torch._ops.OpOverload) -> bool:
-    return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -69,6 +69,18 @@ class MetricValue:
         return self._refuse()
 
 
+_CHANGING = (
+    "optimizers",
+    "lr_scheduler_configs",
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+)
+_INSTEAD_OF_CHANGING = (
+    "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
+)
+
+
 class _TrainerView:
     """The trainer with its counters recorded; everything else is the trainer's own."""
 
@@ -81,6 +93,11 @@ class _TrainerView:
 
     def __getattr__(self, name: str) -> Any:
         trainer, counters = object.__getattribute__(self, "_view")
+        if name in _CHANGING:
+            raise CaptureError(
+                f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its first value",
+                _INSTEAD_OF_CHANGING,
+            )
         return counters[name] if name in counters else getattr(trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -97,7 +114,7 @@ def recording(module: LightningModule, device: torch.device) -> Iterator[Recordi
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in _outermost_metrics(module):
             stack.enter_context(_shadowed_metric(metric, name, record))
-        stack.enter_context(_forbidden_calls())
+        stack.enter_context(_forbidden_calls(record))
         yield record
 
 
@@ -166,6 +183,13 @@ def _recording_class(
             "drop the call: tensors in the step have the rows of all ranks",
         )
 
+    def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the captured step "
+            "would keep the first value of what it reads there",
+            _INSTEAD_OF_CHANGING,
+        )
+
     members = {
         **_recording_log(record, names),
         "global_step": property(lambda self: counters["global_step"]),
@@ -173,6 +197,8 @@ def _recording_class(
         "trainer": property(get_trainer, original.trainer.fset),
         "device": property(lambda self: device),
         "all_gather": refuse_gather,
+        "optimizers": refuse_changing,
+        "lr_schedulers": refuse_changing,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }
@@ -276,7 +302,7 @@ def _same_items(old: Any, new: Any) -> bool:
 
 
 @contextmanager
-def _forbidden_calls() -> Iterator[None]:
+def _forbidden_calls(record: Recording) -> Iterator[None]:
     """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently."""
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
@@ -291,7 +317,14 @@ def _forbidden_calls() -> Iterator[None]:
             fix = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         refusal(f"the autograd.Function {cls.__name__}", fix)()
 
+    def note_hooks(hooks: Any) -> None:
+        name = type(hooks).__name__
+        what = "activation checkpointing" if "checkpoint" in name else f"torch.autograd.graph.{name}"
+        record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
+
     patches: list[tuple[Any, str, Any]] = [
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
+        (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),
         (torch.autograd.Function, "apply", classmethod(refuse_function)),
         (
             Tensor,

@@ -1,4 +1,4 @@
-"""Ops that capture replaces: mean losses as sum over count, BatchNorm with its statistics as results (see ops.py)."""
+"""Ops that capture replaces: mean losses as sum over count, norms with their new statistics as results (see ops.py)."""
 
 from __future__ import annotations
 
@@ -81,3 +81,38 @@ def rewrite_batch_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[str
         a["momentum"],
         a["eps"],
     )
+
+
+def is_updating_instance_norm(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for an InstanceNorm call that updates running statistics."""
+    if target is not aten.instance_norm.default:
+        return False
+    a = bound_arguments(target, args, kwargs)
+    return bool(a["use_input_stats"]) and a["running_mean"] is not None
+
+
+def rewrite_instance_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ValueRef, ...]:
+    """(y, new running mean, new running variance); x [N, C, ...] is normalised sample by sample, without them.
+
+    The statistics follow the mean over samples of each sample's mean and unbiased variance: means over rows, which
+    split.
+    """
+    a = bound_arguments(aten.instance_norm.default, args, kwargs)
+    x, momentum = a["input"], a["momentum"]
+    y = builder.emit(
+        aten.instance_norm.default, x, a["weight"], a["bias"], None, None, True, momentum, a["eps"], a["cudnn_enabled"]
+    )
+    x = builder.emit(aten.detach.default, x) if builder.meta(x).requires_grad else x
+    places = tuple(range(2, len(builder.meta(x).shape)))
+    statistics = []
+    for name in ("running_mean", "running_var"):
+        old = a[name]
+        dtype = builder.meta(old).dtype
+        sample = builder.emit(aten.to.dtype, x, dtype) if builder.meta(x).dtype != dtype else x
+        if name == "running_mean":
+            sample = builder.emit(aten.mean.dim, sample, places)
+        else:
+            sample = builder.emit(aten.var.correction, sample, places, correction=1)
+        new = builder.emit(aten.mul.Tensor, builder.emit(aten.mean.dim, sample, (0,)), momentum)
+        statistics.append(builder.emit(aten.add.Tensor, builder.emit(aten.mul.Tensor, old, 1 - momentum), new))
+    return y, *statistics

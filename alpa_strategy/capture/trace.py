@@ -125,7 +125,7 @@ def trace_step(
         seen["leaves"] = tuple(TensorLeaf() if isinstance(x, Tensor) else x for x in result_leaves)
         return [x for x in result_leaves if isinstance(x, Tensor)]
 
-    with recording(module, device) as record, _rng_kept(), _clear_errors(step), mode, torch.enable_grad():
+    with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, torch.enable_grad():
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
     record.attributes = attribute_guards(module, seen["reads"])
     return Trace(
@@ -203,16 +203,32 @@ def _batch_size(leaves: list[Any]) -> int:
 
 
 @contextmanager
-def _rng_kept() -> Iterator[None]:
+def _rng_kept(step: str) -> Iterator[None]:
+    """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    drawn: list[str] = []
     try:
         yield
+        if random.getstate() != python_state:
+            drawn.append("random")
+        if numpy_random is not None and not _same_numpy_state(numpy_random.get_state(), numpy_state):
+            drawn.append("numpy.random")
     finally:
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+    if drawn:
+        raise CaptureError(
+            f"{step} draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones forever",
+            "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in the dataset",
+        )
+
+
+def _same_numpy_state(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and a[1].tobytes() == b[1].tobytes() and a[2:] == b[2:]
 
 
 _PYTHON_VALUE = (
@@ -233,7 +249,11 @@ def _clear_errors(step: str) -> Iterator[None]:
             if shape
             else "a tensor's value is needed by Python (a branch on it, .item(), .tolist(), int() or float())"
         )
-        fix = "multiply by a mask or use torch.where instead of selecting rows" if shape else _PYTHON_VALUE
+        fix = (
+            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, pad instead of packing"
+            if shape
+            else _PYTHON_VALUE
+        )
         raise CaptureError(f"{step} cannot be captured: {what}\n  at {line}", fix) from error
     except RuntimeError as error:
         if ".numpy() is not supported" not in str(error):
@@ -269,6 +289,13 @@ class _Origins(TorchFunctionMode):
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if norm and module.momentum is None and module.training and module.track_running_stats:
+            raise CaptureError(
+                f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a cumulative average "
+                "reads the number of batches so far as a Python number, which the captured step would freeze",
+                "give it a momentum, for example the default 0.1",
+            )
         self.stack.append(self.paths.get(id(module), self.stack[-1]))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.guards import AttributeCheck
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
@@ -32,6 +33,8 @@ from alpa_strategy.runtime.torch_comm import build_mesh
 
 MEET_SECONDS = 60.0
 MEASURED_STEPS = range(5, 25)
+MAX_PROGRAMS = 16  # of one batch shape
+MANY_CAPTURES = 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Program:
 
     step: StepGraph
     lowered: LoweredStep
+    attributes: AttributeCheck
 
     def fits(self, counters: dict[str, int]) -> bool:
         """True when the step's Python would take the same path for these counters."""
@@ -81,12 +85,14 @@ class TrainingRun:
         self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
         self._random = ShardedRandom(self.mesh, seed)
         with job.progress("lower"):
-            program = Program(step, lower(step, self.stage, self.mesh, job.device, self._random))
+            lowered = lower(step, self.stage, self.mesh, job.device, self._random)
+            program = Program(step, lowered, AttributeCheck(module, step.attributes))
         self.store = ParameterStore(module, step.parameters, self.stage.parameter_plans, self.mesh, bucket_bytes)
         self.store.shard()
         shard_state(optimizer, self.store)
         self._optimizer = optimizer
         self._programs: dict[tuple[Any, ...], list[Program]] = {_shape_key(batch): [program]}
+        self._num_captures_for_attributes = 0
         self._step_starts: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -135,35 +141,64 @@ class TrainingRun:
             "current_epoch": trainer.current_epoch,
         }
         programs = self._programs.setdefault(_shape_key(batch), [])
-        for program in programs:
+        changed: str | None = None
+        for program in reversed(programs):
             if program.fits(counters):
-                return program
+                changed = program.attributes.changed()
+                if changed is None:
+                    return program
         if not programs:
-            self._meet(batch)
+            self._meet_for_shape(batch)
             rank_zero_info(f"alpa: a batch of another shape, planned once more: {_shapes(batch)}")
+        elif changed is not None:
+            self._meet_for_attribute(changed)
         with self.whole_parameters():
             step = capture(self.module, batch, batch_idx, self._job)
-        plan = find_or_make_plan(
-            step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
-        )
-        program = Program(step, lower(step, plan.stages[0], self.mesh, self._job.device, self._random))
+        lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
+        if lowered is None:
+            plan = find_or_make_plan(
+                step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
+            )
+            lowered = lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
+        program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
         programs.append(program)
+        del programs[:-MAX_PROGRAMS]
         return program
 
-    def _meet(self, batch: Any) -> None:
-        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one.
-
-        In the job's store, not by a collective: the ranks that see nothing new are already in the step's collectives.
-        """
-        number = len(self._programs)
-        came = self._rank_zero.meet(f"shape{number}", _shapes(batch), MEET_SECONDS)
-        missing = sorted(set(range(world_size())) - set(came))
+    def _meet_for_shape(self, batch: Any) -> None:
+        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
+        came, missing = self._meet(f"shape{len(self._programs)}", _shapes(batch))
         if missing:
             raise RuntimeMismatchError(
                 f"batches differ between ranks: {'; '.join(f'rank {r}: {s}' for r, s in came.items())}, "
                 f"ranks {missing} go on with the shape of before",
                 "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
             )
+
+    def _meet_for_attribute(self, name: str) -> None:
+        """The same for an attribute of the module that the step reads; a word of warning when it happens often."""
+        self._num_captures_for_attributes += 1
+        came, missing = self._meet(f"attribute{self._num_captures_for_attributes}", name)
+        if missing:
+            raise RuntimeMismatchError(
+                f"attributes of the module that the step reads changed on some ranks only: "
+                f"{'; '.join(f'rank {r}: {s}' for r, s in came.items())}, unchanged on ranks {missing}",
+                "change them on every rank, at the same step",
+            )
+        if self._num_captures_for_attributes == MANY_CAPTURES:
+            rank_zero_warn(
+                f"alpa: attributes of the module that the step reads, the last one {name}, changed {MANY_CAPTURES} "
+                "times; each change captures the step again. A number that changes often is better a buffer: "
+                f"`self.register_buffer(name, torch.tensor(value))`, changed by `fill_`"
+            )
+
+    def _meet(self, name: str, text: str) -> tuple[dict[int, str], list[int]]:
+        """What the ranks that came say, by rank, and the ranks that did not come.
+
+        In the job's store, not by a collective: the ranks that see nothing new are already in the step's collectives.
+        """
+        came = self._rank_zero.meet(name, text, MEET_SECONDS)
+        return came, sorted(set(range(world_size())) - set(came))
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
