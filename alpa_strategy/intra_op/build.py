@@ -1,7 +1,7 @@
 """Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers (design section 7).
 
-Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs whose layout is given
-(batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
+Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs whose layout is
+given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from alpa_strategy.intra_op.options import (
     local_bytes,
     op_options,
     parameter_options,
+    whole_only,
 )
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
+from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 from alpa_strategy.sharding.redistribute import reshard_table
 
@@ -135,7 +137,10 @@ def build(
     num_axes = len(mesh.shape)
     whole: DualLayout = (REPLICATE,) * num_axes
     parameters = tuple(tables.parameter(p.meta) for p in step.parameters)
-    ops = tuple(tables.op(op.call) for op in step.ops)
+    constants = constant_values(step)
+    ops = tuple(
+        whole_only(tables.op(op.call)) if constants.issuperset(op.results) else tables.op(op.call) for op in step.ops
+    )
     choices = [
         Choice(p.name, options.seconds, options.num_bytes)
         for p, options in zip(step.parameters, parameters, strict=True)
@@ -192,14 +197,31 @@ def build(
             asks.append((sink, (whole,)))
         if value in sent:
             asks.append((sent[value].choice, sent[value].layouts))
-        if not asks:
-            continue
+        if not asks or (value in constants and all(layout_is_whole(source) for source in produced)):
+            continue  # whole on every device: each takes its part for nothing
         saved = any(ops[i].saved.operands[position] for i, position in step.consumers.get(value, ()))
         transfer, named = _transfer(step, tables, value, producer, produced, asks, saved, value in parameter_values)
         transfers.append(transfer)
         layouts.append(named)
     problem = Problem(tuple(choices), tuple(transfers), memory_limit)
     return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent)
+
+
+def constant_values(step: StepGraph) -> frozenset[int]:
+    """Values made of buffers and constants alone: rotary tables, masks, positions.
+
+    They are made whole on every device: tiny work, and nobody has to agree on a layout.
+    """
+    found = {given.value for given in (*step.buffers, *step.constants)}
+    for op in step.ops:
+        if found.issuperset(op.operands) and not is_random(op.call):
+            found.update(op.results)
+    return frozenset(found)
+
+
+def layout_is_whole(layout: DualLayout) -> bool:
+    """True when every device holds the whole value and its whole gradient."""
+    return all(placement == REPLICATE for placement in layout)
 
 
 def _transfer(

@@ -14,8 +14,8 @@ import numpy as np
 
 from alpa_strategy.intra_op.problem import Problem, Transfer
 
-MAX_TABLE_ENTRIES = 8_000_000
-MAX_TOTAL_ENTRIES = 300_000_000
+MAX_TABLE_ENTRIES = 40_000_000
+MAX_TOTAL_ENTRIES = 10_000_000_000  # counted without the sharing among identical layers
 MAX_DIRECT_ENTRIES = 50_000
 MAX_FLAGS = 6
 

@@ -181,6 +181,20 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     )
 
 
+def whole_only(options: OpOptions) -> OpOptions:
+    """Only the strategy that repeats the whole op on every device (the first)."""
+    return OpOptions(
+        strategies=options.strategies[:1],
+        inputs=options.inputs[:1],
+        outputs=options.outputs[:1],
+        compute_seconds=options.compute_seconds[:1],
+        comm_seconds=options.comm_seconds[:1],
+        num_bytes=options.num_bytes[:1],
+        saved=options.saved,
+        temporary_bytes=options.temporary_bytes[:1],
+    )
+
+
 def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
     """Share of an op's saved temporaries that one device keeps: that of its largest tensor."""
     whole = max(call.operands, key=lambda m: m.num_elements, default=None)

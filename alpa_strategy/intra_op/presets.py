@@ -1,7 +1,7 @@
 """Pins and named plans: restrictions of the one space, never another code path (design section 9).
 
-A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what it does not want dear,
-so that a model that cannot follow it everywhere still gets the nearest plan. A pinned placement is a hard constraint.
+A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what it does not want
+dear, so that a model that cannot follow it everywhere gets the nearest plan. A pinned placement is a hard constraint.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from alpa_strategy.errors import PlanError, ShardingError
+from alpa_strategy.errors import OptionError, PlanError, ShardingError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
+from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.sharding.layout import DualLayout, placement_from_str
 from alpa_strategy.sharding.op import TensorMeta
-
-# Seconds charged for what a named plan does not want: far above any real step, far below the solver's big numbers.
-PENALTY = 1e3
 
 
 def restrict(
@@ -39,6 +37,7 @@ def restrict(
         PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
     """
     names = axis_presets(options, len(intra.mesh.shape))
+    penalty = penalty_seconds(intra)
     modes = pinned_modes(intra, options, pinned or {})
     choices = list(intra.problem.choices)
     for index, (parameter, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
@@ -54,7 +53,7 @@ def restrict(
                 )
         else:
             for axis, name in enumerate(names):
-                cost += _mode_penalty(name, parameter.meta, own, axis)
+                cost += _mode_penalty(name, parameter.meta, own, axis, penalty)
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
                 allowed &= np.array([all(m[0] == "R" for m in plan.modes) for plan in own.plans])
@@ -73,9 +72,16 @@ def restrict(
             continue
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
-            extra += _use_penalty(name, parameter.meta, layouts.sources, layouts.targets, axis)
+            extra += _use_penalty(name, parameter.meta, layouts.sources, layouts.targets, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     return replace(intra, problem=replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers)))
+
+
+def penalty_seconds(intra: IntraOp) -> float:
+    """What a named plan charges for each thing that it does not want: several times a step in which every device does
+    everything, so that it is avoided where possible, and yet of the size of real costs, as solvers like it.
+    """
+    return 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
 
 
 def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
@@ -83,7 +89,7 @@ def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
     if isinstance(options.parallel, str):
         return (options.parallel,) * num_axes
     if len(options.parallel) != num_axes:
-        raise PlanError(
+        raise OptionError(
             f"parallel={options.parallel!r} names {len(options.parallel)} axes, the logical mesh has {num_axes}",
             "give one name, or one per axis of logical_mesh",
         )
@@ -99,20 +105,20 @@ def pinned_modes(
     for pattern, text in options.placements:
         matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
         if not matched:
-            raise PlanError(
+            raise OptionError(
                 f"placements[{pattern!r}] matches no parameter",
                 "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
             )
         wanted = tuple(text.split())
         if len(wanted) != len(intra.mesh.shape):
-            raise PlanError(
+            raise OptionError(
                 f"placements[{pattern!r}] = {text!r} has {len(wanted)} modes, the logical mesh {intra.mesh.shape} has "
                 f"{len(intra.mesh.shape)} axes",
                 "give one mode per mesh axis, and fix logical_mesh so that the axes are known",
             )
         for mode in wanted:
             check_mode(mode, f"placements[{pattern!r}]")
-        found.update({name: (wanted, f"placements[{pattern!r}]") for name in matched})
+        found.update(dict.fromkeys(matched, (wanted, f"placements[{pattern!r}]")))
     found.update(
         {name: (plan.modes, "the running plan") for alias, plan in pinned.items() if (name := names.get(alias))}
     )
@@ -120,18 +126,18 @@ def pinned_modes(
 
 
 def check_mode(mode: str, where: str) -> None:
-    """Raise ShardingError unless `mode` is R, R*, S<dim> or G<dim>."""
+    """Raise OptionError unless `mode` is R, R*, S<dim> or G<dim>."""
     if mode in ("R", "R*"):
         return
     try:
         placement_from_str("S" + mode[1:] if mode[:1] in ("S", "G") else "?")
     except ShardingError:
-        raise ShardingError(
+        raise OptionError(
             f"{where}: {mode!r} is not a parameter mode", "write R, R*, S<dim> or G<dim>, for example S0"
         ) from None
 
 
-def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int) -> np.ndarray:
+def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float) -> np.ndarray:
     """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
     letters = [plan.modes[axis][0] for plan in own.plans]
     if name == "auto":
@@ -148,14 +154,19 @@ def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int)
             if len(meta.shape) < 2 or not can_shard:
                 return np.array([np.inf if letter == "G" else 0.0 for letter in letters])
             # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
-            return np.array([{"S": 0.0, "R": PENALTY, "G": np.inf}[letter] for letter in letters])
+            return np.array([{"S": 0.0, "R": penalty, "G": np.inf}[letter] for letter in letters])
         case _:
             raise PlanError(f"parallel={name!r} is unknown", "use auto, data, zero1, zero2, zero3 or tensor")
     return np.array([0.0 if letter == wanted else np.inf for letter in letters])
 
 
 def _use_penalty(
-    name: str, meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], axis: int
+    name: str,
+    meta: TensorMeta,
+    sources: tuple[DualLayout, ...],
+    targets: tuple[DualLayout, ...],
+    axis: int,
+    penalty: float,
 ) -> np.ndarray:
     """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
     extra = np.zeros((len(sources), len(targets)))
@@ -165,7 +176,7 @@ def _use_penalty(
         for q, target in enumerate(targets):
             stored, used = source[axis].shard_dim, target[axis].shard_dim
             if name != "tensor" and used is not None:
-                extra[p, q] = PENALTY  # data parallel and ZeRO use parameters whole
+                extra[p, q] = penalty  # data parallel and ZeRO use parameters whole
             if name == "tensor" and used != stored and (len(meta.shape) >= 2 or stored is None):
-                extra[p, q] = PENALTY  # tensor parallel uses the shard as it is stored
+                extra[p, q] = penalty  # tensor parallel uses the shard as it is stored
     return extra
