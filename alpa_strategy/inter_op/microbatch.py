@@ -14,14 +14,13 @@ import torch
 
 from alpa_strategy.capture.step_graph import Op, StepGraph, ValueRef
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.microbatch_rules import local_call
+from alpa_strategy.inter_op.microbatch_rules import WHOLE, State, local_call
 from alpa_strategy.inter_op.microbatch_states import States, Use, ancestors, find_states
-from alpa_strategy.inter_op.stage import Combine, MicroStep
-from alpa_strategy.sharding.layout import PARTIAL, REPLICATE, DualPlacement
+from alpa_strategy.inter_op.stage import Combine, Cut, MicroStep
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
-_COMBINE: dict[DualPlacement, Combine] = {PARTIAL: "sum", REPLICATE: "same"}
+_COMBINE: dict[str, Combine] = {"sum": "sum", "whole": "same", "rows": "cat"}
 
 
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
@@ -38,8 +37,9 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
     """
     if num_microbatches == 1:
         return MicroStep(1, _bare(step, step.escaping, step.loss), combine=dict.fromkeys(step.escaping, "same"))
-    _check_rows(step, num_microbatches, num_ranks if step.batch_scope == "rank" else 1)
-    return _Writer(step, num_microbatches, find_states(step, num_microbatches)).write()
+    num_ranks = num_ranks if step.batch_scope == "rank" else 1
+    _check_rows(step, num_microbatches, num_ranks)
+    return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
 
 
 def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
@@ -71,7 +71,7 @@ class _Writer:
         self.number: dict[Use, int] = {}  # how a value is read -> its number in the micro graph
         self.inputs = {e.value for group in (step.parameters, step.buffers, step.batch, step.constants) for e in group}
         # value that only the prologue makes -> the state in which the micro graph gets it
-        self.from_prologue = {r: REPLICATE for index in states.moved for r in step.ops[index].results}
+        self.from_prologue = {r: WHOLE for index in states.moved for r in step.ops[index].results}
 
     def write(self) -> MicroStep:
         step = self.step
@@ -88,13 +88,16 @@ class _Writer:
         leaving = [*sorted(wanted - self.from_prologue.keys() - {step.loss}), loss]
         leaving += [step.loss] if loss != step.loss else []
         graph = _bare(self._micro_graph(received), [v for v in leaving if v not in self.from_prologue], loss)
-        cut_dims = {n: u.placement.shard_dim for u, n in received.items() if u.placement.shard_dim is not None}
+        cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
         combine: dict[int, Combine] = {}
         for value in graph.escaping:
-            state = PARTIAL if value == loss else self.states.state[value]
-            combine[value] = _COMBINE.get(state, "cat")
-            if state.shard_dim is not None:
-                cut_dims[value] = state.shard_dim
+            if value == loss:
+                combine[value] = "sum"
+                continue
+            state = self.states.state[value]
+            combine[value] = _COMBINE[state.kind]
+            if state.kind == "rows":
+                cuts[value] = Cut(state.dim, state.segments)
         sequential = self._sequential_buffers(kept)
         notes = step.notes
         if sequential:
@@ -108,7 +111,7 @@ class _Writer:
             self._prologue(prologue_values) if prologue_values else None,
             {number: use.value for use, number in received.items()},
             combine,
-            cut_dims,
+            cuts,
             sequential,
             epilogue,
         )
@@ -162,7 +165,7 @@ class _Writer:
 
     def _loss_use(self) -> Use:
         """The loss is a summand: one that is the same in every micro-batch counts for 1/M in each."""
-        return Use(self.step.loss, "own" if self.states.state[self.step.loss] == PARTIAL else "share")
+        return Use(self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share")
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
@@ -174,19 +177,19 @@ class _Writer:
         """Numbers of what the prologue gives: the value's own where the micro graph does not make it itself."""
         taken = set(made)
         for use in uses:
-            meta = self._local(use.value, use.placement)
+            meta = self._local(use.value, use.state)
             number = self._new_value(meta) if use.value in taken else use.value
             self.values[number] = meta
             taken.add(number)
             self.number[use] = number
         return {use: self.number[use] for use in uses}
 
-    def _local(self, value: int, placement: DualPlacement) -> TensorMeta:
+    def _local(self, value: int, state: State) -> TensorMeta:
         meta = self.step.values[value]
-        if placement.shard_dim is None:
+        if state.kind != "rows":
             return meta
         shape = list(meta.shape)
-        shape[placement.shard_dim] //= self.num_microbatches
+        shape[state.dim] //= self.num_microbatches
         return meta.with_shape(tuple(shape))
 
     def _number(self, use: Use, source: Op | None = None) -> int:

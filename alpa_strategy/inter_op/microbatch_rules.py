@@ -7,15 +7,18 @@ so whatever is whole has a gradient that is a summand. Nothing here knows of a g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
+from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
-from alpa_strategy.sharding import axis_strategies, localize
+from alpa_strategy.inter_op.microbatch_views import regroups_dims, row_views, sizes_along
+from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.binding import bind, rebuild, slots
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.sharding.layout import PARTIAL, REPLICATE, DualPlacement, shard
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot
 
 aten = torch.ops.aten
@@ -31,7 +34,37 @@ _ADDING_NUMBERS = (
     aten.rsub.Tensor,
     aten.rsub.Scalar,
 )
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 _SIZED_RANDOM = "aten::randint"
+
+
+ANY = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """What a micro-batch has of a value.
+
+    `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim `dim`, which holds
+    `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each cut into M parts.
+    """
+
+    kind: Literal["whole", "sum", "rows"]
+    dim: int = -1
+    segments: int = 1
+
+    @property
+    def placement(self) -> DualPlacement:
+        """As the sharding rules see it; only shapes may be concluded from it."""
+        return {"whole": REPLICATE, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
+
+
+WHOLE, SUM = State("whole"), State("sum")
+
+
+def rows(dim: int, segments: int = 1) -> State:
+    """The state of a value with rows along `dim`."""
+    return State("rows", dim, segments)
 
 
 @dataclass(frozen=True)
@@ -39,16 +72,15 @@ class TimeStrategy:
     """One way to run an op on micro-batches.
 
     Attributes:
-        inputs, outputs: state per operand and result: `S<d>` (the micro-batch's part of the dim), `R` (whole, the same
-            in all micro-batches), `P` (a summand).
+        inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
         mean: the results are means over the micro-batch's part: they count for 1/M of the whole's.
         added: the operand that is added to a sum over micro-batches, so that each adds 1/M of it.
         added_number: position of the argument, a number, that is added to a sum over micro-batches: likewise.
         sequential: results that are running statistics, carried from one micro-batch to the next.
     """
 
-    inputs: tuple[DualPlacement, ...]
-    outputs: tuple[DualPlacement, ...]
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
     mean: bool = False
     added: int | None = None
     added_number: int | None = None
@@ -56,36 +88,62 @@ class TimeStrategy:
 
 
 @lru_cache(maxsize=16384)
-def time_strategies(call: OpCall, num_microbatches: int) -> tuple[TimeStrategy, ...]:
-    """Every exact way to run `call` on micro-batches, the repeated one (everything whole) first."""
+def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
     if call.target is ops.batch_norm_train:
-        return tuple(_batch_norm(call, num_microbatches))
-    found = (*_from_rules(call, num_microbatches), *_time_only(call, num_microbatches))
-    return tuple(dict.fromkeys(s for s in found if _cuts_evenly(call, s, num_microbatches)))
+        return tuple(_batch_norm(call))
+    if call.target in _RECURRENT:
+        return tuple(_recurrent(call))
+    return tuple(dict.fromkeys((*_from_rules(call, num_parts), *_time_only(call))))
 
 
-def _state(dual: DualPlacement) -> DualPlacement:
-    return REPLICATE if dual == BROADCAST else dual
+def view_strategies(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops have."""
+    if any(state.kind == "sum" for state in states) or not any(state.kind == "rows" for state in states):
+        return ()
+    found = row_views(call, tuple((s.dim, s.segments) if s.kind == "rows" else None for s in states), num_parts)
+    return () if found is None else (TimeStrategy(states, tuple(rows(*cut) for cut in found)),)
 
 
-def _cuts_evenly(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> bool:
-    pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
-    return all(dual.shard_dim is None or meta.shape[dual.shard_dim] % num_microbatches == 0 for dual, meta in pairs)
+def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int) -> TimeStrategy | None:
+    """The strategy for rows in that many segments; None when a dim cannot be cut so."""
+
+    def fix(state: State) -> State:
+        return replace(state, segments=segments) if state.segments == ANY else state
+
+    fixed = replace(strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs)))
+    pairs = zip((*fixed.inputs, *fixed.outputs), (*call.operands, *call.results), strict=True)
+    for state, meta in pairs:
+        if state.kind == "rows" and meta.shape[state.dim] % (state.segments * num_parts):
+            return None
+    return fixed
 
 
-def _from_rules(call: OpCall, num_microbatches: int) -> Iterator[TimeStrategy]:
-    for strategy in axis_strategies(call, num_microbatches):
+def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
+    """The sharding rules. All treat rows alike, wherever they lie, but views that merge dims and discovered ones."""
+    segments = 1 if not has_rule(call.target) or regroups_dims(call) else ANY
+
+    def state(dual: DualPlacement) -> State:
+        if dual.shard_dim is not None:
+            return rows(dual.shard_dim, segments)
+        return SUM if dual == PARTIAL else WHOLE
+
+    for strategy in axis_strategies(call, num_parts):
         if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
             continue
-        inputs, outputs = tuple(map(_state, strategy.inputs)), tuple(map(_state, strategy.outputs))
         added = _added_operand(call) if strategy.implementation == "bias_on_first" else None
-        yield TimeStrategy(inputs, outputs, strategy.implementation == "fraction", added)
+        yield TimeStrategy(
+            tuple(map(state, strategy.inputs)),
+            tuple(map(state, strategy.outputs)),
+            strategy.implementation == "fraction",
+            added,
+        )
 
 
 def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
     """A whole result of divided operands whose gradient must be complete in every micro-batch: here it is a summand."""
     divided = any(
-        meta.requires_grad and _state(dual) != REPLICATE
+        meta.requires_grad and not isinstance(dual.value, Replicate)
         for meta, dual in zip(call.operands, strategy.inputs, strict=True)
     )
     whole = any(
@@ -100,35 +158,46 @@ def _added_operand(call: OpCall) -> int | None:
     return bias.index if isinstance(bias, Slot) else None
 
 
-def _batch_norm(call: OpCall, num_microbatches: int) -> Iterator[TimeStrategy]:
+def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
     """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented exception."""
-    yield TimeStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))
+    yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
     x = bind(call)["x"].index
-    if call.operands[x].shape[0] % num_microbatches == 0:
-        statistics = tuple(range(1, len(call.results)))
-        inputs = tuple(shard(0) if i == x else REPLICATE for i in range(len(call.operands)))
-        yield TimeStrategy(inputs, (shard(0), *(REPLICATE for _ in statistics)), sequential=statistics)
+    statistics = tuple(range(1, len(call.results)))
+    inputs = tuple(rows(0, ANY) if i == x else WHOLE for i in range(len(call.operands)))
+    yield TimeStrategy(inputs, (rows(0, ANY), *(WHOLE for _ in statistics)), sequential=statistics)
 
 
-def _time_only(call: OpCall, num_microbatches: int) -> Iterator[TimeStrategy]:
+def _recurrent(call: OpCall) -> Iterator[TimeStrategy]:
+    """Samples are independent: the input [t, b, i] (or [b, t, i]), states [l, b, h]."""
+    yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
+    bound = bind(call)
+    sequence = bound["input"].index
+    if len(call.operands[sequence].shape) == 3:
+        outer = rows(0 if bound["batch_first"] else 1, ANY)
+        hidden = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
+        cut = {sequence: outer} | {slot.index: rows(1, ANY) for slot in hidden}
+        inputs = tuple(cut.get(i, WHOLE) for i in range(len(call.operands)))
+        yield TimeStrategy(inputs, (outer, *(rows(1, ANY) for _ in call.results[1:])))
+
+
+def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     """What a device mesh does not offer because it would not pay, or would round: here it costs nothing more."""
-    whole = (REPLICATE,) * len(call.operands)
+    whole = (WHOLE,) * len(call.operands)
     if call.target in _CASTS and call.results[0].dtype.is_floating_point:
-        yield TimeStrategy((PARTIAL,), (PARTIAL,))
+        yield TimeStrategy((SUM,), (SUM,))
     for position in _LINEAR_IN.get(call.target, ()):
         factor = call.args[position]
-        if isinstance(factor, Slot) and sum(a == factor for a in call.args) == 1 and not dict(call.kwargs):
-            inputs = tuple(PARTIAL if i == factor.index else REPLICATE for i in range(len(call.operands)))
-            yield TimeStrategy(inputs, (PARTIAL,))
-    if call.target in _ADDING_NUMBERS and len(call.operands) == 1 and call.results[0].dtype.is_floating_point:
-        if isinstance(call.args[0], Slot):
-            yield TimeStrategy((PARTIAL,), (PARTIAL,), added_number=1)
+        if isinstance(factor, Slot):
+            yield TimeStrategy(tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,))
+    adds_number = call.target in _ADDING_NUMBERS and len(call.operands) == 1 and isinstance(call.args[0], Slot)
+    if adds_number and call.results[0].dtype.is_floating_point:
+        yield TimeStrategy((SUM,), (SUM,), added_number=1)
     if _is_sized_random(call):
         for dim in range(len(call.results[0].shape)):
-            yield TimeStrategy(whole, (shard(dim),))
+            yield TimeStrategy(whole, (rows(dim, ANY),))
     if call.target is aten.repeat.default:
         for dim in _repeated_dims(call):
-            yield TimeStrategy(whole, (shard(dim),))
+            yield TimeStrategy(whole, (rows(dim, ANY),))
 
 
 def _is_sized_random(call: OpCall) -> bool:
@@ -144,7 +213,10 @@ def _repeated_dims(call: OpCall) -> list[int]:
 
 def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> OpCall:
     """The call on one micro-batch: shapes divided, arguments that hold sizes rewritten."""
-    local = localize(call, (AxisStrategy(strategy.inputs, strategy.outputs),), (num_microbatches,), (0,)).call
+    placements = AxisStrategy(
+        tuple(state.placement for state in strategy.inputs), tuple(state.placement for state in strategy.outputs)
+    )
+    local = localize(call, (placements,), (num_microbatches,), (0,)).call
     results = local.results
     if strategy.added_number is not None:
         args = list(local.args)
@@ -152,6 +224,8 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
         return OpCall(local.target, tuple(args), local.kwargs, local.operands, results, local.returns_tuple)
     if local == call:
         return call
+    if (changes := sizes_along(call, local.operands, num_microbatches)) is not None:
+        return rebuild(call, local.operands, results, changes)
     if _is_sized_random(call):
         return rebuild(call, local.operands, results, {"size": results[0].shape})
     if call.target is aten.repeat.default:

@@ -12,22 +12,24 @@ from torch import Tensor
 
 from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.inter_op.stage import MicroStep
+from alpa_strategy.inter_op.stage import Cut, MicroStep
 
 
-def cut(tensor: Tensor, dim: int, num_microbatches: int, index: int, num_ranks: int = 1) -> Tensor:
+def cut(tensor: Tensor, how: Cut, num_microbatches: int, index: int, num_ranks: int = 1) -> Tensor:
     """What micro-batch `index` has of a whole tensor: the `index`-th part of every rank's rows, in rank order.
 
     A rank that cuts what it holds itself has `num_ranks=1`.
     """
-    parts = tensor.unflatten(dim, (num_ranks, num_microbatches, tensor.shape[dim] // (num_ranks * num_microbatches)))
-    return parts.select(dim + 1, index).flatten(dim, dim + 1)
+    runs = how.segments * num_ranks  # rows of one rank in one segment lie together
+    parts = tensor.unflatten(how.dim, (runs, num_microbatches, -1))
+    return parts.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
 
 
-def joined(parts: Sequence[Tensor], dim: int, num_ranks: int = 1) -> Tensor:
+def joined(parts: Sequence[Tensor], how: Cut, num_ranks: int = 1) -> Tensor:
     """Inverse of `cut`: the micro-batches' parts as the whole tensor, rows in the ranks' order."""
-    stacked = torch.stack([part.unflatten(dim, (num_ranks, part.shape[dim] // num_ranks)) for part in parts], dim + 1)
-    return stacked.flatten(dim, dim + 2)
+    runs = how.segments * num_ranks
+    stacked = torch.stack([part.unflatten(how.dim, (runs, -1)) for part in parts], how.dim + 1)
+    return stacked.flatten(how.dim, how.dim + 2)
 
 
 def combine_microbatches(
@@ -48,7 +50,7 @@ def combine_microbatches(
             case "same":
                 combined[value] = parts[-1]
             case "cat":
-                combined[value] = joined(parts, micro.cut_dims[value], num_ranks)
+                combined[value] = joined(parts, micro.cuts[value], num_ranks)
     return combined
 
 
@@ -73,13 +75,13 @@ def run_microbatches(
     results: list[dict[int, Tensor]] = []
     for index in range(micro.num_microbatches):
         rows = [
-            tensor if leaf.batch_dim is None else cut(tensor, 0, micro.num_microbatches, index, num_ranks)
+            tensor if leaf.batch_dim is None else cut(tensor, Cut(), micro.num_microbatches, index, num_ranks)
             for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
         ]
         received = {
             value: values[source]
-            if value not in micro.cut_dims
-            else cut(values[source], micro.cut_dims[value], micro.num_microbatches, index, num_ranks)
+            if value not in micro.cuts
+            else cut(values[source], micro.cuts[value], micro.num_microbatches, index, num_ranks)
             for value, source in micro.given.items()
         }
         found = run_step(micro.graph, parameters, state, rows, received)

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.microbatch_rules import TimeStrategy, time_strategies
-from alpa_strategy.sharding.layout import PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.inter_op.microbatch_rules import (
+    ANY,
+    WHOLE,
+    State,
+    TimeStrategy,
+    rows,
+    specialised,
+    time_strategies,
+    view_strategies,
+)
 from alpa_strategy.sharding.localize import is_random
 
 Form = Literal["own", "share", "given"]
@@ -23,11 +31,11 @@ Form = Literal["own", "share", "given"]
 
 @dataclass(frozen=True)
 class Use:
-    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `placement`."""
+    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `state`."""
 
     value: int
     form: Form = "own"
-    placement: DualPlacement = REPLICATE
+    state: State = WHOLE
 
 
 @dataclass(frozen=True)
@@ -43,25 +51,25 @@ class States:
     """The finding.
 
     Attributes:
-        state: value -> its state in the micro graph (`R` for values of moved ops, which the prologue gives).
+        state: value -> its state in the micro graph (whole for values of moved ops, which the prologue gives).
         chosen: op index -> how it runs in the micro graph.
         moved: ops whose results only the prologue makes.
         late: ops that run once on the combined values, after all micro-batches.
     """
 
-    state: dict[int, DualPlacement]
+    state: dict[int, State]
     chosen: dict[int, Chosen]
     moved: frozenset[int]
     late: frozenset[int]
 
 
-def find_states(step: StepGraph, num_microbatches: int) -> States:
-    """States of all values of `step` on `num_microbatches` micro-batches.
+def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:
+    """States of all values of `step` on `num_microbatches` micro-batches of rows that `num_ranks` ranks bring.
 
     Raises:
         PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
     """
-    facts = _Facts(step, num_microbatches)
+    facts = _Facts(step, num_microbatches, num_ranks)
     forced: dict[int, TimeStrategy] = {}
     while True:  # every round forces at least one op more
         walk = _Walk(facts, forced)
@@ -73,9 +81,10 @@ def find_states(step: StepGraph, num_microbatches: int) -> States:
 class _Facts:
     """What does not change from walk to walk."""
 
-    def __init__(self, step: StepGraph, num_microbatches: int) -> None:
+    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
         self.step, self.num_microbatches = step, num_microbatches
-        self.strategies = [time_strategies(op.call, num_microbatches) for op in step.ops]
+        self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
+        self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
         self.producer = {value: index for index, op in enumerate(step.ops) for value in op.results}
 
     @cached_property
@@ -103,6 +112,11 @@ def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
+# How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
+# and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
+_SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _GIVE_ALL_ROWS = 1, 2, 3, 4, 1000
+
+
 @dataclass(frozen=True)
 class _Fit:
     """A strategy with what it takes to give it its operands."""
@@ -116,7 +130,7 @@ class _Fit:
 class _Walk:
     def __init__(self, facts: _Facts, forced: dict[int, TimeStrategy]) -> None:
         self.facts, self.forced, self.step = facts, forced, facts.step
-        self.state: dict[int, DualPlacement] = {}
+        self.state: dict[int, State] = {}
         self.chosen: dict[int, Chosen] = {}
         self.moved: set[int] = set()
         self.late: set[int] = set()
@@ -124,9 +138,9 @@ class _Walk:
         self.moved_values: set[int] = set()
         self.forced_now: dict[int, TimeStrategy] = {}
         for given in (*self.step.parameters, *self.step.buffers, *self.step.constants):
-            self.state[given.value] = REPLICATE
+            self.state[given.value] = WHOLE
         for leaf in self.step.batch:
-            self.state[leaf.value] = shard(0) if leaf.batch_dim == 0 else REPLICATE
+            self.state[leaf.value] = rows(0) if leaf.batch_dim == 0 else WHOLE
 
     def run(self) -> bool:
         """Walk all ops; True when an earlier op was forced to another strategy: then the walk must be taken again."""
@@ -142,8 +156,13 @@ class _Walk:
             self._postpone(index)
             return
         independent = self.facts.independent.issuperset(op.operands)
-        strategies = (self.forced[index],) if index in self.forced else self.facts.strategies[index]
-        fits = [fit for s in strategies if (fit := self._fit(op.operands, s)) is not None]
+        states = tuple(self.state[value] for value in op.operands)
+        if index in self.forced:
+            strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
+        else:
+            views = view_strategies(op.call, states, self.facts.num_parts)
+            strategies = (*self.facts.strategies[index], *views)
+        fits = [fit for s in strategies if (fit := self._fit(op, states, s)) is not None]
         best = min(fits, key=lambda fit: fit.cost, default=None)
         if independent and (best is None or best.wants_whole or self._same_draw(index, best.chosen.strategy)):
             self._move(index)
@@ -158,62 +177,71 @@ class _Walk:
 
     def _same_draw(self, index: int, strategy: TimeStrategy) -> bool:
         """A random number that all micro-batches must share is drawn once, before them."""
-        return all(p == REPLICATE for p in strategy.outputs) and is_random(self.step.ops[index].call)
+        return all(state == WHOLE for state in strategy.outputs) and is_random(self.step.ops[index].call)
 
     def _move(self, index: int) -> None:
         self.moved.add(index)
         self.moved_values.update(self.step.ops[index].results)
-        self.state.update((value, REPLICATE) for value in self.step.ops[index].results)
+        self.state.update((value, WHOLE) for value in self.step.ops[index].results)
 
     def _postpone(self, index: int) -> None:
         self.late.add(index)
         self.late_values.update(self.step.ops[index].results)
 
-    def _fit(self, operands: tuple[int, ...], strategy: TimeStrategy) -> _Fit | None:
+    def _fit(self, op: Op, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""
+        segments = [
+            have.segments
+            for have, want in zip(states, strategy.inputs, strict=True)
+            if have.kind == want.kind == "rows" and want.segments == ANY
+        ]
+        fixed = specialised(op.call, strategy, max(segments, default=1), self.facts.num_parts)
+        if fixed is None:
+            return None
         cost, uses, forced, wants_whole = 0, [], {}, False
-        for position, (value, want) in enumerate(zip(operands, strategy.inputs, strict=True)):
-            have = self.state[value]
-            if position == strategy.added and have == REPLICATE and self._divisible(value):
+        for position, (value, have, want) in enumerate(zip(op.operands, states, fixed.inputs, strict=True)):
+            divisible = have == WHOLE and self._divisible(value)
+            if position == fixed.added and divisible:
                 uses.append(Use(value, "share"))
             elif have == want:
                 uses.append(Use(value))
-            elif have == REPLICATE and want == PARTIAL and self._divisible(value):
+            elif want.kind == "sum" and divisible:
                 uses.append(Use(value, "share"))
-                cost += 1
+                cost += _SHARE
             elif (more := self._remake(value, want)) is not None:
                 forced |= more
                 uses.append(Use(value))
-                cost += 2
+                cost += _REMAKE
             elif value in self.facts.independent and self._can_be_given(value, want):
                 uses.append(Use(value, "given", want))
-                cost += 3 if want == REPLICATE else 4
-                wants_whole |= want == REPLICATE
+                cost += _GIVE if have.kind == "sum" else _GIVE_ROWS if want.kind == "rows" else _GIVE_ALL_ROWS
+                wants_whole |= want == WHOLE
             else:
                 return None
-        return _Fit(cost, Chosen(strategy, tuple(uses)), forced, wants_whole)
+        return _Fit(cost, Chosen(fixed, tuple(uses)), forced, wants_whole)
 
     def _divisible(self, value: int) -> bool:
         dtype = self.step.values[value].dtype
         return dtype.is_floating_point or dtype.is_complex
 
-    def _can_be_given(self, value: int, want: DualPlacement) -> bool:
-        if want.shard_dim is None:
-            return want == REPLICATE
-        return self.step.values[value].shape[want.shard_dim] % self.facts.num_microbatches == 0
+    def _can_be_given(self, value: int, want: State) -> bool:
+        if want.kind != "rows":
+            return want == WHOLE
+        return self.step.values[value].shape[want.dim] % (want.segments * self.facts.num_parts) == 0
 
-    def _remake(self, value: int, want: DualPlacement) -> dict[int, TimeStrategy] | None:
+    def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
         index = self.facts.producer.get(value)
-        if want.shard_dim is None or self.state[value] != REPLICATE or index is None or index in self.forced:
+        if want.kind != "rows" or self.state[value] != WHOLE or index is None or index in self.forced:
             return None
         op = self.step.ops[index]
         position = op.results.index(value)
         for strategy in self.facts.strategies[index]:
-            if strategy.outputs[position] != want:
+            fixed = specialised(op.call, strategy, want.segments, self.facts.num_parts)
+            if fixed is None or fixed.outputs[position] != want:
                 continue
-            found = {index: strategy}
-            for operand, asked in zip(op.operands, strategy.inputs, strict=True):
+            found = {index: fixed}
+            for operand, asked in zip(op.operands, fixed.inputs, strict=True):
                 if self.state[operand] == asked:
                     continue
                 more = self._remake(operand, asked)
@@ -226,7 +254,7 @@ class _Walk:
 
     def _refusal(self, index: int) -> PlanError:
         op = self.step.ops[index]
-        if any(self.state[value] == PARTIAL for value in op.operands):
+        if any(self.state[value].kind == "sum" for value in op.operands):
             why = "uses a sum or mean over the whole batch in a way that is not linear in it"
         else:
             why = "combines different rows of the batch with one another"

@@ -11,6 +11,14 @@ Combine = Literal["sum", "same", "cat"]
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Dim `dim` holds `segments` runs of rows, one after the other; a micro-batch has its part of every run."""
+
+    dim: int = 0
+    segments: int = 1
+
+
+@dataclass(frozen=True)
 class MicroStep:
     """A step cut into `num_microbatches` equal micro-batches, exactly.
 
@@ -30,10 +38,10 @@ class MicroStep:
             are handed to `graph` or belong to the step's results, or None.
         given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
         combine: escaping value of `graph` -> how the micro-batches' values make up the step's: `sum`, `same` (equal in
-            all; the last is taken: updates of sequential buffers too), `cat` along the dim in `cut_dims`.
-        cut_dims: value -> dim along which micro-batches have their parts of it (see `microbatch_run.cut`): every `cat`
-            value of `combine`, and those of `given` that are handed in as rows like a batch leaf. All others of `given`
-            are handed in whole.
+            all; the last is taken: updates of sequential buffers too), `cat` as `cuts` says.
+        cuts: value -> how micro-batches have their parts of it (see `microbatch_run.cut`): every `cat` value of
+            `combine`, and those of `given` that are handed in as rows, like a batch leaf. All others of `given` are
+            handed in whole.
         sequential_buffers: buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
             plain gradient accumulation). All other buffers keep their values until the step's end.
         epilogue: logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue
@@ -45,6 +53,6 @@ class MicroStep:
     prologue: StepGraph | None = None
     given: dict[int, int] = field(default_factory=dict)
     combine: dict[int, Combine] = field(default_factory=dict)
-    cut_dims: dict[int, int] = field(default_factory=dict)
+    cuts: dict[int, Cut] = field(default_factory=dict)
     sequential_buffers: tuple[str, ...] = ()
     epilogue: StepGraph | None = None

@@ -22,7 +22,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.microbatch_run import cut, joined, run_microbatches
-from alpa_strategy.inter_op.stage import MicroStep
+from alpa_strategy.inter_op.stage import Cut, MicroStep
 
 ROWS = 8
 
@@ -108,7 +108,7 @@ def check_graph(step: StepGraph, micro: MicroStep) -> None:
         assert len(set(names)) == len(names)
     assert set(micro.given) == set(micro.graph.received)
     assert set(micro.combine) == set(micro.graph.escaping)
-    assert {v for v, how in micro.combine.items() if how == "cat"} <= micro.cut_dims.keys()
+    assert {v for v, how in micro.combine.items() if how == "cat"} <= micro.cuts.keys()
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_batch_norm_is_plain_accumulation(num_microbatches: int) -> None:
     plain, logged = copy.deepcopy(module), []
     plain.log = lambda name, value, **_: logged.append(value.detach())
     for m in range(num_microbatches):
-        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, 0, num_microbatches, m), batch), 0)
+        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, Cut(), num_microbatches, m), batch), 0)
         (loss / num_microbatches).backward()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
