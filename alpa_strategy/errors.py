@@ -39,3 +39,7 @@ class PlanError(AlpaError):
 
 class RuntimeMismatchError(AlpaError):
     """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
+
+
+class LostRankError(AlpaError):
+    """Another rank of the job is gone or hangs."""

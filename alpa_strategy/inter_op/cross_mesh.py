@@ -1,4 +1,4 @@
-"""Cross-mesh resharding as data: which device sends which box of a tensor to which device of another mesh, and how long.
+"""Cross-mesh resharding as data: who sends which box of a tensor to whom on another mesh, and how long that takes.
 
 Every destination device needs the box that its layout says. That box is cut into the grid of its intersections with
 the source devices' boxes; each piece is sent once, by the least loaded of the devices that hold it (Alpa, section 6).
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
 
 @dataclass(frozen=True)
 class MeshSide:
-    """One end of a transfer: `ranks` (ascending, row-major on a logical mesh of `shape`) hold a tensor as `layout` says.
+    """One end of a transfer: `ranks` (ascending, row-major on a mesh of `shape`) hold a tensor as `layout` says.
 
     The layout has one of `R`, `S<d>` per mesh axis.
     """
@@ -62,8 +62,8 @@ class TransferPlan:
     Attributes:
         shape, itemsize: of the whole tensor; itemsize in bytes.
         source, target: where it lies before and after.
-        received: layout on the target's mesh right after the messages; where it differs from `target.layout`, all-gathers on
-            the target's mesh follow.
+        received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
+            all-gathers on the target's mesh follow.
         pieces: in one order on all ranks: by target, then by box.
         source_boxes, received_boxes: rank -> box (in the tensor's coordinates).
     """
@@ -210,7 +210,7 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
-    """A sender for each (target, box) among the devices that hold it: largest first to the least loaded, then repaired."""
+    """A sender for each (target, box) among its holders: largest first to the least loaded, then repaired."""
     load = dict.fromkeys(holders, 0)
     owner: list[int] = []
     order = sorted(wanted, key=lambda item: (-_size(item[1]), item))

@@ -63,22 +63,46 @@ def build_meshes(
 
     Collective over the whole job: every rank passes the same list. Meshes must not overlap.
     """
+    mine = [mesh for mesh in build_stage_meshes(meshes, timeout, backend) if mesh is not None]
+    if not mine:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise RuntimeMismatchError(f"rank {rank} is in none of the meshes", "give every rank of the job a place in one")
+    return mine[-1]
+
+
+def build_stage_meshes(
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> list[TorchMesh | None]:
+    """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
+
+    Collective over the whole job: every rank passes the same list. Stages may share ranks; equal meshes are made once.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
-    mine: TorchMesh | None = None
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
     for shape, ranks in meshes:
-        ranks = tuple(ranks)
-        if math.prod(shape) != len(ranks) or list(ranks) != sorted(set(ranks)):
+        key = (tuple(shape), tuple(ranks))
+        if math.prod(shape) != len(key[1]) or list(ranks) != sorted(set(ranks)):
             raise RuntimeMismatchError(
-                f"a mesh of shape {tuple(shape)} cannot lie on ranks {ranks}",
+                f"a mesh of shape {key[0]} cannot lie on ranks {key[1]}",
                 "give as many ranks as the mesh has devices, each once, ascending",
             )
-        mesh = _build_one(tuple(shape), ranks, rank, timeout, chosen)
-        if mesh is not None:
-            mine = mesh
-    if mine is None:
-        raise RuntimeMismatchError(f"rank {rank} is in none of the meshes", "give every rank of the job a place in one")
-    return mine
+        if key not in made:
+            made[key] = _build_one(*key, rank, timeout, chosen)
+    return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
+
+
+def message_groups(channels: Sequence[Sequence[int]], timeout: timedelta | None = None) -> list[tuple[Any, Any]]:
+    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective over the whole job.
+
+    gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
+    each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
+    """
+    if dist.get_backend() == "gloo":
+        return [(None, None)] * len(channels)
+    return [(dist.new_group(list(r), timeout=timeout), dist.new_group(list(r), timeout=timeout)) for r in channels]
 
 
 def _build_one(

@@ -1,0 +1,109 @@
+"""Channels: which values go from which stage to which other, forward and back. Data for the pipeline's runtime.
+
+A value that several stages need goes to each of them straight from the stage that makes it, over as many stages as lie
+between. No process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, best_transfer, plan_transfer
+from alpa_strategy.sharding.layout import Layout
+from alpa_strategy.sharding.op import TensorMeta
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What every rank knows of every stage.
+
+    Attributes:
+        ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
+        mesh_shape: logical mesh.
+        received: value -> layout in which the stage wants it (`R`, `S<d>`), from earlier stages.
+        sent: value -> layout in which the stage makes it.
+        batch: index of a batch tensor -> layout in which the stage wants a micro-batch of it.
+        escaping: values that leave the step from here, whole on every device of the stage.
+        buffer_updates: buffer name -> value that replaces it after each micro-batch.
+    """
+
+    ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    received: Mapping[int, Layout] = field(default_factory=dict)
+    sent: Mapping[int, Layout] = field(default_factory=dict)
+    batch: Mapping[int, Layout] = field(default_factory=dict)
+    escaping: tuple[int, ...] = ()
+    buffer_updates: Mapping[str, int] = field(default_factory=dict)
+
+    def side(self, layout: Layout) -> MeshSide:
+        return MeshSide(self.mesh_shape, self.ranks, layout)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The values that stage `source` hands to stage `target` with every micro-batch, one bundle.
+
+    `backward` holds the way back of the gradients of `differentiable`, those of `values` that have one.
+    """
+
+    source: int
+    target: int
+    values: tuple[int, ...]
+    forward: tuple[TransferPlan, ...]
+    dtypes: tuple[torch.dtype, ...]
+    differentiable: tuple[int, ...]
+    backward: tuple[TransferPlan, ...]
+    grad_dtypes: tuple[torch.dtype, ...]
+
+
+def plan_channels(
+    stages: Sequence[StageSpec], metas: Mapping[int, TensorMeta], cluster: ClusterSpec | None = None
+) -> tuple[Channel, ...]:
+    """All channels, ordered by (source, target): the same on all ranks.
+
+    Args:
+        stages: in pipeline order.
+        metas: value -> its metadata in one micro-batch, at global shapes.
+        cluster: where given, local all-gathers are used where they are faster on its links.
+
+    Raises:
+        PlanError: a stage needs a value that no earlier stage sends.
+    """
+    needs: dict[tuple[int, int], list[int]] = {}
+    for target, stage in enumerate(stages):
+        for value in stage.received:
+            source = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
+            if source is None:
+                raise PlanError(f"stage {target} needs value {value}, which no earlier stage sends", "plan again")
+            needs.setdefault((source, target), []).append(value)
+
+    def plan(value: int, start: MeshSide, end: MeshSide) -> TransferPlan:
+        meta = metas[value]
+        if cluster is not None:
+            return best_transfer(meta.shape, meta.dtype.itemsize, start, end, cluster)
+        return plan_transfer(meta.shape, meta.dtype.itemsize, start, end)
+
+    channels = []
+    for source, target in sorted(needs):
+        values = tuple(sorted(needs[source, target]))
+        starts = {v: stages[source].side(stages[source].sent[v]) for v in values}
+        ends = {v: stages[target].side(stages[target].received[v]) for v in values}
+        differentiable = tuple(v for v in values if metas[v].requires_grad)
+        channels.append(
+            Channel(
+                source,
+                target,
+                values,
+                tuple(plan(v, starts[v], ends[v]) for v in values),
+                tuple(metas[v].dtype for v in values),
+                differentiable,
+                tuple(plan(v, ends[v], starts[v]) for v in differentiable),
+                tuple(metas[v].dtype for v in differentiable),
+            )
+        )
+    return tuple(channels)

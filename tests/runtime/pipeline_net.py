@@ -1,0 +1,239 @@
+"""A small net as hand-written stage programs, on any ranks and in any layouts, and the same step in one process.
+
+Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. Layers 0 and `TIED` share their weight
+when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+
+from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.pipeline import BatchTensor, OwnStage, Pipeline, PipelineSpec, SharedParameter
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.runtime.torch_comm import build_stage_meshes
+from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
+from alpa_strategy.sharding.op import TensorMeta
+
+WIDTH, ROWS = 6, 24
+IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
+F64 = torch.float64
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers: int, tied: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=F64) for _ in range(num_layers))
+        self.register_buffer("count", torch.zeros((), dtype=F64))
+        if tied:
+            self.layers[num_layers - 1].weight = self.layers[0].weight
+
+
+def make_net(num_layers: int, tied: bool) -> Net:
+    generator = torch.Generator().manual_seed(3)
+    net = Net(num_layers, tied)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=F64))
+    return net
+
+
+def global_batch(step=0):
+    generator = torch.Generator().manual_seed(5 + step)
+    x, y = (torch.randn(ROWS, WIDTH, generator=generator, dtype=F64) for _ in range(2))
+    return x, y, torch.randint(0, 5, (ROWS,), generator=generator)
+
+
+def whole_step(net, batch):
+    """Loss, row means of the result, and gradients by name, in one process."""
+    x, y, ids = batch
+    h, num_layers = x, len(net.layers)
+    first = None
+    for i, layer in enumerate(net.layers):
+        h = torch.tanh(linear(h, layer.weight))
+        first = h if first is None else first
+        if i == num_layers - 1 and i > 0:
+            h = h + first
+    loss = ((h - y).square().sum(1) * (1 + ids % 3)).sum() / ROWS
+    names = [name for name, _ in net.named_parameters()]
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    return loss.detach(), h.mean(1).detach(), dict(zip(names, grads, strict=True))
+
+
+@dataclass(frozen=True)
+class StageCase:
+    """ranks, mesh shape, layers, and how the stage is sharded: a dual layout of rows (`S0`, `R`) or `T` (column-parallel)
+    per axis; `modes` of its parameters' plans per axis (default by the layout)."""
+
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    style: str = "S0"
+    mesh_shape: tuple[int, ...] = ()
+    modes: str = ""
+
+    @property
+    def shape(self):
+        return self.mesh_shape or (len(self.ranks),)
+
+    @property
+    def styles(self):
+        found = self.style.split()
+        return found if len(found) == len(self.shape) else found * len(self.shape)
+
+    @property
+    def rows(self) -> Layout:
+        return Layout.parse(" ".join("S0" if s == "S0" else "R" for s in self.styles))
+
+    @property
+    def plan(self) -> ParameterPlan:
+        modes = self.modes.split() or [{"S0": "R*", "R": "R", "T": "S0"}[s] for s in self.styles]
+        return ParameterPlan(tuple(modes))
+
+
+def program_of(case: StageCase, mesh, net, sent, is_last, rows):
+    """The stage's program: see `StageProgram`."""
+    num_layers = len(net.layers)
+    kept = dual_layout(str(case.rows))
+    # Column-parallel axes: the input's gradient is a sum over them, the output is gathered.
+    wide = tuple(BROADCAST if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
+    columns = tuple(shard(1) if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
+    into, out = (Reshard(a, b, (rows, WIDTH), mesh) for a, b in ((kept, wide), (columns, kept)))
+    summed = tuple(PARTIAL if s == "S0" else REPLICATE for s in case.styles)
+    total = Reshard(summed, (REPLICATE,) * len(case.shape), (), mesh)
+    means = Reshard(kept, (REPLICATE,) * len(case.shape), (rows,), mesh)
+    stored = case.plan.modes
+    used = dual_layout(" ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles))
+    from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))
+    gather = Reshard(from_storage, used, (WIDTH, WIDTH), mesh)
+
+    def program(parameters, buffers, batch, received):
+        h = dict(received)
+        if 0 in case.layers:
+            h[0], h[IDS] = batch[0], batch[2]
+        for i in case.layers:
+            name = "layers.0.weight" if net.layers[i].weight is net.layers[0].weight else f"layers.{i}.weight"
+            h[i + 1] = torch.tanh(out(linear(into(h[i]), gather(parameters[name]))))
+            if i == num_layers - 1 and i > 0:
+                h[i + 1] = h[i + 1] + h[1]
+        escaping = {}
+        if is_last:
+            result = h[num_layers]
+            loss = ((result - batch[1]).square().sum(1) * (1 + h[IDS] % 3)).sum() / ROWS
+            escaping = {LOSS: total(loss), ROW_MEANS: means(result.mean(1)), COUNT: buffers["count"] + 1}
+        return escaping, {value: h[value] for value in sent}
+
+    return program
+
+
+def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=None):
+    """(net with this rank's shards, Pipeline, {stage: OwnStage})."""
+    net, rows = make_net(num_layers, tied), ROWS // num_microbatches
+    rank = dist.get_rank()
+    meshes = build_stage_meshes([(case.shape, case.ranks) for case in cases])
+    last = len(cases) - 1
+    makes = {layer + 1: i for i, case in enumerate(cases) for layer in case.layers} | {IDS: 0}
+    received = []
+    for i, case in enumerate(cases):
+        needs = set(case.layers) - {0}
+        if num_layers - 1 in case.layers and num_layers > 1:
+            needs |= {1, IDS}
+        received.append(sorted(v for v in needs if makes[v] != i))
+    sent = [sorted({v for need in received for v in need if makes[v] == i}) for i in range(len(cases))]
+    specs = []
+    for i, case in enumerate(cases):
+        layouts = {v: case.rows for v in (*received[i], *sent[i])}
+        batch = {**({0: case.rows, 2: case.rows} if i == 0 else {}), **({1: case.rows} if i == last else {})}
+        specs.append(
+            StageSpec(
+                ranks=case.ranks,
+                mesh_shape=case.shape,
+                received={v: layouts[v] for v in received[i]},
+                sent={v: layouts[v] for v in sent[i]},
+                batch=batch,
+                escaping=(LOSS, ROW_MEANS, COUNT) if i == last else (),
+                buffer_updates={"count": COUNT} if i == last else {},
+            )
+        )
+    metas = {layer + 1: TensorMeta((rows, WIDTH), F64, True) for layer in range(num_layers)}
+    metas |= {IDS: TensorMeta((rows,), torch.int64), LOSS: TensorMeta((), F64, True)}
+    metas |= {ROW_MEANS: TensorMeta((rows,), F64), COUNT: TensorMeta((), F64)}
+    names = [f"layers.{i}.weight" for i in range(num_layers - tied)]
+    users = {n: [] for n in names}
+    for i, case in enumerate(cases):
+        for layer in case.layers:
+            users[names[layer % len(names)]].append(i)
+    own, stores = {}, {}
+    for i, case in enumerate(cases):
+        if rank not in case.ranks:
+            continue
+        mesh = meshes[i]
+        mine = [n for n in names if any(cases[user].ranks == case.ranks for user in users[n])]
+        inputs = tuple(ParameterInput(0, (n,), TensorMeta((WIDTH, WIDTH), F64, True)) for n in mine)
+        store = stores.get(case.ranks)
+        if store is None:
+            store = stores[case.ranks] = ParameterStore(net, inputs, dict.fromkeys(mine, case.plan), mesh)
+            store.shard()
+        program = program_of(case, mesh, net, sent[i], i == last, rows)
+        parameters = {n: net.get_parameter(n) for n in mine}
+        own[i] = OwnStage(program, store, mesh, parameters, {"count": net.count})
+    shared = []
+    for name, stages in users.items():
+        if len({cases[i].ranks for i in stages}) > 1:
+            uses = tuple((i, name, cases[i].plan.layout) for i in stages)
+            shared.append(SharedParameter((WIDTH, WIDTH), F64, uses))
+    spec = PipelineSpec(
+        stages=tuple(specs),
+        metas=metas,
+        batch=(
+            BatchTensor(TensorMeta((ROWS, WIDTH), F64)),
+            BatchTensor(TensorMeta((ROWS, WIDTH), F64)),
+            BatchTensor(TensorMeta((ROWS,), torch.int64)),
+        ),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        loss=LOSS,
+        combine={LOSS: "sum", ROW_MEANS: "cat", COUNT: "same"},
+        shared=tuple(shared),
+        cluster=cluster,
+    )
+    return net, Pipeline(spec, own, torch.device("cpu")), own
+
+
+def rank_rows(batch):
+    """This rank's rows of a global batch."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    per_rank = ROWS // size
+    return [t[rank * per_rank : (rank + 1) * per_rank] for t in batch]
+
+
+def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None):
+    """Run and compare with one process; returns what a test may want to know."""
+    net, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
+    reference = make_net(num_layers, tied)
+    for step in range(num_steps):
+        batch = global_batch(step)
+        loss, means, grads = whole_step(reference, batch)
+        result = pipeline.step(rank_rows(batch))
+        torch.testing.assert_close(result.values[LOSS], loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result.values[ROW_MEANS], means, rtol=1e-12, atol=1e-12)
+        assert result.values[COUNT].item() == (step + 1) * num_microbatches
+        stores = {id(o.store): o.store for o in own.values()}
+        found = {id(p): g for p, g in result.gradients}
+        for store in stores.values():
+            for parameter in store.parameters:
+                name = store.name_of(parameter)
+                whole = store.gather_like(name, found[id(parameter)])
+                torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
+                assert parameter.grad is None
+            store.after_optimizer_step()
+    in_flight = {i: w.max_in_flight for i, w in pipeline._workers.items()}
+    pipeline.close()
+    return in_flight
