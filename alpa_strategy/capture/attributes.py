@@ -99,8 +99,9 @@ def _class_attribute(owner: type, name: str) -> Any:
 def snapshot(value: Any, depth: int = 0) -> Any:
     """Something that equals `value` as long as it stays what it is.
 
-    Numbers and texts stand for themselves, containers are copied with their contents, tensors are known by identity
-    and version (in-place changes count), any other object by identity.
+    Numbers and texts stand for themselves, containers are copied with their contents, namespaces, dataclass objects
+    and objects with plain fields (configurations) are known by identity and fields, tensors by identity and version
+    (in-place changes count), any other object by identity.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -114,9 +115,24 @@ def snapshot(value: Any, depth: int = 0) -> Any:
             return kind(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
-        if kind in _NAMESPACES or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__")):
+        if has_fields(value) and (
+            kind in _NAMESPACES or dataclasses.is_dataclass(value) or all(map(_is_plain, vars(value).values()))
+        ):
             return _SameFields(value, depth)
     return _SameObject(value)
+
+
+def has_fields(value: Any) -> bool:
+    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
+        return False
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *_LIBRARIES))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
 
 
 class _SameObject:
@@ -152,7 +168,7 @@ def _version(tensor: Any) -> int:
 
 
 class _SameFields(_SameObject):
-    """Equals one namespace or dataclass object as long as its fields are what they were."""
+    """Equals one object as long as its fields are what they were."""
 
     __hash__ = None
 

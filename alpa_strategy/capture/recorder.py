@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.attributes import framework_attributes
+from alpa_strategy.capture.attributes import framework_attributes, has_fields
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
 from alpa_strategy.capture.step_graph import MetricRef
@@ -253,24 +254,37 @@ _CONTAINERS = (list, dict, set)
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again."""
+    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
+
+    Containers and objects with fields that are attributes count too, one level deep.
+    """
     skipped = framework_attributes()
     metrics = {id(m) for _, root in _outermost_metrics(module) for m in root.modules()}
     before = []
     for path, child in module.named_modules():
         if id(child) not in metrics:
             plain = {k: v for k, v in vars(child).items() if k not in skipped}
-            before.append((path, child, plain, {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}))
+            copies = {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}
+            fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
+            before.append((path, child, plain, copies, fields))
     changed: list[str] = []
     completed = False
     try:
         yield
         completed = True
     finally:
-        for path, child, plain, copies in before:
+        for path, child, plain, copies, fields in before:
+            for key, old in fields.items():
+                now_fields = {k: v for k, v in vars(plain[key]).items() if k in old or not _is_cached(plain[key], k)}
+                if not _same_items(old, now_fields):
+                    changed.append(f"{path}.{key}".lstrip("."))
+                if not _same_items(old, vars(plain[key])):
+                    vars(plain[key]).clear()
+                    vars(plain[key]).update(old)
             now = vars(child)
             for key in [k for k in now if k not in plain and k not in skipped]:
-                changed.append(f"{path}.{key}".lstrip("."))
+                if not _is_cached(child, key):
+                    changed.append(f"{path}.{key}".lstrip("."))
                 del now[key]
             for key, value in plain.items():
                 old = copies.get(key)
@@ -288,6 +302,11 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
             "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
             "a hook such as on_train_batch_end (the step's returned dict arrives there)",
         )
+
+
+def _is_cached(owner: Any, name: str) -> bool:
+    """True for a functools.cached_property: it fills itself again."""
+    return isinstance(getattr(type(owner), name, None), cached_property)
 
 
 def _same_items(old: Any, new: Any) -> bool:

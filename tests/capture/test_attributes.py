@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -25,6 +25,15 @@ from alpa_strategy.capture.guards import AttributeCheck, attributes_hold
 @dataclass
 class Config:
     scale: float = 2.0
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.shift, self.names = 0.0, ["a"]
+
+    @cached_property
+    def sign(self) -> float:
+        return 1.0
 
 
 class Block(nn.Module):
@@ -46,7 +55,7 @@ class Reader(LightningModule):
         self.save_hyperparameters()
         self.beta, self.unread, self.block = beta, 1, Block()
         self.weights = {"a": 1.0, "b": [2.0, 3.0]}
-        self.config, self.space = Config(), types.SimpleNamespace(power=2)
+        self.config, self.space, self.settings = Config(), types.SimpleNamespace(power=2), Settings()
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
         self.register_buffer("offset", torch.zeros(4))
@@ -54,6 +63,7 @@ class Reader(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
+        h = h * self.settings.sign + self.settings.shift
         return self.beta * h.pow(self.space.power).sum() * scale
 
 
@@ -72,6 +82,8 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "list in dict": ("weights", lambda m: m.weights["b"].append(1.0)),
         "dataclass": ("config", lambda m: setattr(m.config, "scale", 3.0)),
         "namespace": ("space", lambda m: setattr(m.space, "power", 3)),
+        "object": ("settings", lambda m: setattr(m.settings, "shift", 1.0)),
+        "list of an object": ("settings", lambda m: m.settings.names.append("b")),
         "tensor": ("mask", lambda m: setattr(m, "mask", torch.zeros(4))),
         "tensor in place": ("mask", lambda m: m.mask.zero_()),
         "tensor in a list": ("masks", lambda m: m.masks[0].zero_()),

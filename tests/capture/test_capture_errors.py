@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ class Step(LightningModule):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
-        self.hidden = [nn.Parameter(torch.ones(4))]
+        self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
@@ -67,6 +68,11 @@ def warm_up(self: Step, x: Tensor, i: int) -> Tensor:
 def keeps_attribute(self: Step, x: Tensor, i: int) -> Tensor:
     self.last = self.a(x)
     return self.last.sum()
+
+
+def counts_in_an_object(self: Step, x: Tensor, i: int) -> Tensor:
+    self.counts.steps += 1
+    return self.a(x).sum()
 
 
 def custom_function(self: Step, x: Tensor, i: int) -> Tensor:
@@ -145,6 +151,7 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
         (lambda self, x, i: x.sum(), "depends on no parameter"),
         (lambda self, x, i: (self.a(x) * self.hidden[0]).sum(), "not a parameter of the module"),
         (keeps_attribute, "attributes of the module .last"),
+        (counts_in_an_object, "attributes of the module .counts"),
     ],
 )
 def test_says_what_is_wrong(function: Callable[..., Any], message: str) -> None:
