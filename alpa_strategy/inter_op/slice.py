@@ -24,7 +24,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     if not 0 <= first < last <= len(step.ops):
         raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")
     ops = step.ops[first:last]
-    maker = _makers(step)
+    maker = makers(step)
     is_end = last == len(step.ops)
 
     def is_home(values: Sequence[int]) -> bool:
@@ -57,7 +57,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         logs=logs,
         metrics=metrics,
         received=tuple(sorted(read & handed_in)),
-        sent=tuple(sorted(v for v in here if v in step.sent or _last_reader(step)[v] >= last)),
+        sent=tuple(sorted(v for v in here if v in step.sent or last_readers(step)[v] >= last)),
     )
 
 
@@ -78,8 +78,8 @@ def shared_parameters(step: StepGraph, cuts: Sequence[int]) -> dict[str, tuple[i
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
     """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
-    last = _last_reader(step)
-    return tuple(v for v, op in sorted(_makers(step).items()) if op < position <= last[v])
+    last = last_readers(step)
+    return tuple(v for v, op in sorted(makers(step).items()) if op < position <= last[v])
 
 
 def values_of(node: Any) -> tuple[int, ...]:
@@ -148,11 +148,11 @@ class _ById:
         return isinstance(other, _ById) and self.step is other.step
 
 
-def _makers(step: StepGraph) -> dict[int, int]:
+def makers(step: StepGraph) -> dict[int, int]:
     """Value -> index of the op that makes it."""
     return _tables(_ById(step))[0]
 
 
-def _last_reader(step: StepGraph) -> dict[int, int]:
+def last_readers(step: StepGraph) -> dict[int, int]:
     """Op-made value -> index of the last op (or record's home) that reads it; -1 when none does."""
     return _tables(_ById(step))[1]

@@ -1,0 +1,175 @@
+"""Layers: the step's ops cut into runs of about equal work with little between them (Alpa, section 5.2, equation 5).
+
+The bytes at a cut are those of every value made before and read after it, so a skip over several layers counts at each
+boundary that it crosses. Stages are made of whole layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cost.flops import op_flops
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.slice import last_readers, makers
+
+EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
+MAX_LAYERS = 64
+PLAIN_LAYERS = 16  # where the model has no repeated blocks
+
+
+def cluster_layers(step: StepGraph, num_layers: int | None = None, epsilon: float = EPSILON) -> tuple[int, ...]:
+    """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
+
+    Minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
+    layers' FLOPs; no layer has more than (1 + epsilon) times the average FLOPs (more where single ops force it).
+
+    Raises:
+        PlanError: there are fewer ops than layers.
+    """
+    num_layers = num_layers or default_num_layers(step)
+    if not 1 <= num_layers <= len(step.ops):
+        raise PlanError(
+            f"the step has {len(step.ops)} ops, which cannot make {num_layers} layers", "ask for fewer stages"
+        )
+    flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
+    return best_cuts(boundary_bytes(step), flops, num_layers, epsilon)
+
+
+def boundary_bytes(step: StepGraph) -> np.ndarray:
+    """[position]: bytes of the values that cross a cut before op `position`; 0 at both ends."""
+    change = np.zeros(len(step.ops) + 2)
+    last = last_readers(step)
+    for value, op in makers(step).items():
+        if last[value] > op:
+            change[op + 1] += step.values[value].num_bytes
+            change[last[value] + 1] -= step.values[value].num_bytes
+    return np.cumsum(change)[: len(step.ops) + 1]
+
+
+def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, epsilon: float = EPSILON) -> tuple[int, ...]:
+    """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n].
+
+    The smallest largest cut is found by bisection (a greedy walk tells whether a threshold is feasible); the ties by a
+    DP over the positions below the threshold, O(num_layers * positions * window).
+    """
+    n = len(flops)
+    prefix = np.concatenate([[0.0], np.cumsum(flops)])
+    slack = prefix[-1] * 1e-12
+    limit = (1 + epsilon) * prefix[-1] / num_layers
+    inner = np.arange(1, n)
+    while _fewest_layers(prefix, inner, limit + slack, n) > num_layers:
+        limit *= 1.1  # single ops are larger than that
+    thresholds = np.unique(bytes_at[1:n]) if n > 1 else np.zeros(0)
+
+    def feasible(threshold: float) -> bool:
+        allowed = inner[bytes_at[1:n] <= threshold]
+        return len(allowed) >= num_layers - 1 and _fewest_layers(prefix, allowed, limit + slack, n) <= num_layers
+
+    low, high = 0, len(thresholds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(thresholds[middle]) else (middle + 1, high)
+    allowed = inner[bytes_at[1:n] <= thresholds[low]] if len(thresholds) else inner
+    return _tied_cuts(np.array([0, *allowed, n]), bytes_at, prefix, num_layers, limit + slack)
+
+
+def default_num_layers(step: StepGraph) -> int:
+    """One layer per repeated block of the module (`blocks.0`, `blocks.1`, ...), or a plain number without such."""
+    work: dict[tuple[str, int] | None, float] = defaultdict(float)
+    for op in step.ops:
+        work[_block(op.module)] += op_flops(op.call)
+    blocks = [block for block in work if block is not None]
+    repeated = sum(work[block] for block in blocks) > 0.5 * sum(work.values())
+    count = len(blocks) if repeated and len(blocks) > 1 else PLAIN_LAYERS
+    count = -(-count // -(-count // MAX_LAYERS))  # several blocks a layer where there are many
+    return max(1, min(count, sum(op_flops(op.call) > 0 for op in step.ops)))
+
+
+def layer_names(step: StepGraph, cuts: Sequence[int]) -> tuple[str, ...]:
+    """A name for each run of ops: the module that holds them, or the first and last where it is several."""
+    names = []
+    for first, last in pairwise(cuts):
+        paths = [op.module.split(".") for op in step.ops[first:last] if op.module]
+        common: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        heads = list(dict.fromkeys(_head(path, len(common)) for path in paths if len(path) > len(common)))
+        whole = ".".join(common)
+        inside_block = bool(common) and (common[-1].isdigit() or len(heads) == 0)
+        names.append(
+            whole if inside_block or not heads else heads[0] if len(heads) == 1 else f"{heads[0]}..{heads[-1]}"
+        )
+    return tuple(names)
+
+
+def _head(path: Sequence[str], depth: int) -> str:
+    """The path one component below `depth`, with the index of a block where that follows."""
+    end = depth + 1
+    if end < len(path) and path[end].isdigit():
+        end += 1
+    return ".".join(path[:end])
+
+
+def _block(module: str) -> tuple[str, int] | None:
+    """`blocks.3.attn.qkv` -> (`blocks`, 3); None outside of numbered modules."""
+    parts = module.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:depth]), int(part)
+    return None
+
+
+def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int) -> float:
+    """Layers that a greedy walk needs when cuts are at `allowed` only; inf where one layer exceeds the limit."""
+    ends = np.append(allowed, n)
+    work = prefix[ends]
+    count, position = 0, 0
+    while position < n:
+        reach = int(np.searchsorted(work, prefix[position] + limit, side="right")) - 1
+        if reach < 0 or ends[reach] <= position:
+            return np.inf
+        position = int(ends[reach])
+        count += 1
+    return count
+
+
+def _tied_cuts(
+    points: np.ndarray, bytes_at: np.ndarray, prefix: np.ndarray, num_layers: int, limit: float
+) -> tuple[int, ...]:
+    """Of all ways to take `num_layers` steps over `points`, the least sum of bytes, then of squared FLOPs."""
+    m = len(points)
+    work, weight = prefix[points], bytes_at[points]
+    weight[0] = 0.0
+    start = np.searchsorted(work, work - limit, side="left")
+    width = int((np.arange(m) - start).max())
+    before = np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]  # [end, candidates for the layer's start]
+    valid = before >= start[:, None]
+    before = np.maximum(before, 0)
+    square = (work[:, None] - work[before]) ** 2
+    total, spread = np.full(m, np.inf), np.full(m, np.inf)
+    total[0] = spread[0] = 0.0
+    came: list[np.ndarray] = []
+    for _ in range(num_layers):
+        reach = np.where(valid, (total + weight)[before], np.inf)
+        least = reach.min(axis=1)
+        tied = np.where(reach <= least[:, None], spread[before] + square, np.inf)
+        best = tied.argmin(axis=1)
+        total, spread = least, np.where(np.isfinite(least), tied[np.arange(m), best], np.inf)
+        came.append(before[np.arange(m), best])
+    path = [m - 1]
+    for origin in reversed(came):
+        path.append(int(origin[path[-1]]))
+    return tuple(int(points[i]) for i in reversed(path))
+
+
+def layer_flops(step: StepGraph, cuts: Sequence[int]) -> tuple[float, ...]:
+    """Forward FLOPs of every layer."""
+    prefix = [0.0, *accumulate(op_flops(op.call) for op in step.ops)]
+    return tuple(prefix[b] - prefix[a] for a, b in pairwise(cuts))
