@@ -1,0 +1,146 @@
+"""The stage DP equals the exhaustive search of its objective, whatever the schedule, memory and boundaries."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+
+from alpa_strategy.inter_op.dp import StageTables, solve_stages
+from alpa_strategy.inter_op.schedules import Terms, in_flight, terms
+
+
+def random_tables(rng: np.random.Generator, num_layers: int, submeshes, candidates: int, boundary: bool) -> StageTables:
+    m = len(submeshes)
+    shape = (num_layers, num_layers + 1, m, candidates)
+    first, last = np.ogrid[:num_layers, : num_layers + 1]
+    work = np.maximum(last - first, 0)[..., None, None] / np.array(submeshes)[None, None, :, None]
+    seconds = np.where(work > 0, work * rng.uniform(0.5, 1.5, shape), np.inf)
+    seconds[rng.random(shape) < 0.1] = np.inf
+    return StageTables(
+        np.array(submeshes),
+        seconds,
+        rng.uniform(0, 0.5, shape),
+        work * rng.uniform(1, 3, shape),
+        work * rng.uniform(0, 1, shape),
+        rng.uniform(0, 0.3, (num_layers + 1, m, m)) if boundary else None,
+    )
+
+
+def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps):
+    """Every way to cut, every submesh and candidate of every stage."""
+    L, _, m, c = tables.seconds.shape
+    best = np.inf
+    for count in num_stages:
+        for cuts in combinations(range(1, L), count - 1):
+            runs = list(pairwise((0, *cuts, L)))
+            for meshes in product(range(m), repeat=count):
+                if sum(tables.num_devices[a] for a in meshes) != num_devices:
+                    continue
+                options = []
+                for i, ((k, l), a) in enumerate(zip(runs, meshes, strict=True)):  # noqa: E741
+                    wire = 0.0
+                    if tables.boundary is not None and i + 1 < count:
+                        wire = tables.boundary[l, a, meshes[i + 1]]
+                    need = tables.bytes_always[k, l, a] + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
+                    options.append(
+                        [
+                            (tables.seconds[k, l, a, x] + wire, tables.once_seconds[k, l, a, x])
+                            for x in range(c)
+                            if need[x] <= memory_limit and np.isfinite(tables.seconds[k, l, a, x])
+                        ]
+                    )
+                for picked in product(*options):
+                    value = terms.fill * sum(t for t, _ in picked)
+                    value += max(terms.run * t + steps * g for t, g in picked)
+                    best = min(best, value)
+    return best
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_equals_brute_force_on_200_random_cases(block):
+    for case in range(25):
+        rng = np.random.default_rng(1000 * block + case)
+        num_layers, num_devices = int(rng.integers(1, 6)), int(rng.integers(1, 7))
+        submeshes = sorted(rng.choice([1, 2, 3, 4], size=int(rng.integers(1, 4)), replace=False))
+        tables = random_tables(rng, num_layers, submeshes, int(rng.integers(1, 3)), bool(rng.random() < 0.5))
+        num_microbatches = int(rng.integers(1, 9))
+        schedule = str(rng.choice(["1F1B", "GPipe"]))
+        alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
+        limit = float(rng.choice([2.0, 5.0, np.inf]))
+        weights = terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else Terms(0.0, 5.0)
+        counts = range(1, num_layers + 1) if rng.random() < 0.7 else [int(rng.integers(1, num_layers + 1))]
+        steps = float(rng.choice([0.0, 1.0, 2.0]))
+        expected = brute_force(tables, num_devices, weights, alive, limit, counts, steps)
+        found = solve_stages(tables, num_devices, weights, alive, limit, counts, steps)
+        if found is None:
+            assert np.isinf(expected)
+            continue
+        assert found.seconds == pytest.approx(expected, rel=1e-12)
+        check(tables, found, num_devices, weights, alive, limit, steps)
+
+
+def check(tables, found, num_devices, weights, alive, limit, steps):
+    """The stages are what they are said to cost, in order, cover the layers and the devices, and fit."""
+    seconds, bottlenecks, position = [], [], 0
+    for i, stage in enumerate(found.stages):
+        at = (stage.first, stage.last, stage.submesh, stage.candidate)
+        assert stage.first == position
+        position = stage.last
+        t = tables.seconds[at]
+        if tables.boundary is not None and i + 1 < len(found.stages):
+            t += tables.boundary[stage.last, stage.submesh, found.stages[i + 1].submesh]
+        assert tables.bytes_always[at] + alive[len(found.stages) - i - 1] * tables.bytes_in_flight[at] <= limit
+        seconds.append(t)
+        bottlenecks.append(weights.run * t + steps * tables.once_seconds[at])
+    assert position == tables.seconds.shape[0]
+    assert sum(tables.num_devices[s.submesh] for s in found.stages) == num_devices
+    assert found.seconds == pytest.approx(weights.fill * sum(seconds) + max(bottlenecks))
+
+
+def test_golden_case():
+    """`np.random.seed(0)` tables: 8 layers, 8 devices, submeshes of 1, 2, 4, 8; 1F1B with 16 micro-batches.
+
+    Worked out once by brute force (above) over all 128 ways to cut.
+    """
+    np.random.seed(0)
+    num_layers, submeshes = 8, np.array([1, 2, 4, 8])
+    first, last = np.ogrid[:num_layers, : num_layers + 1]
+    work = np.maximum(last - first, 0)[..., None, None] / submeshes[None, None, :, None]
+    seconds = np.where(work > 0, work * np.random.uniform(0.8, 1.2, (8, 9, 4, 1)), np.inf)
+    zeros = np.zeros_like(seconds)
+    tables = StageTables(submeshes, seconds, zeros, zeros, zeros)
+    found = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
+    assert found is not None
+    expected = brute_force(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0)
+    assert found.seconds == pytest.approx(expected, rel=1e-12)
+    assert found.seconds == pytest.approx(16.752867181285612, rel=1e-12)
+    assert [(s.first, s.last, int(submeshes[s.submesh])) for s in found.stages] == [(0, 8, 8)]
+
+
+def test_a_tolerance_is_kept():
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, 10, [1, 2, 4], 2, True)
+        alive = in_flight("1F1B", 10, 8)[::-1]
+        exact = solve_stages(tables, 8, terms("1F1B", 10, 8), alive)
+        near = solve_stages(tables, 8, terms("1F1B", 10, 8), alive, tolerance=0.01)
+        assert exact is not None
+        assert near is not None
+        assert exact.seconds <= near.seconds <= exact.seconds / 0.99
+
+
+def test_stages_start_where_they_may():
+    """On nodes of 2 devices a stage of 2 may not lie across two nodes."""
+    rng = np.random.default_rng(0)
+    tables = random_tables(rng, 4, [1, 2], 1, False)
+    fits = np.array([[True, (4 - left) % 2 == 0] for left in range(5)])
+    bound = StageTables(*[getattr(tables, name) for name in list(tables.__dataclass_fields__)[:6]], fits)
+    found = solve_stages(bound, 4, terms("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
+    assert found is not None
+    offset = 0
+    for stage in found.stages:
+        size = int(tables.num_devices[stage.submesh])
+        assert size == 1 or offset % 2 == 0
+        offset += size
