@@ -6,7 +6,6 @@ runs them on its own device.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from typing import Any
 
@@ -28,6 +27,7 @@ from alpa_strategy.capture.step_graph import (
     MetricRecord,
     StepGraph,
     ValueRef,
+    tensor_digest,
 )
 from alpa_strategy.capture.trace import TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
@@ -114,7 +114,7 @@ class _Converter:
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
             ref = self.builder.add_value(meta)
-            self.constants.append(ConstantInput(ref.index, tensor, meta, _digest(tensor)))
+            self.constants.append(ConstantInput(ref.index, tensor, meta, tensor_digest(tensor)))
             self.constant_views[name] = self.memory.new(ref)
         return self.constant_views[name]
 
@@ -382,12 +382,6 @@ def convert(trace: Trace, step: str) -> StepGraph:
     converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
     converter.run()
     return converter.finish(step)
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.cpu().contiguous()
-    content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
 
 
 def _storage(value: Tensor) -> int:

@@ -99,10 +99,21 @@ class _TrainerView:
                 f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its first value",
                 _INSTEAD_OF_CHANGING,
             )
+        if name in ("logger", "loggers"):
+            _refuse_logger(trainer)
         return counters[name] if name in counters else getattr(trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._view[0], name, value)
+
+
+def _refuse_logger(trainer: Any) -> None:
+    if trainer.loggers:
+        raise CaptureError(
+            f"a logger is used directly in the step ({user_frame()}): a captured step repeats tensor work only, so it "
+            "would be called once and never again",
+            "use self.log, or call the logger in on_train_batch_end (the step's returned dict arrives there)",
+        )
 
 
 @contextmanager
@@ -191,6 +202,17 @@ def _recording_class(
             _INSTEAD_OF_CHANGING,
         )
 
+    def logger_of(name: str) -> property:
+        def get(self: LightningModule) -> Any:
+            if trainer is not None:
+                _refuse_logger(trainer)
+            return getattr(original, name).fget(self)
+
+        return property(get)
+
+    def note_print(self: LightningModule, *_: Any, **__: Any) -> None:
+        record.note(f"self.print in the step ({user_frame()}) is left out: a captured step repeats tensor work only")
+
     members = {
         **_recording_log(record, names),
         "global_step": property(lambda self: counters["global_step"]),
@@ -198,6 +220,9 @@ def _recording_class(
         "trainer": property(get_trainer, original.trainer.fset),
         "device": property(lambda self: device),
         "all_gather": refuse_gather,
+        "print": note_print,
+        "logger": logger_of("logger"),
+        "loggers": logger_of("loggers"),
         "optimizers": refuse_changing,
         "lr_schedulers": refuse_changing,
         "__module__": original.__module__,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from alpa_strategy.capture.guards import AttributeGuard, Guard
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
@@ -138,6 +140,13 @@ def stable_text(value: Any) -> str:
     code = getattr(value, "__code__", None)
     body = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None and "<" in name else ""
     return f"{getattr(value, '__module__', None)}.{name}{body}"
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's content, shape and dtype."""
+    data = tensor.cpu().contiguous()
+    content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

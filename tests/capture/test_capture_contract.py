@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from models import GPT, MLP, MODELS, Bert, ConvNet, Llama
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.step_graph import LogRecord, MetricRef, StepGraph, ValueRef
+from alpa_strategy.errors import CaptureError
 
 
 class Step(LightningModule):
@@ -218,6 +221,44 @@ def test_within_a_trainer() -> None:
         *[["(global_step >= 1) is True"]] * 2,
     ]
     assert seen[1].graph_digest == seen[2].graph_digest != seen[0].graph_digest
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda m: m.logger.log_metrics({"a": 1.0}), "a logger is used directly"),
+        (lambda m: m.trainer.logger.log_metrics({"a": 1.0}), "a logger is used directly"),
+        (lambda m: m.log("lr", m.trainer.optimizers[0].param_groups[0]["lr"]), "trainer.optimizers"),
+        (lambda m: m.log("lr", m.lr_schedulers().get_last_lr()[0]), "self.lr_schedulers"),
+        (lambda m: m.log("last", m.trainer.callback_metrics.get("a", 0.0)), "trainer.callback_metrics"),
+    ],
+)
+def test_what_changes_outside_of_the_step_is_refused(
+    read: Callable[[LightningModule], Any], message: str, tmp_path: Path
+) -> None:
+    class Model(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            read(self)
+            return super().training_step(batch, batch_idx)
+
+    model = Model()
+    trainer = pl.Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False, max_epochs=1)
+    model.trainer = trainer
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture_step(model, model.example_batch(4))
+    assert "test_capture_contract.py" in caught.value.problem
+    assert "on_train_batch_end" in caught.value.fix
+
+
+def test_printing_is_left_out_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(self: Step, x: Tensor, i: int) -> Tensor:
+        self.print("loss is near")
+        return self.a(x).sum()
+
+    graph = capture(step)
+    assert len(graph.notes) == 1
+    assert "self.print" in graph.notes[0]
+    assert capsys.readouterr().out == ""
 
 
 def test_same_digest_in_another_process() -> None:
