@@ -6,7 +6,7 @@ between. No process groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,11 +25,11 @@ class StageSpec:
     Attributes:
         ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
         mesh_shape: logical mesh.
-        received: value -> layout in which the stage wants it (`R`, `S<d>`), from earlier stages.
+        received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given.
         sent: value -> layout in which the stage makes it.
         batch: index of a batch tensor -> layout in which the stage wants a micro-batch of it.
         escaping: values that leave the step from here, whole on every device of the stage.
-        buffer_updates: buffer name -> value that replaces it after each micro-batch.
+        buffer_updates: buffer name -> escaping value that replaces it after each micro-batch.
     """
 
     ranks: tuple[int, ...]
@@ -62,13 +62,17 @@ class Channel:
 
 
 def plan_channels(
-    stages: Sequence[StageSpec], metas: Mapping[int, TensorMeta], cluster: ClusterSpec | None = None
+    stages: Sequence[StageSpec],
+    metas: Mapping[int, TensorMeta],
+    given: Collection[int] = (),
+    cluster: ClusterSpec | None = None,
 ) -> tuple[Channel, ...]:
     """All channels, ordered by (source, target): the same on all ranks.
 
     Args:
         stages: in pipeline order.
         metas: value -> its metadata in one micro-batch, at global shapes.
+        given: values that need no channel: every rank has them before the first micro-batch.
         cluster: where given, local all-gathers are used where they are faster on its links.
 
     Raises:
@@ -77,6 +81,8 @@ def plan_channels(
     needs: dict[tuple[int, int], list[int]] = {}
     for target, stage in enumerate(stages):
         for value in stage.received:
+            if value in given:
+                continue
             source = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
             if source is None:
                 raise PlanError(f"stage {target} needs value {value}, which no earlier stage sends", "plan again")

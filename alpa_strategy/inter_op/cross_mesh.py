@@ -65,7 +65,7 @@ class TransferPlan:
         received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
             all-gathers on the target's mesh follow.
         pieces: in one order on all ranks: by target, then by box.
-        source_boxes, received_boxes: rank -> box (in the tensor's coordinates).
+        source_boxes, received_boxes: rank -> box.
     """
 
     shape: tuple[int, ...]
@@ -113,21 +113,7 @@ def plan_transfer(
     Raises:
         PlanError: a side holds summands (`P`); they must be reduced first.
     """
-    return _plan(tuple(shape), itemsize, source, source.boxes(shape), target, local_gather)
-
-
-def plan_rows(
-    shape: Sequence[int], itemsize: int, source: MeshSide, source_rows: int, first_row: int, target: MeshSide
-) -> TransferPlan:
-    """Plan the transfer of rows [first_row, first_row + shape[0]) of a tensor with `source_rows` rows (a micro-batch).
-
-    Boxes are in the coordinates of the rows taken: those of the source may begin below 0 and end beyond the shape.
-    """
-    boxes = {
-        rank: ((box[0][0] - first_row, box[0][1] - first_row), *box[1:])
-        for rank, box in source.boxes((source_rows, *shape[1:])).items()
-    }
-    return _plan(tuple(shape), itemsize, source, boxes, target, False)
+    return _plan(tuple(shape), itemsize, source, target, local_gather)
 
 
 def best_transfer(
@@ -145,7 +131,6 @@ def _plan(
     shape: tuple[int, ...],
     itemsize: int,
     source: MeshSide,
-    source_boxes: dict[int, Box],
     target: MeshSide,
     local_gather: bool,
 ) -> TransferPlan:
@@ -155,6 +140,7 @@ def _plan(
                 f"a tensor in layout {side.layout} cannot cross between meshes", "reduce it before the boundary"
             )
     received = _shared_layout(shape, target) if local_gather else target.layout
+    source_boxes = source.boxes(shape)
     received_boxes = MeshSide(target.shape, target.ranks, received).boxes(shape)
     holders: dict[Box, list[int]] = {}
     for rank, box in source_boxes.items():

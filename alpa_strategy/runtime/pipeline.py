@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.channels import Channel, StageSpec, plan_channels
-from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, plan_rows, plan_transfer
-from alpa_strategy.inter_op.stage import Combine
+from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, plan_transfer
+from alpa_strategy.inter_op.microbatch_run import cut, joined
+from alpa_strategy.inter_op.stage import Combine, Cut
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.pipeline_stage import Schedule
 from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageProgram, StageWorker, Values
@@ -64,9 +66,12 @@ class PipelineSpec:
         stages: in order.
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
         batch: tensors of the global batch.
-        num_microbatches, schedule: micro-batch m is rows [m, m + 1) * batch / num_microbatches of the global batch.
+        num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
+        schedule: as in `torch.distributed.pipelining`, any case.
         loss: value index of the loss, a summand of each micro-batch.
-        combine: escaping value -> how the micro-batches' make up the step's (default `same`).
+        combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
+        cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
+        given: received values that no stage makes (a prologue's): every rank has them whole before the step.
         shared: parameters used on several meshes.
         cluster: where given, cross-mesh transfers are chosen by its links.
     """
@@ -78,6 +83,8 @@ class PipelineSpec:
     schedule: str
     loss: int
     combine: Mapping[int, Combine] = field(default_factory=dict)
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    given: tuple[int, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
     cluster: ClusterSpec | None = None
 
@@ -120,8 +127,10 @@ class Pipeline:
     def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
         self.spec, self._own, self._device = spec, dict(own), device
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        _check(spec, own, self._rank)
-        self.channels = plan_channels(spec.stages, spec.metas, spec.cluster)
+        _check(spec, own, self._rank, self._world)
+        # How many ranks bring rows of their own, which follow each other in whole tensors.
+        self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
+        self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
         self._outbox = Outbox()
         stores: dict[int, SharedStore] = {}
         self._workers: dict[int, StageWorker] = {}
@@ -170,7 +179,7 @@ class Pipeline:
 
         Args:
             batch: this rank's rows of the batch's tensors, in `spec.batch` order.
-            given: values that are there before (a prologue's results), whole, on every rank.
+            given: the values of `spec.given` for the whole step, whole, on every rank.
             loss_scale: gradients are those of the loss times this.
 
         Raises:
@@ -204,7 +213,8 @@ class Pipeline:
         for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
             for index, worker in self._workers.items():
                 if self.spec.stages[index].ranks == delivery.ranks:
-                    worker.start_step(delivery.batches(index, tensors, batch), given, scale, has_backward)
+                    batches = delivery.batches(index, tensors, batch)
+                    worker.start_step(batches, self._given_values(index, given), scale, has_backward)
         del deliveries
         if has_backward:
             for store in self._stores:
@@ -221,6 +231,25 @@ class Pipeline:
         arrived = iter(exchange(wanted, tag=FIRST_SHARED_TAG))
         for shared in self._sums:
             shared.add([next(arrived) for _ in shared.transfers])
+
+    def _given_values(self, index: int, given: Values) -> list[Values]:
+        """Per micro-batch: this rank's parts of the given values that stage `index` reads."""
+        stage = self.spec.stages[index]
+        place = stage.ranks.index(self._rank)
+        coordinate = tuple(int(i) for i in np.unravel_index(place, stage.mesh_shape))
+        result: list[Values] = []
+        for m in range(self.spec.num_microbatches):
+            found = {}
+            for value, layout in stage.received.items():
+                if value not in self.spec.given:
+                    continue
+                tensor, how = given[value], self.spec.cuts.get(value)
+                if how is not None:
+                    tensor = cut(tensor, how, self.spec.num_microbatches, m, self._num_parts)
+                box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
+                found[value] = tensor[tuple(slice(*ends) for ends in box)]
+            result.append(found)
+        return result
 
     def _check_batch(self, batch: Sequence[Tensor]) -> None:
         for position, (tensor, expected) in enumerate(zip(batch, self.spec.batch, strict=True)):
@@ -244,19 +273,16 @@ class Pipeline:
                 continue
             results.update(self._broadcast(stage, own))
         for worker in self._workers.values():
-            worker.start_step([], {}, torch.ones(()), False)
+            worker.start_step([], [], torch.ones(()), False)
         return results
 
     def _combined(self, value: int, escaped: list[Values]) -> Tensor:
         parts = [values[value] for values in escaped]
         match self.spec.combine.get(value, "same"):
             case "sum":
-                total = parts[0]
-                for part in parts[1:]:
-                    total = total + part
-                return total
+                return torch.stack(parts).sum(0, dtype=parts[0].dtype)
             case "cat":
-                return torch.cat(parts)
+                return joined(parts, self.spec.cuts.get(value, Cut()), self._num_parts)
             case _:
                 return parts[-1]
 
@@ -268,7 +294,7 @@ class Pipeline:
             meta = self.spec.metas[value]
             shape = list(meta.shape)
             if self.spec.combine.get(value) == "cat":
-                shape[0] *= self.spec.num_microbatches
+                shape[self.spec.cuts.get(value, Cut()).dim] *= self.spec.num_microbatches
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
             if list(tensor.shape) != shape or tensor.dtype != meta.dtype:
                 raise RuntimeMismatchError(
@@ -309,19 +335,18 @@ class _Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                total = tensor.meta.shape[0]
-                rows = total // spec.num_microbatches
+                shape = (tensor.meta.shape[0] // spec.num_microbatches, *tensor.meta.shape[1:])
                 start = MeshSide((world,), everyone, Layout.parse("R" if tensor.on_every_rank else "S0"))
-                for m in range(spec.num_microbatches):
-                    shape = (rows, *tensor.meta.shape[1:])
-                    size = tensor.meta.dtype.itemsize
-                    plans.append(plan_rows(shape, size, start, total, m * rows, stage.side(layout)))
-                    self._tensors.append(position)
+                plan = plan_transfer(shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
+                plans += [plan] * spec.num_microbatches
+                self._tensors += [position] * spec.num_microbatches
         dtypes = [spec.batch[position].meta.dtype for position in self._tensors]
         self.transfer = Transfer(plans, dtypes, rank, device)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        return [batch[position] for position in self._tensors]
+        """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
+        count = self._spec.num_microbatches
+        return [cut(batch[position], Cut(), count, i % count) for i, position in enumerate(self._tensors)]
 
     def batches(self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""
@@ -394,7 +419,7 @@ def _rank_shape(tensor: BatchTensor, rank: int, world: int) -> tuple[int, ...]:
     return Layout.parse("S0").local_shape(shape, (world,), (rank,))
 
 
-def _check(spec: PipelineSpec, own: Mapping[int, OwnStage], rank: int) -> None:
+def _check(spec: PipelineSpec, own: Mapping[int, OwnStage], rank: int, world: int) -> None:
     for a in spec.stages:
         for b in spec.stages:
             if a.ranks != b.ranks and set(a.ranks) & set(b.ranks):
@@ -403,9 +428,11 @@ def _check(spec: PipelineSpec, own: Mapping[int, OwnStage], rank: int) -> None:
     if expected != set(own) or not own:
         raise PlanError(f"rank {rank} has stages {sorted(expected)} but brings {sorted(own)}", "plan for all ranks")
     for position, tensor in enumerate(spec.batch):
-        if tensor.batch_dim is not None and tensor.meta.shape[0] % spec.num_microbatches:
+        parts = spec.num_microbatches * (1 if tensor.on_every_rank else world)
+        if tensor.batch_dim is not None and tensor.meta.shape[0] % parts:
+            whose = "" if tensor.on_every_rank else f" that {world} ranks bring"
             raise PlanError(
-                f"{tensor.meta.shape[0]} rows of the global batch (tensor {position}) cannot be cut into "
+                f"the {tensor.meta.shape[0]} rows{whose} (tensor {position} of the batch) cannot be cut into "
                 f"{spec.num_microbatches} equal micro-batches",
-                "choose a number of micro-batches that divides the global batch",
+                "choose a number of micro-batches that divides the rows of each rank",
             )

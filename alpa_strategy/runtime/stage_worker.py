@@ -105,7 +105,6 @@ class StageWorker:
         index: the stage's place in the pipeline.
         program, store, buffers: what it runs and on what; `buffers` is updated in place.
         loss: value index of the loss where this stage makes it, else None.
-        given: values that are there before any micro-batch (a prologue's results).
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class StageWorker:
         self._in_flight: dict[int, _InFlight] = {}
         store.num_users += 1
         self.max_in_flight = 0
-        self.start_step([], {}, torch.ones(()), False)
+        self.start_step([], [], torch.ones(()), False)
 
     def connect(self, channel: Channel, forward: Transfer, backward: Transfer, first_tag: int) -> None:
         """Attach a channel that begins or ends here. In channel order."""
@@ -135,9 +134,14 @@ class StageWorker:
         ports.append(_Port(channel, forward, backward, first_tag))
 
     def start_step(
-        self, batches: Sequence[Mapping[int, Tensor]], given: Values, loss_scale: Tensor, has_backward: bool
+        self, batches: Sequence[Mapping[int, Tensor]], given: Sequence[Values], loss_scale: Tensor, has_backward: bool
     ) -> None:
-        """Forget the step before; `batches` holds the stage's batch tensors of each micro-batch."""
+        """Forget the step before.
+
+        Args:
+            batches: per micro-batch the stage's tensors of the batch.
+            given: per micro-batch the received values that no stage makes.
+        """
         self._batches, self._given, self._loss_scale, self._has_backward = batches, given, loss_scale, has_backward
         self.escaped: list[Values] = []
         self._in_flight.clear()
@@ -155,7 +159,7 @@ class StageWorker:
     def forward(self, microbatch: int) -> None:
         """Receive, run, send on."""
         self.post_forward(microbatch)
-        received, inputs = dict(self._given), {}
+        received, inputs = dict(self._given[microbatch]), {}
         for port in self._incoming:
             tensors = port.arriving.pop(microbatch).wait()
             for value, tensor in zip(port.channel.values, tensors, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from alpa_strategy.inter_op.cross_mesh import (
     MeshSide,
     best_transfer,
     boundary_seconds,
-    plan_rows,
     plan_transfer,
     transfer_seconds,
 )
@@ -162,25 +160,6 @@ def test_seconds_follow_the_links():
     assert transfer_seconds(together, cluster) == pytest.approx(
         cluster.inter_node.latency + 32000 / cluster.inter_node.bandwidth
     )
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
-@pytest.mark.parametrize(("world", "target"), list(itertools.product([1, 2, 4], [(1,), (3,), (2, 2)])))
-def test_rows_of_a_microbatch(world, target, num_microbatches):
-    rows, width = 12, 2
-    whole = torch.arange(rows * width, dtype=torch.float32).reshape(rows, width)
-    source = MeshSide((world,), tuple(range(world)), Layout.parse("S0"))
-    layout = Layout.parse(" ".join("S0" for _ in target))
-    side = MeshSide(target, tuple(range(1, 1 + math.prod(target))), layout)
-    size = rows // num_microbatches
-    for m in range(num_microbatches):
-        plan = plan_rows((size, width), 4, source, rows, m * size, side)
-        for rank, box in plan.received_boxes.items():
-            for piece in (p for p in plan.pieces if p.target == rank):
-                own = plan.source_boxes[piece.source]
-                assert all(o[0] <= a < b <= o[1] for (a, b), o in zip(piece.box, own, strict=True))
-            assert sum(p.num_elements for p in plan.pieces if p.target == rank) == elements(box)
-    assert whole.numel() == rows * width
 
 
 def test_summands_cannot_cross():

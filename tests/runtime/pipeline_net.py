@@ -23,7 +23,7 @@ from alpa_strategy.runtime.torch_comm import build_stage_meshes
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.sharding.op import TensorMeta
 
-WIDTH, ROWS = 6, 24
+WIDTH, ROWS = 6, 144
 IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
 F64 = torch.float64
 
@@ -149,7 +149,7 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
     sent = [sorted({v for need in received for v in need if makes[v] == i}) for i in range(len(cases))]
     specs = []
     for i, case in enumerate(cases):
-        layouts = {v: case.rows for v in (*received[i], *sent[i])}
+        layouts = dict.fromkeys((*received[i], *sent[i]), case.rows)
         batch = {**({0: case.rows, 2: case.rows} if i == 0 else {}), **({1: case.rows} if i == last else {})}
         specs.append(
             StageSpec(
@@ -216,7 +216,7 @@ def rank_rows(batch):
 
 def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None):
     """Run and compare with one process; returns what a test may want to know."""
-    net, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
+    _, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
     reference = make_net(num_layers, tied)
     for step in range(num_steps):
         batch = global_batch(step)
