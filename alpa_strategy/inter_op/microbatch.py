@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.capture.step_graph import Op, StepGraph, ValueRef
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.microbatch_rules import WHOLE, State, local_call
@@ -100,7 +101,7 @@ class _Writer:
                 cuts[value] = Cut(state.dim, state.segments)
         sequential = self._sequential_buffers(kept)
         notes = step.notes
-        if sequential:
+        if any(self._has_own_statistics(index) for index in kept):
             notes += (
                 f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the batch), as in "
                 "gradient accumulation",
@@ -257,14 +258,15 @@ class _Writer:
         wanted = sorted(late_values.intersection(self.step.escaping))
         needed = set(wanted)
         ops: list[Op] = []
-        for index in sorted(self.states.late, reverse=True):
+        numbers = {value for value, state in self.states.state.items() if state.kind == "numbers"}
+        for index in range(len(self.step.ops) - 1, -1, -1):
             op = self.step.ops[index]
-            if needed.intersection(op.results):
+            if (index in self.states.late or not numbers.isdisjoint(op.results)) and needed.intersection(op.results):
                 ops.append(op)
                 needed.update(op.operands)
         if not ops:
             return None
-        return self._part(tuple(ops[::-1]), wanted, tuple(sorted(needed - late_values - self.inputs)))
+        return self._part(tuple(ops[::-1]), wanted, tuple(sorted(needed - late_values - numbers - self.inputs)))
 
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
         """A graph of some of the step's ops at the step's own shapes, with those inputs only that they read."""
@@ -280,6 +282,11 @@ class _Writer:
             notes=(),
         )
         return _bare(part, wanted, -1)
+
+    def _has_own_statistics(self, index: int) -> bool:
+        """Whether the op is a BatchNorm over the rows of one micro-batch."""
+        divided = self.states.chosen[index].strategy.outputs[0].kind == "rows"
+        return divided and self.step.ops[index].call.target is batch_norm_train
 
     def _sequential_buffers(self, kept: list[int]) -> tuple[str, ...]:
         """Buffers updated by statistics of a micro-batch, and what else their modules update (`num_batches_tracked`).

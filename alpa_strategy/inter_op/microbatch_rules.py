@@ -34,6 +34,7 @@ _ADDING_NUMBERS = (
     aten.rsub.Tensor,
     aten.rsub.Scalar,
 )
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 _SIZED_RANDOM = "aten::randint"
 
@@ -47,9 +48,10 @@ class State:
 
     `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim `dim`, which holds
     `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each cut into M parts.
+    `numbers`: row numbers (`arange(B)`) along `dim`, counted from the micro-batch's own first row.
     """
 
-    kind: Literal["whole", "sum", "rows"]
+    kind: Literal["whole", "sum", "rows", "numbers"]
     dim: int = -1
     segments: int = 1
 
@@ -94,7 +96,8 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
         return tuple(_batch_norm(call))
     if call.target in _RECURRENT:
         return tuple(_recurrent(call))
-    return tuple(dict.fromkeys((*_from_rules(call, num_parts), *_time_only(call))))
+    found = (*_from_rules(call, num_parts), *_time_only(call))
+    return tuple(dict.fromkeys((*found, *_row_numbers(call, found))))
 
 
 def view_strategies(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[TimeStrategy, ...]:
@@ -114,7 +117,7 @@ def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: 
     fixed = replace(strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs)))
     pairs = zip((*fixed.inputs, *fixed.outputs), (*call.operands, *call.results), strict=True)
     for state, meta in pairs:
-        if state.kind == "rows" and meta.shape[state.dim] % (state.segments * num_parts):
+        if state.kind in ("rows", "numbers") and meta.shape[state.dim] % (state.segments * num_parts):
             return None
     return fixed
 
@@ -200,6 +203,48 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
             yield TimeStrategy(whole, (rows(dim, ANY),))
 
 
+def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
+    """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from 0."""
+    if call.target in _ARANGES:
+        bound = bind(call)
+        if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (0, 1, call.results[0].shape[0]):
+            yield TimeStrategy((), (State("numbers", 0),))
+    elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
+        for strategy in found:
+            before, after = strategy.inputs[0], strategy.outputs[0]
+            if before.kind == after.kind == "rows" and _same_length(call, before.dim, after.dim):
+                yield TimeStrategy((State("numbers", before.dim),), (State("numbers", after.dim),))
+    elif call.target is aten.index.Tensor:
+        yield from _read_by_number(call)
+
+
+def _same_length(call: OpCall, before: int, after: int) -> bool:
+    integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
+    return integers and call.operands[0].shape[before] == call.results[0].shape[after]
+
+
+def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
+    """x[n, i, j] where n numbers the rows of x: the index tensors broadcast, along one dim of them lie the rows."""
+    source, indices = call.args[0], call.args[1]
+    positions = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
+    if not positions or positions[0] != 0 or positions != list(range(len(positions))):
+        return
+    tensors = [indices[d].index for d in positions]
+    index_rank = max(len(call.operands[i].shape) for i in tensors)
+    for dim in range(index_rank):
+        states = {source.index: rows(0)}
+        for i in tensors:
+            shape = call.operands[i].shape
+            own = dim - (index_rank - len(shape))
+            states[i] = rows(own) if own >= 0 and shape[own] != 1 else WHOLE
+        numbers = states[tensors[0]]
+        if numbers.kind == "rows" and (
+            call.operands[tensors[0]].shape[numbers.dim] == call.operands[source.index].shape[0]
+        ):
+            states[tensors[0]] = State("numbers", numbers.dim)
+            yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
+
+
 def _is_sized_random(call: OpCall) -> bool:
     return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.name == _SIZED_RANDOM
 
@@ -226,6 +271,8 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
         return call
     if (changes := sizes_along(call, local.operands, num_microbatches)) is not None:
         return rebuild(call, local.operands, results, changes)
+    if call.target in _ARANGES:
+        return rebuild(call, (), results, {"end": results[0].shape[0]})
     if _is_sized_random(call):
         return rebuild(call, local.operands, results, {"size": results[0].shape})
     if call.target is aten.repeat.default:

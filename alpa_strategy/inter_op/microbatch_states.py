@@ -74,6 +74,7 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
     while True:  # every round forces at least one op more
         walk = _Walk(facts, forced)
         if not walk.run():
+            walk.check_loss()
             return States(walk.state, walk.chosen, frozenset(walk.moved), frozenset(walk.late))
         forced |= walk.forced_now
 
@@ -111,6 +112,8 @@ def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
             needed.update(step.ops[index].operands)
     return found[::-1]
 
+
+_FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
 
 # How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
 # and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
@@ -164,7 +167,7 @@ class _Walk:
             strategies = (*self.facts.strategies[index], *views)
         fits = [fit for s in strategies if (fit := self._fit(op, states, s)) is not None]
         best = min(fits, key=lambda fit: fit.cost, default=None)
-        if independent and (best is None or best.wants_whole or self._same_draw(index, best.chosen.strategy)):
+        if independent and (best is None or self._once_is_enough(index, best)):
             self._move(index)
         elif best is not None:
             self.forced_now = best.forced
@@ -175,9 +178,12 @@ class _Walk:
         else:
             self._postpone(index)
 
-    def _same_draw(self, index: int, strategy: TimeStrategy) -> bool:
-        """A random number that all micro-batches must share is drawn once, before them."""
-        return all(state == WHOLE for state in strategy.outputs) and is_random(self.step.ops[index].call)
+    def _once_is_enough(self, index: int, fit: _Fit) -> bool:
+        """What is whole and depends on all rows, or is random, is made once for all micro-batches."""
+        op = self.step.ops[index]
+        whole = all(state == WHOLE for state in fit.chosen.strategy.outputs)
+        follows = not self.moved_values.isdisjoint(op.operands)
+        return whole and (fit.wants_whole or follows or is_random(op.call))
 
     def _move(self, index: int) -> None:
         self.moved.add(index)
@@ -232,7 +238,9 @@ class _Walk:
     def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
         index = self.facts.producer.get(value)
-        if want.kind != "rows" or self.state[value] != WHOLE or index is None or index in self.forced:
+        if want.kind not in ("rows", "numbers") or self.state[value] != WHOLE or index is None or index in self.forced:
+            return None
+        if want.kind == "numbers" and value in self.step.escaping:
             return None
         op = self.step.ops[index]
         position = op.results.index(value)
@@ -252,6 +260,17 @@ class _Walk:
                 return found
         return None
 
+    def check_loss(self) -> None:
+        """PlanError when every micro-batch would compute the same loss from all rows."""
+        rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
+        reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)
+        if self.state[self.step.loss] == WHOLE and reads_rows:
+            raise PlanError(
+                f"the step cannot be cut into {self.facts.num_microbatches} micro-batches: "
+                "its loss is no sum over rows of the batch",
+                _FIX,
+            )
+
     def _refusal(self, index: int) -> PlanError:
         op = self.step.ops[index]
         if any(self.state[value].kind == "sum" for value in op.operands):
@@ -262,5 +281,5 @@ class _Walk:
         return PlanError(
             f"the step cannot be cut into {self.facts.num_microbatches} micro-batches exactly: "
             f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
-            "set num_microbatches=1, or write the loss as a sum or mean over rows",
+            _FIX,
         )

@@ -1,4 +1,4 @@
-"""A step on micro-batches is the step: loss, gradients, logs, outputs and buffers, for every number that divides the rows."""
+"""A step on micro-batches is the step: loss, gradients, logs, outputs and buffers, for any number that divides it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Step(pl.LightningModule):
         self.register_buffer("average", torch.randn(6))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.function = function
+        self.double()
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
         return self.function(self, *batch)
@@ -268,7 +269,49 @@ def no_parameter_meets_a_row(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Ten
     return self.a.weight.pow(2).sum() * self.scale
 
 
+def picked_by_number(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    log_probs = self.b(self.a(x)).log_softmax(-1)
+    pairs = log_probs[torch.arange(len(x))[:, None], torch.stack([y, (y + 1) % 5], dim=1)]
+    return -(log_probs[torch.arange(len(x)), y] * w).mean() + pairs.pow(2).sum()
+
+
+def two_views(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    left, right, third = self.b(self.a(torch.cat([x, x * 2, x.flip(1)])).tanh()).chunk(3)
+    both = torch.cat([left, right])
+    self.log("last", both[len(x) :].sum())
+    return (left * right).sum(-1).mean() + both[: len(x)].mul(w[:, None]).sum() + both.mean() + third.exp().mean()
+
+
+def sequence_first(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = x[:, None].repeat(1, 3, 1) * torch.arange(1.0, 4.0, dtype=x.dtype)[:, None]
+    mask, padding = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1), y[:, None] < torch.arange(3) - 1
+    h = self.attention(h, src_mask=mask, src_key_padding_mask=padding)
+    flat = h.transpose(0, 1).reshape(-1, 6)
+    return self.a(flat).view(3, len(x), 6).select(0, 1).pow(2).sum() + self.a(flat).view(-1, 2).softmax(-1).pow(2).sum()
+
+
+def mixup(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    order, share = torch.randperm(len(x)), torch.rand((), dtype=x.dtype)
+    logits = self.b(share * x + (1 - share) * x[order])
+    return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y[order])
+
+
+def gated_by_the_batch(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return torch.where(w.sum() > 1, self.a(x).mean(), self.b(x).sum()) + torch.einsum("bi,bj,ij->", x, x, self.a.weight)
+
+
+def rounded_loss(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    self.log("half", F.cross_entropy(self.b(x), torch.zeros_like(y)).detach().to(torch.float32).double() * 0)
+    return F.cross_entropy(self.b(x), y).to(torch.float32).double() * 0 + F.cross_entropy(self.b(x), y)
+
+
 EXACT = [
+    picked_by_number,
+    two_views,
+    sequence_first,
+    mixup,
+    gated_by_the_batch,
+    rounded_loss,
     sums,
     mean_of_rows,
     many_terms,
@@ -290,3 +333,108 @@ EXACT = [
 def test_steps(function: Callable[..., Any]) -> None:
     for num_microbatches in (1, 2, 4, 8):
         assert_same(Step(function), example(), num_microbatches)
+
+
+@pytest.mark.parametrize("function", [two_views, sequence_first, mixing_only_in_logs, mean_of_rows, random_mask])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 4), (4, 2)])
+def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microbatches: int) -> None:
+    """Each micro-batch takes a part of every rank's rows; outputs come back in the ranks' order."""
+    assert_same(Step(function), example(), num_microbatches, num_ranks=num_ranks)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    parts=st.integers(1, 6),
+    rows_each=st.integers(1, 3),
+    num_ranks=st.integers(1, 3),
+    function=st.sampled_from([many_terms, masked_mean, made_rows, two_views, mixing_only_in_logs, picked_by_number]),
+)
+def test_any_divisor(data: Any, parts: int, rows_each: int, num_ranks: int, function: Callable[..., Any]) -> None:
+    batch = example(parts * rows_each * num_ranks)
+    if len(batch[0]) == 1:
+        return
+    divisors = [d for d in range(1, parts * rows_each + 1) if parts * rows_each % d == 0]
+    assert_same(Step(function), batch, data.draw(st.sampled_from(divisors)), num_ranks=num_ranks)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
+def test_joined_is_the_inverse_of_cut(segments: int, num_ranks: int, parts: int, rows_each: int, dim: int) -> None:
+    shape = [2, 3, 2]
+    shape[dim] = segments * num_ranks * parts * rows_each
+    whole, how = torch.arange(torch.Size(shape).numel()).view(shape), Cut(dim, segments)
+    pieces = [cut(whole, how, parts, m, num_ranks) for m in range(parts)]
+    assert all(piece.shape[dim] == shape[dim] // parts for piece in pieces)
+    assert torch.equal(joined(pieces, how, num_ranks), whole)
+
+
+# -- where numbers come from and what is refused --------------------------------------------------------------------
+
+
+def test_only_the_whole_batch_makes_the_prologue() -> None:
+    def ops_of(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+        micro = microbatch(capture(Step(function), example()), 4)
+        return tuple([op.call.target_name for op in g.ops] if g else [] for g in (micro.prologue, micro.epilogue))
+
+    assert ops_of(sums) == ([], [])
+    assert ops_of(made_rows) == ([], [])
+    assert ops_of(learned_weight) == (["ops.target_weight_sum"], [])
+    prologue, epilogue = ops_of(mixing_only_in_logs)
+    assert prologue == ["ops.target_weight_sum"]
+    assert "aten.exp.default" in epilogue
+    assert "aten.linear.default" not in epilogue
+
+
+def test_noise_is_drawn_per_micro_batch_unless_all_need_it() -> None:
+    def noisy(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        level = torch.randint(0, 6, (len(x),))
+        return F.mse_loss(F.dropout(self.a(x * self.average[level][:, None] + torch.randn_like(x))), x) * torch.rand(())
+
+    micro = microbatch(capture(Step(noisy), example()), 4)
+    assert [op.call.target_name for op in micro.prologue.ops] == ["aten.rand.default"]
+    shapes = {op.call.target_name: op.call.results[0].shape for op in micro.graph.ops}
+    assert shapes["aten.randint.low"] == (2,)
+    assert shapes["aten.randn_like.default"] == (2, 6)
+    run(Step(noisy).double(), capture(Step(noisy), example()), example(), micro)
+
+
+def contrastive(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = self.b(x)
+    return F.cross_entropy(h @ h.t(), torch.arange(len(x)))
+
+
+def root(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.mse_loss(self.a(x), x).sqrt()
+
+
+def first_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(self.b(x)[:3], y[:3])
+
+
+def rows_by_position(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (self.a(x).roll(1, 0) * x).mean()
+
+
+@pytest.mark.parametrize("function", [contrastive, root, first_rows, rows_by_position])
+def test_what_is_no_sum_over_rows_is_refused(function: Callable[..., Any]) -> None:
+    step = capture(Step(function), example())
+    with pytest.raises(PlanError, match=r"test_microbatch.py:\d+(.|\n)*num_microbatches=1"):
+        microbatch(step, 2)
+    assert_same(Step(function), example(), 1, step)
+
+
+def test_the_same_rows_for_all_is_refused() -> None:
+    def inputs_cut(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(self.b(x[:3]), y[:3])
+
+    with pytest.raises(PlanError, match="no sum over rows"):
+        microbatch(capture(Step(inputs_cut), example()), 2)
+
+
+def test_rows_that_do_not_divide() -> None:
+    step = capture(Step(sums), example())
+    with pytest.raises(PlanError, match=r"num_microbatches=3 does not divide the 8 rows(.|\n)*1, 2, 4, 8"):
+        microbatch(step, 3)
+    with pytest.raises(PlanError, match=r"the 2 rows that each rank brings(.|\n)*1, 2,"):
+        microbatch(step, 4, num_ranks=4)
