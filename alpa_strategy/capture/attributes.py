@@ -1,6 +1,6 @@
-"""Which attributes of the module tree a step reads while it is captured, and what they were.
+"""Attributes of the module tree while the step is captured: which it reads, what they were; it must change none.
 
-Their values are frozen into the captured graph, so each becomes an AttributeGuard (capture/guards.py). Parameters and
+What is read is frozen into the captured graph, so each becomes an AttributeGuard (capture/guards.py). Parameters and
 buffers are inputs of the graph and need none.
 """
 
@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.guards import AttributeGuard
+from alpa_strategy.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})
 MAX_DEPTH = 6
+MAX_ITEMS = 1000
+_CONTAINERS = (list, dict, set)
 _NOT_DATA = object()
 
 
@@ -88,6 +91,83 @@ def framework_attributes() -> frozenset[str]:
     return frozenset(vars(LightningModule()))
 
 
+def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Torchmetrics objects of the tree by path, without those inside another one."""
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, Metric | MetricCollection) and not any(name.startswith(f"{p}.") for p in inside):
+            inside.append(name)
+            yield name, child
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
+
+    Containers and objects with fields that are attributes count too, one level deep.
+    """
+    skipped = framework_attributes()
+    metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
+    before = []
+    for path, child in module.named_modules():
+        if id(child) not in metrics:
+            plain = {k: v for k, v in vars(child).items() if k not in skipped}
+            copies = {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}
+            fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
+            before.append((path, child, plain, copies, fields))
+    changed: list[str] = []
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        for path, child, plain, copies, fields in before:
+            for key, old in fields.items():
+                now_fields = {k: v for k, v in vars(plain[key]).items() if k in old or not _is_cached(plain[key], k)}
+                if not _same_items(old, now_fields):
+                    changed.append(f"{path}.{key}".lstrip("."))
+                if not _same_items(old, vars(plain[key])):
+                    vars(plain[key]).clear()
+                    vars(plain[key]).update(old)
+            now = vars(child)
+            for key in [k for k in now if k not in plain and k not in skipped]:
+                if not _is_cached(child, key):
+                    changed.append(f"{path}.{key}".lstrip("."))
+                del now[key]
+            for key, value in plain.items():
+                old = copies.get(key)
+                is_changed = now.get(key) is not value or (old is not None and not _same_items(old, value))
+                if is_changed and not type(child).__module__.startswith("torch.nn."):
+                    changed.append(f"{path}.{key}".lstrip("."))
+                if old is not None:
+                    value.clear()
+                    value.extend(old) if isinstance(value, list) else value.update(old)
+                now[key] = value
+    if completed and changed:
+        raise CaptureError(
+            f"the step sets or changes attributes of the module ({', '.join(sorted(set(changed)))}): a captured step "
+            "repeats tensor work only, so this would happen once and never again",
+            "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
+            "a hook such as on_train_batch_end (the step's returned dict arrives there)",
+        )
+
+
+def _is_cached(owner: Any, name: str) -> bool:
+    """True for a functools.cached_property: it fills itself again."""
+    return isinstance(getattr(type(owner), name, None), cached_property)
+
+
+def _same_items(old: Any, new: Any) -> bool:
+    """Same keys and identical (not merely equal: tensors do not compare) items."""
+    if len(old) != len(new):
+        return False
+    if isinstance(old, list):
+        return all(a is b for a, b in zip(old, new, strict=True))
+    if isinstance(old, dict):
+        return all(k in new and new[k] is v for k, v in old.items())
+    return {id(v) for v in old} == {id(v) for v in new}
+
+
 def _class_attribute(owner: type, name: str) -> Any:
     """The attribute as it stands in the first of the user's classes that has it, else _NOT_DATA."""
     for base in owner.__mro__:
@@ -101,13 +181,15 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
     Numbers and texts stand for themselves, containers are copied with their contents, namespaces, dataclass objects
     and objects with plain fields (configurations) are known by identity and fields, tensors by identity and version
-    (in-place changes count), any other object by identity.
+    (in-place changes count), large containers by identity and length, any other object by identity.
     """
     kind = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
         return _SameTensor(value)
+    if isinstance(value, _CONTAINERS) and len(value) > MAX_ITEMS:
+        return _SameLength(value)
     if depth < MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
@@ -148,6 +230,19 @@ class _SameObject:
 
     def __eq__(self, other: object) -> bool:
         return self._ref() is other
+
+
+class _SameLength(_SameObject):
+    """Equals one large container (a vocabulary) of the same length; comparing its items would slow every step down."""
+
+    __hash__ = None
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._length = len(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other and len(other) == self._length
 
 
 class _SameTensor(_SameObject):

@@ -1,4 +1,4 @@
-"""What surrounds the step's tensors while it is captured: self.log, metrics, counters, attributes, forbidden calls.
+"""What surrounds the step's tensors while it is captured: self.log, metrics, counters, the trainer, forbidden calls.
 
 `recording(module)` makes the module record instead of act, and puts everything back on exit.
 """
@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.attributes import framework_attributes, has_fields
+from alpa_strategy.capture.attributes import attributes_kept, outermost_metrics
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
 from alpa_strategy.capture.step_graph import MetricRef
@@ -122,9 +121,9 @@ def recording(module: LightningModule, device: torch.device) -> Iterator[Recordi
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
-        stack.enter_context(_attributes_kept(module))
+        stack.enter_context(attributes_kept(module))
         stack.enter_context(_recording_class(module, record, names, device))
-        for name, metric in _outermost_metrics(module):
+        for name, metric in outermost_metrics(module):
             stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record))
         yield record
@@ -239,14 +238,6 @@ def _recording_class(
         vars(module).update(shadowed)
 
 
-def _outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside: list[str] = []
-    for name, child in module.named_modules():
-        if isinstance(child, Metric | MetricCollection) and not any(name.startswith(f"{p}.") for p in inside):
-            inside.append(name)
-            yield name, child
-
-
 @contextmanager
 def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterator[None]:
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -272,77 +263,6 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         for key in shadows:
             del vars(metric)[key]
         vars(metric).update(before)
-
-
-_CONTAINERS = (list, dict, set)
-
-
-@contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
-
-    Containers and objects with fields that are attributes count too, one level deep.
-    """
-    skipped = framework_attributes()
-    metrics = {id(m) for _, root in _outermost_metrics(module) for m in root.modules()}
-    before = []
-    for path, child in module.named_modules():
-        if id(child) not in metrics:
-            plain = {k: v for k, v in vars(child).items() if k not in skipped}
-            copies = {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}
-            fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
-            before.append((path, child, plain, copies, fields))
-    changed: list[str] = []
-    completed = False
-    try:
-        yield
-        completed = True
-    finally:
-        for path, child, plain, copies, fields in before:
-            for key, old in fields.items():
-                now_fields = {k: v for k, v in vars(plain[key]).items() if k in old or not _is_cached(plain[key], k)}
-                if not _same_items(old, now_fields):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                if not _same_items(old, vars(plain[key])):
-                    vars(plain[key]).clear()
-                    vars(plain[key]).update(old)
-            now = vars(child)
-            for key in [k for k in now if k not in plain and k not in skipped]:
-                if not _is_cached(child, key):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                del now[key]
-            for key, value in plain.items():
-                old = copies.get(key)
-                is_changed = now.get(key) is not value or (old is not None and not _same_items(old, value))
-                if is_changed and not type(child).__module__.startswith("torch.nn."):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                if old is not None:
-                    value.clear()
-                    value.extend(old) if isinstance(value, list) else value.update(old)
-                now[key] = value
-    if completed and changed:
-        raise CaptureError(
-            f"the step sets or changes attributes of the module ({', '.join(sorted(set(changed)))}): a captured step "
-            "repeats tensor work only, so this would happen once and never again",
-            "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
-            "a hook such as on_train_batch_end (the step's returned dict arrives there)",
-        )
-
-
-def _is_cached(owner: Any, name: str) -> bool:
-    """True for a functools.cached_property: it fills itself again."""
-    return isinstance(getattr(type(owner), name, None), cached_property)
-
-
-def _same_items(old: Any, new: Any) -> bool:
-    """Same keys and identical (not merely equal: tensors do not compare) items."""
-    if len(old) != len(new):
-        return False
-    if isinstance(old, list):
-        return all(a is b for a, b in zip(old, new, strict=True))
-    if isinstance(old, dict):
-        return all(k in new and new[k] is v for k, v in old.items())
-    return {id(v) for v in old} == {id(v) for v in new}
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class Reader(LightningModule):
         self.beta, self.unread, self.block = beta, 1, Block()
         self.weights = {"a": 1.0, "b": [2.0, 3.0]}
         self.config, self.space, self.settings = Config(), types.SimpleNamespace(power=2), Settings()
+        self.tokens = list(range(2000))
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
         self.register_buffer("offset", torch.zeros(4))
@@ -64,6 +65,7 @@ class Reader(LightningModule):
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
         h = h * self.settings.sign + self.settings.shift
+        h = h / self.tokens[1]
         return self.beta * h.pow(self.space.power).sum() * scale
 
 
@@ -79,6 +81,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "eval": ("block.dropout.training", lambda m: m.block.eval()),
         "hyperparameter": ("_hparams", lambda m: m.hparams.update(beta=0.3)),
         "dict": ("weights", lambda m: m.weights.update(a=2.0)),
+        "large list": ("tokens", lambda m: m.tokens.append(1)),
         "list in dict": ("weights", lambda m: m.weights["b"].append(1.0)),
         "dataclass": ("config", lambda m: setattr(m.config, "scale", 3.0)),
         "namespace": ("space", lambda m: setattr(m.space, "power", 3)),
