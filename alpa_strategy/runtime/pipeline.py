@@ -311,6 +311,11 @@ class Pipeline:
             piece.view(-1).view(torch.uint8).copy_(part)
         return dict(zip(stage.escaping, pieces, strict=True))
 
+    @property
+    def max_in_flight(self) -> int:
+        """The most (stage, micro-batch) pairs whose activations this rank held at once, over all steps so far."""
+        return max(store.max_in_flight for store in self._stores)
+
     def close(self) -> None:
         """End what runs beside the main thread."""
         self._outbox.close()

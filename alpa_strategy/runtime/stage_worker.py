@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,15 +51,21 @@ class SharedStore:
     def __init__(self, store: Parameters) -> None:
         self.store = store
         self.num_users = 0
+        self.num_in_flight = self.max_in_flight = 0  # (stage, micro-batch) pairs between forward and last backward
         self._num_backwards = self._num_reduced = 0
 
     def start_step(self) -> None:
-        self._num_backwards = self._num_reduced = 0
+        self._num_backwards = self._num_reduced = self.num_in_flight = 0
         self.store.sync(False)
+
+    def after_forward(self) -> None:
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
 
     def before_backward(self, num_microbatches: int) -> None:
         """Called before each stage's last half of each backward: the very last one starts the reduction by itself."""
         self._num_backwards += 1
+        self.num_in_flight -= 1
         if self._num_backwards == num_microbatches * self.num_users:
             self.store.sync(True)
 
@@ -125,7 +131,6 @@ class StageWorker:
         self._outgoing: list[_Port] = []
         self._in_flight: dict[int, _InFlight] = {}
         store.num_users += 1
-        self.max_in_flight = 0
         self.start_step([], [], torch.ones(()), False)
 
     def connect(self, channel: Channel, forward: Transfer, backward: Transfer, first_tag: int) -> None:
@@ -182,7 +187,7 @@ class StageWorker:
             wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})
             roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
             self._in_flight[microbatch] = _InFlight(inputs, roots, self._loss_root(escaping))
-            self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
+            self.store.after_forward()
 
     def _loss_root(self, escaping: Values) -> tuple[GradientEdge, Tensor] | None:
         if self._loss is None or not escaping[self._loss].requires_grad:
@@ -260,8 +265,3 @@ class StageWorker:
         """After the stage's last backward: reduce its parameters' gradients (with the last stage of the store)."""
         if self._has_backward:
             self.store.reduce()
-
-    @property
-    def any_in_flight(self) -> Any:
-        """Whether a micro-batch is half done (after an error)."""
-        return bool(self._in_flight)

@@ -1,8 +1,8 @@
 """Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per pair of ranks.
 
-What is sent where was decided in `inter_op/cross_mesh.py`. Receives are posted early and waited for when they are needed;
-sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL ignores
-tags, so there every channel and direction needs a group of its own (`torch_comm.message_group`).
+What is sent where was decided in `inter_op/cross_mesh.py`. Receives are posted early and waited for when they are
+needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL
+ignores tags, so there every channel and direction has a group of its own (`torch_comm.message_groups`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small net as hand-written stage programs, on any ranks and in any layouts, and the same step in one process.
 
-Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. Layers 0 and `TIED` share their weight
-when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
+Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. The first and the last layer share
+their weight when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def whole_step(net, batch):
 
 @dataclass(frozen=True)
 class StageCase:
-    """ranks, mesh shape, layers, and how the stage is sharded: a dual layout of rows (`S0`, `R`) or `T` (column-parallel)
-    per axis; `modes` of its parameters' plans per axis (default by the layout)."""
+    """A stage of the net. `style` per mesh axis: rows cut (`S0`), work repeated (`R`) or column-parallel (`T`); `modes`
+    are those of its parameters' plans (default: what the style asks for)."""
 
     ranks: tuple[int, ...]
     layers: tuple[int, ...]
@@ -234,6 +234,5 @@ def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_s
                 torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
                 assert parameter.grad is None
             store.after_optimizer_step()
-    in_flight = {i: w.max_in_flight for i, w in pipeline._workers.items()}
     pipeline.close()
-    return in_flight
+    return pipeline.max_in_flight

@@ -1,0 +1,254 @@
+"""What a pipeline promises beside right values: memory in flight, no leaks, faults that are named, clear errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_net import COUNT, LOSS, StageCase, build, check_steps, global_batch, make_net, rank_rows, whole_step
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
+from alpa_strategy.inter_op.schedules import actions, in_flight
+
+TWO = (StageCase((0,), (0, 1)), StageCase((1,), (2, 3)))
+THREE = tuple(StageCase((i,), (i,)) for i in range(3))
+
+
+def looped(num_ranks, num_stages):
+    return tuple(StageCase((i % num_ranks,), (i,)) for i in range(num_stages))
+
+
+def folded(num_ranks):
+    return tuple(StageCase((min(i, 2 * num_ranks - 1 - i),), (i,)) for i in range(2 * num_ranks))
+
+
+STAGES = {
+    "GPipe": THREE,
+    "1F1B": THREE,
+    "LoopedBFS": looped(2, 4),
+    "Interleaved1F1B": looped(2, 4),
+    "InterleavedZeroBubble": looped(2, 4),
+    "ZBVZeroBubble": folded(2),
+}
+
+
+def run_schedule(schedule, num_microbatches):
+    stages = STAGES[schedule]
+    return check_steps(stages, schedule, num_microbatches, len(stages), False, 1)
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_microbatches_in_flight_are_what_the_schedule_promises(pool, schedule):
+    num_ranks = len({stage.ranks for stage in STAGES[schedule]})
+    found = pool.run(num_ranks, run_schedule, schedule, 6)
+    assert tuple(found) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
+
+
+def torch_actions(schedule, num_microbatches):
+    stages = STAGES[schedule]
+    _, pipeline, _ = build(stages, schedule, num_microbatches, len(stages))
+    pipeline.close()
+    return pipeline.schedule.actions[dist.get_rank()]
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_torch_runs_the_actions_that_were_planned(pool, schedule):
+    num_ranks = len({stage.ranks for stage in STAGES[schedule]})
+    found = pool.run(num_ranks, torch_actions, schedule, 6)
+    planned = actions(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
+    assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
+
+
+def run_watched(schedule):
+    """Most activations alive at once, and how many are left after three steps without the garbage collector."""
+    stages = STAGES[schedule]
+    _, pipeline, own = build(stages, schedule, 6, len(stages))
+    alive, most = weakref.WeakSet(), [0]
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            ctx.save_for_backward(tensor)
+            alive.add(ctx)
+            most[0] = max(most[0], len(alive))
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    for stage in own.values():
+
+        def program(*args, inner=stage.program):
+            escaping, sent = inner(*args)
+            sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
+            return escaping, sent
+
+        pipeline._workers[next(i for i, o in own.items() if o is stage)]._program = program
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(3):
+            pipeline.step(rank_rows(global_batch(step)))
+        left = len(alive)
+    finally:
+        gc.enable()
+    pipeline.close()
+    return most[0], left
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_nothing_is_left_after_a_step(pool, schedule):
+    num_ranks = len({stage.ranks for stage in STAGES[schedule]})
+    results = pool.run(num_ranks, run_watched, schedule)
+    assert all(left == 0 for _, left in results)
+    if schedule == "1F1B":  # stage 0 sends h1 and stage 1 h2, one Watched each
+        assert [most for most, _ in results[:2]] == [3, 2]
+
+
+def keep_grads_and_scale():
+    net, pipeline, own = build(TWO, "1F1B", 3, 4)
+    marks = {p: torch.full_like(p, 7.0) for o in own.values() for p in o.parameters.values()}
+    for parameter, mark in marks.items():
+        parameter.grad = mark
+    batch = global_batch()
+    once = pipeline.step(rank_rows(batch))
+    twice = pipeline.step(rank_rows(batch), loss_scale=2.0)
+    for (p, grad), (q, double) in zip(once.gradients, twice.gradients, strict=True):
+        assert p is q
+        assert p.grad is marks[p]
+        torch.testing.assert_close(double, 2 * grad)
+    assert net.count.item() == 0  # the module's own buffer is the caller's to update
+    pipeline.close()
+
+
+def test_gradients_are_handed_out_and_grad_stays(pool):
+    pool.run(2, keep_grads_and_scale)
+
+
+def evaluate(schedule):
+    stages = STAGES[schedule]
+    _, pipeline, own = build(stages, schedule, 6, len(stages))
+    batch = global_batch()
+    loss, _, _ = whole_step(make_net(len(stages), False), batch)
+    values = pipeline.evaluate(rank_rows(batch))
+    torch.testing.assert_close(values[LOSS], loss)
+    assert values[COUNT].item() == 6
+    assert all(o.buffers["count"].item() == 0 for o in own.values())
+    assert all(p.grad is None for o in own.values() for p in o.parameters.values())
+    pipeline.close()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "Interleaved1F1B"])
+def test_evaluation(pool, schedule):
+    pool.run(len({stage.ranks for stage in STAGES[schedule]}), evaluate, schedule)
+
+
+def gather_on_the_target():
+    slow = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
+    stages = (StageCase((0, 1), (0, 1)), StageCase((2, 3), (2, 3), "T"))
+    check_steps(stages, "1F1B", 3, 4, True, 2, slow)
+    _, pipeline, _ = build(stages, "1F1B", 3, 4, False, slow)
+    pipeline.close()
+    return [plan.gathers for channel in pipeline.channels for plan in channel.forward]
+
+
+def test_replicas_of_the_target_share_what_they_receive(pool):
+    found = pool.run(4, gather_on_the_target)
+    assert all(any(gathers) for gathers in found)
+
+
+def lose_rank():
+    stages = tuple(StageCase((i,), (i,)) for i in range(3))
+    _, pipeline, own = build(stages, "1F1B", 6, 3)
+    pipeline.step(rank_rows(global_batch()))
+    if dist.get_rank() == 1:
+        inner, calls = own[1].program, []
+
+        def program(*args):
+            calls.append(None)
+            if len(calls) == 3:
+                dist.destroy_process_group()
+                raise KeyboardInterrupt
+            return inner(*args)
+
+        pipeline._workers[1]._program = program
+    start = time.monotonic()
+    try:
+        pipeline.step(rank_rows(global_batch()))
+    except KeyboardInterrupt:
+        return None, 0.0
+    except LostRankError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def test_a_lost_rank_is_named(pool):
+    results = pool.run(3, lose_rank)
+    for message, seconds in (results[0], results[2]):
+        assert "rank 1 is gone" in message
+        assert seconds < 10
+
+
+def wait_for_hung_rank():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    _, pipeline, _ = build(TWO, "1F1B", 3, 4)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["reported"], timedelta(seconds=60))
+        return None
+    start = time.monotonic()
+    try:
+        pipeline.step(rank_rows(global_batch()))
+    except LostRankError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        store.set("reported", "1")
+    return None
+
+
+def test_a_hung_rank_is_named_within_the_timeout(pool):
+    (message, seconds), _ = pool.run(2, wait_for_hung_rank, init_group=False)
+    assert "rank 1" in message
+    assert "in time" in message
+    assert seconds < 10
+
+
+def plan_errors():
+    def error_of(kind, make):
+        try:
+            make()
+        except kind as error:
+            return str(error)
+        return "no error"
+
+    _, pipeline, _ = build(TWO, "1F1B", 3, 4)
+    messages = [
+        error_of(PlanError, lambda: build(looped(2, 4), "Interleaved1F1B", 9, 4)),
+        error_of(PlanError, lambda: build(looped(2, 4), "1F1B", 4, 4)),
+        error_of(PlanError, lambda: build(folded(2), "Interleaved1F1B", 4, 4)),
+        error_of(PlanError, lambda: build(TWO, "NoSuch", 4, 4)),
+        error_of(PlanError, lambda: build(TWO, "1F1B", 5, 4)),
+        error_of(RuntimeMismatchError, lambda: pipeline.step([t[:3] for t in rank_rows(global_batch())])),
+    ]
+    pipeline.close()
+    return messages
+
+
+def test_errors_name_what_does_not_fit(pool):
+    interleaved, one, folds, unknown, rows, batch = pool.run(2, plan_errors)[0]
+    assert "Interleaved1F1B" in interleaved
+    assert "9 micro-batches" in interleaved
+    assert "one stage per mesh" in one
+    assert "puts stages on meshes [0, 1, 0, 1], the plan on [0, 1, 1, 0]" in folds
+    assert "NoSuch" in unknown
+    assert "5 equal micro-batches" in rows
+    assert "shape [3, 6]" in batch
+    assert os.environ.get("RANK") is None
