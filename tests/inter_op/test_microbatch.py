@@ -39,6 +39,8 @@ class Step(pl.LightningModule):
         self.attention = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
         self.norm, self.groups = nn.InstanceNorm1d(2, affine=True), nn.GroupNorm(1, 2)
         self.register_buffer("average", torch.randn(6))
+        self.register_buffer("memory", torch.randn(ROWS, 6))
+        self.row_weights = torch.rand(ROWS, dtype=torch.float64)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.function = function
         self.double()
@@ -300,6 +302,13 @@ def gated_by_the_batch(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return torch.where(w.sum() > 1, self.a(x).mean(), self.b(x).sum()) + torch.einsum("bi,bj,ij->", x, x, self.a.weight)
 
 
+def state_of_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    h = self.a(x + self.memory)
+    with torch.no_grad():
+        self.memory.copy_(h)
+    return (h.pow(2).mean(1) * self.row_weights).sum()
+
+
 def rounded_loss(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     self.log("half", F.cross_entropy(self.b(x), torch.zeros_like(y)).detach().to(torch.float32).double() * 0)
     return F.cross_entropy(self.b(x), y).to(torch.float32).double() * 0 + F.cross_entropy(self.b(x), y)
@@ -311,6 +320,7 @@ EXACT = [
     sequence_first,
     mixup,
     gated_by_the_batch,
+    state_of_rows,
     rounded_loss,
     sums,
     mean_of_rows,
@@ -335,7 +345,9 @@ def test_steps(function: Callable[..., Any]) -> None:
         assert_same(Step(function), example(), num_microbatches)
 
 
-@pytest.mark.parametrize("function", [two_views, sequence_first, mixing_only_in_logs, mean_of_rows, random_mask])
+@pytest.mark.parametrize(
+    "function", [two_views, sequence_first, mixing_only_in_logs, mean_of_rows, random_mask, state_of_rows]
+)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 4), (4, 2)])
 def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microbatches: int) -> None:
     """Each micro-batch takes a part of every rank's rows; outputs come back in the ranks' order."""
