@@ -7,7 +7,7 @@ from typing import Literal
 
 from alpa_strategy.capture.step_graph import StepGraph
 
-Combine = Literal["sum", "same", "cat"]
+Combine = Literal["sum", "same", "cat", "mean"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class MicroStep:
             are handed to `graph` or belong to the step's results, or None.
         given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
         combine: escaping value of `graph` -> how the micro-batches' values make up the step's: `sum`, `same` (equal in
-            all; the last is taken: updates of sequential buffers too), `cat` as `cuts` says.
+            all; the last is taken: updates of sequential buffers too), `cat` as `cuts` says, `mean` (of what each
+            micro-batch estimates: only where exactness was given up).
         cuts: value -> how micro-batches have their parts of it (see `microbatch_run.cut`): every `cat` value of
             `combine`, and those of `given` that are handed in as rows, like a batch leaf. All others of `given` are
             handed in whole.
