@@ -124,8 +124,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     context = _apply_precision(recipe, model)
     plan = make_plan(model, batch, cluster, options, progress=progress, context=context)
     console = Console()
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    console.print(plan_table(plan, shapes, memory_limit(options, cluster)))
+    console.print(plan_table(plan, memory_limit=memory_limit(options, cluster)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
         plan.save(arguments.output)
@@ -159,7 +158,10 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     from alpa_strategy.options import PlanOptions
 
     names = {f.name for f in fields(PlanOptions)}
-    return PlanOptions.from_user(**{key: value for key, value in recipe.strategy.items() if key in names})
+    given = {key: value for key, value in recipe.strategy.items() if key in names}
+    if "accumulate_grad_batches" in recipe.trainer:
+        given["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
+    return PlanOptions.from_user(**given)
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -31,6 +31,8 @@ class PlanOptions:
         batch_scope: `rank`: every rank loads its own rows (as under DDP); `global`: the loader yields the whole batch
             on every rank.
         solver_seconds: time limit of one ILP solve; the gap is reported when it strikes.
+        accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer step is shared by
+            them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
     """
 
@@ -40,7 +42,8 @@ class PlanOptions:
     memory_limit: float | None = None
     memory_fraction: float = 0.9
     batch_scope: str = "rank"
-    solver_seconds: float = 60.0
+    solver_seconds: float = 20.0
+    accumulate_grad_batches: int = 1
     baselines: bool = False
 
     @classmethod
@@ -149,6 +152,12 @@ def _number_in(low: float, high: float) -> Callable[[str, object], float]:
     return check
 
 
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name}={value!r} cannot be", "give a whole number of at least 1")
+    return value
+
+
 def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{name}={value!r} is neither true nor false", "write true or false")
@@ -177,6 +186,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "memory_fraction": _number_in(0.0, 1.0),
     "batch_scope": _scope,
     "solver_seconds": _number_in(0.0, float("inf")),
+    "accumulate_grad_batches": _count,
     "baselines": _bool,
 }
 

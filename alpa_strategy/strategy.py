@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ class AlpaStrategy(ParallelStrategy):
         memory_limit: float | str | None = None,
         memory_fraction: float = 0.9,
         batch_scope: str = "rank",
-        solver_seconds: float = 60.0,
+        solver_seconds: float = 20.0,
         baselines: bool = False,
         backend: str = "auto",
         bucket_bytes: int = 25 * 2**20,
@@ -377,7 +378,8 @@ class AlpaStrategy(ParallelStrategy):
         from alpa_strategy.lightning.planning import Job
 
         assert self.lightning_module is not None
-        folder = Path(self.lightning_module.trainer.default_root_dir) / ".alpa"
+        trainer = self.lightning_module.trainer
+        folder = Path(trainer.default_root_dir) / ".alpa"
         shows = self._verbose and self.global_rank == 0
         if shows:
             from alpa_strategy.display import Progress
@@ -391,7 +393,7 @@ class AlpaStrategy(ParallelStrategy):
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
             device=self.root_device,
-            options=self.options,
+            options=replace(self.options, accumulate_grad_batches=trainer.accumulate_grad_batches),
             folder=folder,
             plan_folder=self._plan_dir or folder / "plans",
             plan_file=self._plan_file,
@@ -420,8 +422,7 @@ class AlpaStrategy(ParallelStrategy):
         if self._verbose and self.global_rank == 0:
             from alpa_strategy.display import plan_table
 
-            shapes = {p.name: p.meta.shape for p in self._run.step.parameters}
-            self._run.say(plan_table(self._run.plan, shapes))
+            self._run.say(plan_table(self._run.plan))
 
 
 @contextmanager

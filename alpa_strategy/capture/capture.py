@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -49,4 +50,4 @@ def capture_step(
         )
     rows_factor = world_size if batch_scope == "rank" else 1
     trace = trace_step(module, batch, rows_factor=rows_factor, step=step, batch_idx=batch_idx, context=context)
-    return segment_fused_linears(convert(trace, step))
+    return replace(segment_fused_linears(convert(trace, step)), batch_scope=batch_scope)

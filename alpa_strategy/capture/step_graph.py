@@ -45,6 +45,10 @@ class ParameterInput:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def num_segments(self) -> int:
+        return 1 if self.module_shape is None else self.meta.shape[0]
+
 
 @dataclass(frozen=True)
 class BufferInput:

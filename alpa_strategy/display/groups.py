@@ -32,14 +32,14 @@ def parameter_groups(
     members: dict[tuple[str, Shape | None, tuple[str, ...]], list[str]] = {}
     for name, plan in plans.items():
         shape = shapes.get(name) if shapes else None
-        members.setdefault((collapse_indices(name), shape, plan.modes), []).append(name)
+        members.setdefault((collapse_indices(name), shape, plan.module_modes), []).append(name)
     patterns = [pattern for pattern, _, _ in members]
     return tuple(
         ParameterGroup(
             pattern=names[0] if len(names) == 1 else pattern if patterns.count(pattern) == 1 else _with_ranges(names),
             names=tuple(names),
             modes=modes,
-            layout=str(plans[names[0]].layout),
+            layout=str(plans[names[0]].module_layout),
             shape=shape,
         )
         for (pattern, shape, modes), names in members.items()

@@ -140,7 +140,7 @@ def _stage_line(index: int, stage: StagePlan) -> Text:
 
 
 def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
-    groups = parameter_groups(stage.parameter_plans, shapes)
+    groups = parameter_groups(stage.parameter_plans, shapes or stage.shapes)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("parameters", overflow="fold")
     table.add_column("", justify="right", style="dim", no_wrap=True)

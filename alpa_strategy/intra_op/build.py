@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (
@@ -54,7 +54,9 @@ class IntraOp:
     """A problem with what is needed to read its solution back.
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
-    `received` and `sent` hold the choices of a stage's boundary values.
+    `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
+    by `steps_per_update` training steps. `unrestricted` is the problem without pins and penalties, where `problem` has
+    them.
     """
 
     step: StepGraph
@@ -65,15 +67,18 @@ class IntraOp:
     transfers: tuple[TransferLayouts, ...]
     received: dict[int, BoundaryChoice] = field(default_factory=dict)
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
+    steps_per_update: int = 1
+    unrestricted: Problem | None = None
 
 
 class OptionTables:
     """Options per op call and per parameter shape on one mesh, worked out once for all layers that share them."""
 
-    def __init__(self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo) -> None:
+    def __init__(self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1) -> None:
         self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
+        self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
-        self._parameters: dict[TensorMeta, ParameterOptions] = {}
+        self._parameters: dict[tuple[TensorMeta, int], ParameterOptions] = {}
         self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
@@ -81,10 +86,13 @@ class OptionTables:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
-    def parameter(self, meta: TensorMeta) -> ParameterOptions:
-        if meta not in self._parameters:
-            self._parameters[meta] = parameter_options(meta, self.mesh, self.costs, self.optimizer)
-        return self._parameters[meta]
+    def parameter(self, given: ParameterInput) -> ParameterOptions:
+        key = given.meta, given.num_segments
+        if key not in self._parameters:
+            self._parameters[key] = parameter_options(
+                given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update
+            )
+        return self._parameters[key]
 
     def reshard(
         self, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], meta: TensorMeta
@@ -131,12 +139,12 @@ def build(
     """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins).
 
     A received value is a choice among `boundary_layouts`, free unless `received_seconds(value, layout)` prices it; a
-    sent value must reach one of these layouts, priced by `sent_seconds`.
+    sent value must reach one of these layouts, priced by `sent_seconds`. Both are kept until the backward.
     """
     mesh = tables.mesh
     num_axes = len(mesh.shape)
     whole: DualLayout = (REPLICATE,) * num_axes
-    parameters = tuple(tables.parameter(p.meta) for p in step.parameters)
+    parameters = tuple(tables.parameter(p) for p in step.parameters)
     constants = constant_values(step)
     ops = tuple(
         whole_only(tables.op(op.call)) if constants.issuperset(op.results) else tables.op(op.call) for op in step.ops
@@ -182,7 +190,8 @@ def build(
     sent: dict[int, BoundaryChoice] = {}
     for value in step.sent:
         wanted = boundary_layouts(step.values[value], mesh.shape)
-        sent[value] = add_boundary(f"sent{value}", value, wanted, sent_seconds, [0] * len(wanted))
+        kept = [local_bytes(step.values[value], layout, mesh.shape) for layout in wanted]
+        sent[value] = add_boundary(f"sent{value}", value, wanted, sent_seconds, kept)
     sink = add_fixed("output")
     parameter_values = {p.value for p in step.parameters}
     escaping = set(step.escaping)
@@ -201,10 +210,14 @@ def build(
             continue  # whole on every device: each takes its part for nothing
         saved = any(ops[i].saved.operands[position] for i, position in step.consumers.get(value, ()))
         transfer, named = _transfer(step, tables, value, producer, produced, asks, saved, value in parameter_values)
+        if value in received:  # kept as it came until the backward has run: using it as it is needs no other copy
+            for p, source in enumerate(named.sources):
+                if source in named.targets:
+                    transfer.memory[p, named.targets.index(source)] = 0.0
         transfers.append(transfer)
         layouts.append(named)
     problem = Problem(tuple(choices), tuple(transfers), memory_limit)
-    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent)
+    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent, tables.steps_per_update)
 
 
 def constant_values(step: StepGraph) -> frozenset[int]:

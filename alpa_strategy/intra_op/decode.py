@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from alpa_strategy.cluster.spec import MeshAxis
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.options import bucketed_seconds, is_gather, local_bytes, step_collectives_of
@@ -42,6 +41,7 @@ def decode(
         parameter_plans=plans,
         strategies=strategies,
         collectives=collectives(intra, assignment),
+        shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
         predicted=predict(intra, assignment, costs, optimizer),
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
@@ -71,8 +71,10 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
         entry = totals[kind, axis, phase]
         entry[0] += 1
         entry[1] += num_bytes
-        price = bucketed_seconds if phase == "step" else MeshAxis.seconds
-        entry[2] += price(mesh.axes[axis], kind, num_bytes)
+        if phase == "step":
+            entry[2] += bucketed_seconds(mesh.axes[axis], kind, num_bytes) / intra.steps_per_update
+        else:
+            entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
 
     parameter_values = {p.value for p in step.parameters}
     saved_by_use = _saved_values(intra)
@@ -101,7 +103,7 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
 
 
 def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo) -> Predicted:
-    """Step seconds and peak bytes of an assignment."""
+    """Step seconds and peak bytes of an assignment, without the penalties of named plans."""
     offset = len(intra.parameters)
     chosen = [assignment[offset + i] for i in range(len(intra.ops))]
     compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, chosen, strict=True))
@@ -111,8 +113,9 @@ def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer
         if parameter.meta.requires_grad:
             layout = options.plans[assignment[i]].layout
             local = parameter.meta.with_shape(layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin))
-            optimizer_seconds += costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
-    seconds, num_bytes = evaluate(intra.problem, assignment)
+            update = costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
+            optimizer_seconds += update / intra.steps_per_update
+    seconds, num_bytes = evaluate(intra.unrestricted or intra.problem, assignment)
     return Predicted(
         step_seconds=seconds,
         peak_bytes=int(num_bytes + working_bytes(intra, assignment)),
@@ -123,7 +126,7 @@ def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Short-lived memory on top of what is kept: the largest op with its gradients, and gathered parameters beside it."""
+    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
     offset = len(intra.parameters)
     largest_op = max((float(o.temporary_bytes[assignment[offset + i]]) for i, o in enumerate(intra.ops)), default=0.0)
     parameter_values = {p.value for p in intra.step.parameters}

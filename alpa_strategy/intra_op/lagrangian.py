@@ -126,6 +126,47 @@ def cross(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> P
     return point(problem, improve(problem, current, near))
 
 
+def splice(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
+    """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
+
+    In a deep model of equal layers the two points differ in every layer and are connected throughout, so that no group
+    of choices can be crossed alone; but a run of layers can, and pays for resharding once, where the two meet.
+    """
+    order = _graph_order(problem)
+    best = under
+    for first, last in ((under, over), (over, under)):
+        taking_first_fits_more = first is under
+
+        def at(count: int, first: Point = first, last: Point = last) -> Point:
+            assignment = list(last.assignment)
+            for c in order[:count]:
+                assignment[c] = first.assignment[c]
+            return point(problem, assignment)
+
+        low, high = 0, len(order)  # bytes fall (or rise) with `count`, but for the joint: bisect
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (at(middle).num_bytes <= problem.memory_limit) == taking_first_fits_more:
+                high = middle
+            else:
+                low = middle
+        fitting = [p for p in (at(low), at(high)) if p.num_bytes <= problem.memory_limit]
+        best = min((best, *fitting), key=lambda p: p.seconds)
+    return point(problem, improve(problem, best.assignment, near))
+
+
+def _graph_order(problem: Problem) -> list[int]:
+    """Choices by their place in the graph: consumers stand in order already, inputs go with their first consumer."""
+    consumes: set[int] = set()
+    first_use: dict[int, int] = {}
+    for transfer in problem.transfers:
+        consumes.update(use.choice for use in transfer.uses)
+        first = min(use.choice for use in transfer.uses)
+        first_use[transfer.producer] = min(first, first_use.get(transfer.producer, first))
+    place = {c: c if c in consumes else first_use.get(c, c) for c in range(len(problem.choices))}
+    return sorted(place, key=place.__getitem__)
+
+
 def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[int]]:
     """Connected sets of the choices in which a and b differ."""
     leader = {c: c for c in range(len(a)) if a[c] != b[c]}

@@ -5,7 +5,7 @@ Everything here depends only on an op's `OpCall` or a parameter's metadata, so i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import numpy as np
@@ -48,6 +48,7 @@ class OpOptions:
         num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
         saved: which operands autograd keeps.
         temporary_bytes: largest short-lived memory of an option: operands, results and their gradients.
+        forward_seconds: the forward's part of compute and collectives (what recomputation repeats).
     """
 
     strategies: tuple[tuple[AxisStrategy, ...], ...]
@@ -58,6 +59,7 @@ class OpOptions:
     num_bytes: np.ndarray
     saved: Saved
     temporary_bytes: np.ndarray
+    forward_seconds: np.ndarray
 
 
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
@@ -77,9 +79,9 @@ def source_layout(plan: ParameterPlan, requires_grad: bool) -> DualLayout:
     return tuple(sources)
 
 
-def parameter_modes(meta: TensorMeta, axis_size: int) -> list[str]:
-    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded."""
-    dims = [d for d, size in enumerate(meta.shape) if size >= axis_size]
+def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int = 1) -> list[str]:
+    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is the segments' dim."""
+    dims = [d for d, size in enumerate(meta.shape) if size >= axis_size and not (num_segments > 1 and d == 0)]
     shards = [f"S{d}" for d in dims]
     if not meta.requires_grad:
         return ["R", *shards]
@@ -112,12 +114,20 @@ def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
 
 
 def parameter_options(
-    meta: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo
+    meta: TensorMeta,
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    num_segments: int = 1,
+    steps_per_update: int = 1,
 ) -> ParameterOptions:
-    """Every combination of modes over the mesh axes, with once-per-step seconds and bytes."""
+    """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
+
+    `steps_per_update`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
+    """
     plans, sources, seconds, num_bytes = [], [], [], []
-    for modes in product(*(parameter_modes(meta, size) for size in mesh.shape)):
-        plan = ParameterPlan(modes)
+    for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
+        plan = ParameterPlan(modes, num_segments)
         try:
             stored = plan.layout.local_shape(meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape))
         except IndexError:
@@ -139,7 +149,7 @@ def parameter_options(
                 size += 2 * whole  # the gathered copy and its gradient before the scatter
         plans.append(plan)
         sources.append(source)
-        seconds.append(cost)
+        seconds.append(cost / steps_per_update)
         num_bytes.append(size)
     return ParameterOptions(tuple(plans), tuple(sources), np.array(seconds), np.array(num_bytes, dtype=float))
 
@@ -149,13 +159,18 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     strategies = op_strategies(call, mesh.shape)
     origin = (0,) * len(mesh.shape)
     saved = costs.saved(call)
-    compute, comm, kept, temporary = [], [], [], []
+    compute, comm, kept, temporary, forward = [], [], [], [], []
     for strategy in strategies:
         local = localize(call, strategy, mesh.shape, origin).call
-        compute.append(sum(costs.op_seconds(local)))
-        comm.append(
-            sum(mesh.axes[axis].seconds(c.kind, c.num_bytes) for axis, s in enumerate(strategy) for c in s.collectives)
-        )
+        seconds = costs.op_seconds(local)
+        compute.append(sum(seconds))
+        inner = [
+            (c.phase, mesh.axes[axis].seconds(c.kind, c.num_bytes))
+            for axis, s in enumerate(strategy)
+            for c in s.collectives
+        ]
+        comm.append(sum(each for _, each in inner))
+        forward.append(seconds[0] + sum(each for phase, each in inner if phase == "forward"))
         share = local.results[0].num_elements / max(1, call.results[0].num_elements) if call.results else 1.0
         divided = _work_share(call, local, share)
         extra = saved.extra_bytes * divided
@@ -178,21 +193,13 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         num_bytes=np.array(kept, dtype=float),
         saved=saved,
         temporary_bytes=np.array(temporary, dtype=float),
+        forward_seconds=np.array(forward, dtype=float),
     )
 
 
 def whole_only(options: OpOptions) -> OpOptions:
     """Only the strategy that repeats the whole op on every device (the first)."""
-    return OpOptions(
-        strategies=options.strategies[:1],
-        inputs=options.inputs[:1],
-        outputs=options.outputs[:1],
-        compute_seconds=options.compute_seconds[:1],
-        comm_seconds=options.comm_seconds[:1],
-        num_bytes=options.num_bytes[:1],
-        saved=options.saved,
-        temporary_bytes=options.temporary_bytes[:1],
-    )
+    return replace(options, **{f.name: getattr(options, f.name)[:1] for f in fields(options) if f.name != "saved"})
 
 
 def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:

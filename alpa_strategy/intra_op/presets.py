@@ -17,9 +17,11 @@ from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.plan.plan import ParameterPlan, shift_mode
 from alpa_strategy.sharding.layout import DualLayout, placement_from_str
 from alpa_strategy.sharding.op import TensorMeta
+
+RUNNING = "the running plan"
 
 
 def restrict(
@@ -44,12 +46,14 @@ def restrict(
         cost = choices[index].cost.copy()
         if parameter.name in modes:
             wanted, origin = modes[parameter.name]
-            allowed = np.array([plan.modes == wanted for plan in own.plans])
+            allowed = np.array([_meets(plan.modes, wanted, exactly=origin == RUNNING) for plan in own.plans])
             if not allowed.any():
+                asked = ParameterPlan(wanted, parameter.num_segments).module_modes
+                shape = list(parameter.module_shape or parameter.meta.shape)
                 raise PlanError(
-                    f"{origin} asks for modes '{' '.join(wanted)}' of parameter {parameter.name!r} (shape "
-                    f"{list(parameter.meta.shape)}) on a logical mesh of {intra.mesh.shape}, which it cannot have",
-                    "use one of: " + ", ".join(f"'{' '.join(plan.modes)}'" for plan in own.plans),
+                    f"{origin} asks for modes '{' '.join(asked)}' of parameter {parameter.name!r} (shape {shape}), "
+                    f"which it cannot have on a logical mesh of {intra.mesh.shape}",
+                    "use one of: " + ", ".join(f"'{' '.join(plan.module_modes)}'" for plan in own.plans),
                 )
         else:
             for axis, name in enumerate(names):
@@ -74,7 +78,8 @@ def restrict(
         for axis, name in enumerate(names):
             extra += _use_penalty(name, parameter.meta, layouts.sources, layouts.targets, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
-    return replace(intra, problem=replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers)))
+    problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
+    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 
 def penalty_seconds(intra: IntraOp) -> float:
@@ -96,11 +101,17 @@ def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
     return options.parallel
 
 
+def _meets(modes: tuple[str, ...], wanted: tuple[str, ...], exactly: bool) -> bool:
+    """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept whole."""
+    return all(m == w or (not exactly and w == "R" and m == "R*") for m, w in zip(modes, wanted, strict=True))
+
+
 def pinned_modes(
     intra: IntraOp, options: PlanOptions, pinned: Mapping[str, ParameterPlan]
 ) -> dict[str, tuple[tuple[str, ...], str]]:
     """Parameter name -> (modes, who asked). Later patterns win; every pattern must match something."""
     found: dict[str, tuple[tuple[str, ...], str]] = {}
+    segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
         matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
@@ -118,10 +129,10 @@ def pinned_modes(
             )
         for mode in wanted:
             check_mode(mode, f"placements[{pattern!r}]")
-        found.update(dict.fromkeys(matched, (wanted, f"placements[{pattern!r}]")))
-    found.update(
-        {name: (plan.modes, "the running plan") for alias, plan in pinned.items() if (name := names.get(alias))}
-    )
+        for name in matched:
+            in_step = tuple(shift_mode(mode, 1) for mode in wanted) if name in segmented else wanted
+            found[name] = in_step, f"placements[{pattern!r}]"
+    found.update({name: (plan.modes, RUNNING) for alias, plan in pinned.items() if (name := names.get(alias))})
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.elimination import eliminate, min_marginals, network_of, plan_order
-from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory
+from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory, splice
 from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_program
 from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
 from alpa_strategy.intra_op.presolve import presolve
@@ -36,15 +36,23 @@ class _Found:
     method: str
 
 
-def solve(problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3) -> Solution:
+class NotCheaper(Exception):
+    """Every assignment costs at least the cutoff that was given."""
+
+
+def solve(
+    problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3, cutoff: float = float("inf")
+) -> Solution:
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
         problem: choices and transfers, seconds and bytes.
         time_limit: seconds after which the best assignment found is returned, with the bound proved so far.
         gap_target: on large instances, a relative gap at which searching on is not worth the time.
+        cutoff: seconds of something else that will be taken unless this is cheaper.
 
     Raises:
+        NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
         PlanError: when no assignment has a finite cost, or none fits into the memory limit (the message says the least
             number of bytes that one can reach).
     """
@@ -54,6 +62,8 @@ def solve(problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3) 
     free = _minimise(problem, deadline)
     if free is None or free.assignment is None:
         raise _forbidden(problem) if free is None or np.isposinf(free.bound) else _out_of_time(time_limit)
+    if free.bound >= cutoff:
+        raise NotCheaper
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
     least, least_found = _least(problem, deadline)
@@ -61,7 +71,7 @@ def solve(problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3) 
         raise _out_of_time(time_limit)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, least_found.bound >= least.num_bytes * (1 - PROVED))
-    return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target))
+    return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target, cutoff))
 
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
@@ -100,7 +110,9 @@ def _least(problem: Problem, deadline: float) -> tuple[Point | None, _Found]:
     return point(problem, found.assignment), found
 
 
-def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float) -> _Found:
+def _solve_limited(
+    problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float, cutoff: float
+) -> _Found:
     """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
 
     def minimise(price: float) -> tuple[list[int], float] | None:
@@ -108,9 +120,12 @@ def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float
         return None if found is None or found.assignment is None else (found.assignment, found.bound)
 
     dual = best_price(problem, minimise, point(problem, free.assignment), least, deadline)
+    if dual.bound >= cutoff:
+        raise NotCheaper
     near = Neighbourhood(problem)
     starts = [least, dual.under]
-    best = min((*starts, cross(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
+    mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
+    best = min((*starts, *mixed), key=lambda x: x.seconds)
     found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
     if _gap(problem, found) <= PROVED or np.isinf(found.bound):
         return found
@@ -125,7 +140,7 @@ def _solve_limited(problem: Problem, free: _Found, least: Point, deadline: float
         core = reduced
         if excess is not None:
             core = reduced.restrict([np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess])
-        if num_columns(core.problem) > MAX_COLUMNS and not _gap(problem, found) > POOR:
+        if num_columns(core.problem) > MAX_COLUMNS:
             break
         left = deadline - time.monotonic()
         if left <= 0 or (_gap(problem, found) <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):

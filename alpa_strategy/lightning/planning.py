@@ -193,7 +193,7 @@ def _check_devices(plan: Plan, job: Job) -> None:
 
 def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, str], ...]:
     """Parameter plans as placement options: so that plans under different pins have different fingerprints."""
-    return tuple((glob.escape(name), " ".join(plan.modes)) for name, plan in parameter_plans.items())
+    return tuple((glob.escape(name), " ".join(plan.module_modes)) for name, plan in parameter_plans.items())
 
 
 def check_optimizer(optimizer: OptimizerInfo, stage: StagePlan) -> None:
@@ -204,6 +204,6 @@ def check_optimizer(optimizer: OptimizerInfo, stage: StagePlan) -> None:
         if any(mode[0] in "SG" for mode in plan.modes):
             raise AlpaError(
                 f"{optimizer.name} does not work element by element, and the plan stores {name!r} in shards "
-                f"({' '.join(plan.modes)})",
+                f"({' '.join(plan.module_modes)})",
                 'use an element-wise optimizer such as AdamW, or parallel="data"',
             )

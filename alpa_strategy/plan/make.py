@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
-from alpa_strategy.intra_op.problem import evaluate
-from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.solve import NotCheaper, solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
@@ -28,9 +27,13 @@ BASELINES = ("data", "zero2", "zero3", "tensor")
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """The best stage on one logical mesh. `seconds` and `bound` exclude the penalties of named plans."""
+    """The best stage on one logical mesh.
+
+    `objective` is what the solver minimised (seconds plus the penalties of named plans); the rest excludes penalties.
+    """
 
     stage: StagePlan
+    objective: float
     gap: float
     method: str
 
@@ -93,33 +96,34 @@ def plan_step(
     costs = costs or RooflineCosts(cluster.device)
     limit = memory_limit(options, cluster)
     seconds: dict[str, float] = {}
-    tables: dict[tuple[int, ...], OptionTables] = {}
-    solutions: list[MeshSolution] = []
+    problems: list[tuple[float, str, IntraOp]] = []  # seconds if memory were free: no plan on that mesh is faster
     failures: list[str] = []
     for shape in logical_shapes(options, cluster):
-        mesh = cluster.logical_mesh(shape)
         label = "x".join(map(str, shape))
-        try:
-            with progress(f"solve {label}"):
-                started = time.perf_counter()
-                tables[shape] = OptionTables(mesh, costs, optimizer)
-                intra = build(step, tables[shape], limit)
-                seconds[f"build {label}"] = time.perf_counter() - started
-                started = time.perf_counter()
-                solutions.append(solve_mesh(intra, options, costs, optimizer, cluster, pinned))
-                seconds[f"solve {label}"] = time.perf_counter() - started
-        except PlanError as error:
-            failures.append(f"logical mesh {label}: {error.problem}")
-    if not solutions:
+        with progress(f"price {label}"), _timed(seconds, f"price {label}"):
+            tables = OptionTables(cluster.logical_mesh(shape), costs, optimizer, options.accumulate_grad_batches)
+            try:
+                intra = restrict(build(step, tables, limit), options, optimizer, pinned)
+                least = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds).bound
+                problems.append((least, label, intra))
+            except PlanError as error:
+                failures.append(f"logical mesh {label}: {error.problem}")
+    best: MeshSolution | None = None
+    for _, label, intra in sorted(problems, key=lambda entry: entry[:2]):
+        with progress(f"solve {label}"), _timed(seconds, f"solve {label}"):
+            try:
+                best = solve_mesh(intra, options, costs, optimizer, cluster, best.objective if best else float("inf"))
+            except NotCheaper:
+                continue
+            except PlanError as error:
+                failures.append(f"logical mesh {label}: {error.problem}")
+    if best is None:
         raise PlanError(
             "no plan fits:\n    " + "\n    ".join(failures),
             "use more devices, a smaller batch, or relax memory_limit, placements, parallel or logical_mesh",
         )
-    best = min(solutions, key=lambda s: s.stage.predicted.step_seconds)
-    with progress("baselines"):
-        started = time.perf_counter()
-        baselines = _baselines(step, cluster, options, optimizer, costs, tables) if pinned is None else {}
-        seconds["baselines"] = time.perf_counter() - started
+    with progress("baselines"), _timed(seconds, "baselines"):
+        baselines = _baselines(step, cluster, options, optimizer, costs) if pinned is None else {}
     return Plan(
         fingerprint=fingerprint_of(step, cluster, options, optimizer),
         stages=(best.stage,),
@@ -132,36 +136,54 @@ def plan_step(
     )
 
 
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Write down how long the block took."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - started
+
+
 def solve_mesh(
     intra: IntraOp,
     options: PlanOptions,
     costs: OpCosts,
     optimizer: OptimizerInfo,
     cluster: ClusterSpec,
-    pinned: Mapping[str, ParameterPlan] | None = None,
+    cutoff: float = float("inf"),
 ) -> MeshSolution:
     """The cheapest stage on one logical mesh that fits, short-lived memory included.
 
     The ILP's memory row holds what is kept; the largest working set depends on the solution, so it is reserved after
     the fact: solve, look, lower the limit by what is missing, solve again.
+
+    Args:
+        intra: restricted as the user wants it.
+        cutoff: objective of a plan that will be taken unless this one is cheaper.
+
+    Raises:
+        NotCheaper: than `cutoff`. PlanError: nothing fits.
     """
     limit = intra.problem.memory_limit
     reserve = 0.0
-    restricted = restrict(intra, options, optimizer, pinned)
     for _ in range(4):
-        problem = replace(restricted.problem, memory_limit=limit - reserve)
-        solution = solve(problem, options.solver_seconds)
+        problem = replace(intra.problem, memory_limit=limit - reserve)
+        solution = solve(problem, options.solver_seconds, cutoff=cutoff)
         working = working_bytes(intra, solution.assignment)
         if solution.num_bytes + working <= limit:
             break
         reserve = max(reserve, working)
     else:
         raise PlanError(f"kept and short-lived tensors need {solution.num_bytes + working:.3g} bytes of {limit:.3g}")
+    if solution.seconds >= cutoff:
+        raise NotCheaper
     stage = decode(intra, solution.assignment, costs, optimizer, (cluster.num_nodes, cluster.devices_per_node))
-    unpenalised, _ = evaluate(intra.problem, solution.assignment)
     absolute_gap = max(0.0, solution.seconds - solution.bound)
-    gap = 0.0 if absolute_gap <= 1e-6 * solution.seconds else min(1.0, absolute_gap / unpenalised)
-    return MeshSolution(stage, gap, solution.method)
+    step_seconds = stage.predicted.step_seconds
+    gap = 0.0 if absolute_gap <= 1e-6 * solution.seconds else min(1.0, absolute_gap / step_seconds)
+    return MeshSolution(stage, solution.seconds, gap, solution.method)
 
 
 def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int, ...]]:
@@ -198,26 +220,19 @@ def memory_limit(options: PlanOptions, cluster: ClusterSpec) -> float:
 
 
 def _baselines(
-    step: StepGraph,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    costs: OpCosts,
-    tables: dict[tuple[int, ...], OptionTables],
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo, costs: OpCosts
 ) -> dict[str, float | None]:
     """Predicted seconds of named plans on the flat mesh under the same costs and memory; None where none fits."""
     if cluster.num_devices == 1:
         return {}
     flat = (cluster.num_devices,)
-    table = tables.get(flat) or OptionTables(cluster.logical_mesh(flat), costs, optimizer)
-    names = BASELINES if options.baselines else BASELINES[:1]
-    # Out-of-memory baselines are told apart from slow ones: first with the limit, as the plan itself had to.
-    intra = build(step, table, memory_limit(options, cluster))
+    tables = OptionTables(cluster.logical_mesh(flat), costs, optimizer, options.accumulate_grad_batches)
+    intra = build(step, tables, memory_limit(options, cluster))
     found: dict[str, float | None] = {}
-    for name in names:
+    for name in BASELINES if options.baselines else BASELINES[:1]:
         named = replace(options, parallel=name, placements=(), logical_mesh=flat)
         try:
-            stage = solve_mesh(intra, named, costs, optimizer, cluster).stage
+            stage = solve_mesh(restrict(intra, named, optimizer), named, costs, optimizer, cluster).stage
             found[name] = stage.predicted.step_seconds
         except PlanError:
             found[name] = None

@@ -42,7 +42,8 @@ class Fingerprint:
 class Collective:
     """Collectives of one kind on one mesh axis: `num_bytes` and `seconds` are totals per step, `count` calls per step.
 
-    phase: `forward`, `backward` (both per micro-batch) or `step` (once per step).
+    phase: `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are
+    accumulated over several training steps, `seconds` is a training step's share).
     """
 
     kind: str
@@ -72,14 +73,37 @@ class ParameterPlan:
     parallel); `S<d>` stored in shards of dim d, gathered at each use that needs it whole (ZeRO-3, or used as it is:
     tensor parallel); `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step
     (ZeRO-1/2).
+
+    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (capture/segment.py),
+    one more than the module's own.
     """
 
     modes: tuple[str, ...]
+    num_segments: int = 1
 
     @property
     def layout(self) -> Layout:
-        """Storage layout."""
-        return Layout.parse(" ".join("R" if m[0] == "R" else f"S{m[1:]}" for m in self.modes))
+        """Storage layout, in the step's dims."""
+        return _storage_layout(self.modes)
+
+    @property
+    def module_modes(self) -> tuple[str, ...]:
+        """Modes in the dims of the module's parameter: what users read and write."""
+        return self.modes if self.num_segments == 1 else tuple(shift_mode(mode, -1) for mode in self.modes)
+
+    @property
+    def module_layout(self) -> Layout:
+        """Storage layout in the dims of the module's parameter (every segment is cut where there are several)."""
+        return _storage_layout(self.module_modes)
+
+
+def shift_mode(mode: str, by: int) -> str:
+    """The mode for dims counted from another origin: `shift_mode("S1", -1)` is `S0`; R and R* stay."""
+    return mode if mode[0] == "R" else f"{mode[0]}{int(mode[1:]) + by}"
+
+
+def _storage_layout(modes: tuple[str, ...]) -> Layout:
+    return Layout.parse(" ".join("R" if mode[0] == "R" else f"S{mode[1:]}" for mode in modes))
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class StagePlan:
         logical_mesh: shape of the grid.
         ops: (first, last + 1) op indices of the stage.
         parameter_plans: parameter name -> ParameterPlan.
+        shapes: parameter name -> shape in the module.
         strategies: op name -> one AxisStrategy text per mesh axis.
         collectives: what the stage communicates per step.
         predicted: the stage's own prediction.
@@ -110,13 +135,14 @@ class StagePlan:
     collectives: tuple[Collective, ...]
     predicted: Predicted
     remat: bool = False
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     received: dict[int, str] = field(default_factory=dict)
     sent: dict[int, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Parameter name -> storage layout."""
-        return {name: plan.layout for name, plan in self.parameter_plans.items()}
+        """Parameter name -> storage layout, in the dims of the module's parameter."""
+        return {name: plan.module_layout for name, plan in self.parameter_plans.items()}
 
 
 @dataclass(frozen=True)

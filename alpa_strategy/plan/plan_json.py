@@ -1,7 +1,8 @@
 """The plan file's format: Plan <-> plain data that `json` writes and a person can read and edit.
 
-Modes of a parameter are one text such as "R* S0" (one mode per mesh axis); strategies of an op are one text per axis,
-joined by " | ". Reading checks every field and says where and what is wrong; nothing here touches the disk.
+Modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3 segments");
+strategies of an op are one text per axis, joined by " | ". Reading checks every field and says where and what is wrong;
+nothing here touches the disk.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from alpa_strategy.plan.plan import (
     Plan,
     Predicted,
     StagePlan,
+    shift_mode,
 )
 from alpa_strategy.sharding.op import AxisStrategy
 
 AXIS_SEPARATOR = " | "
 _MODE = re.compile(r"R\*?|[SG]\d+")
 _PLACED = re.compile(r"R|S\d+")
+_IN = " in "
+_SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
 _KIND_NAMES = {
     dict: "an object",
     list: "a list",
@@ -111,9 +115,9 @@ class _Fields:
     def sub(self, name: str) -> _Fields:
         return _Fields(self.get(name, dict), self.path(name))
 
-    def ints(self, name: str, length: int | None = None) -> tuple[int, ...]:
+    def ints(self, name: str, length: int | None = None, allow_empty: bool = False) -> tuple[int, ...]:
         values = tuple(_check(v, int, self.path(name)) for v in self.get(name, list))
-        if (length is not None and len(values) != length) or not values:
+        if (length is not None and len(values) != length) or not (values or allow_empty):
             raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
         return values
 
@@ -159,7 +163,8 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "ops": list(stage.ops),
         "remat": stage.remat,
         "predicted": _predicted_to_data(stage.predicted),
-        "parameters": {name: " ".join(plan.modes) for name, plan in stage.parameter_plans.items()},
+        "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
+        "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
         "collectives": [
             {name: getattr(collective, name) for name in Collective.__dataclass_fields__}
             for collective in stage.collectives
@@ -172,13 +177,14 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
 
 def _stage_from_data(fields: _Fields) -> StagePlan:
     mesh = fields.ints("logical_mesh")
-    modes = fields.mapping("parameters", parse_modes, len(mesh))
+    shapes = fields.sub("shapes")
     return StagePlan(
         submesh=fields.ints("submesh", 2),
         first_device=fields.get("first_device", int),
         logical_mesh=mesh,
         ops=fields.ints("ops", 2),
-        parameter_plans={name: ParameterPlan(m) for name, m in modes.items()},
+        parameter_plans=_parameters_from_data(fields, len(mesh)),
+        shapes={name: shapes.ints(name, allow_empty=True) for name in fields.get("shapes", dict)},
         strategies=fields.mapping("strategies", _read_strategies, len(mesh)),
         collectives=tuple(
             _collective_from_data(_Fields(c, f"{fields.path('collectives')}[{i}]"))
@@ -189,6 +195,28 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
     )
+
+
+def _parameter_to_text(plan: ParameterPlan) -> str:
+    text = " ".join(plan.module_modes)
+    return text if plan.num_segments == 1 else f"{text}{_IN}{plan.num_segments} segments"
+
+
+def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, ParameterPlan]:
+    found = {}
+    for name, text in fields.get("parameters", dict).items():
+        where = f"{fields.path('parameters')}[{name!r}]"
+        modes_text, _, segments_text = _check(text, str, where).partition(_IN)
+        modes = parse_modes(modes_text, where)
+        if len(modes) != num_axes:
+            raise PlanError(f"{where} has {len(modes)} entries for {num_axes} mesh axes", _FIX)
+        match = _SEGMENTS.fullmatch(segments_text)
+        if segments_text and match is None:
+            raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
+        num_segments = int(match[1]) if match else 1
+        shift = 0 if num_segments == 1 else 1
+        found[name] = ParameterPlan(tuple(shift_mode(mode, shift) for mode in modes), num_segments)
+    return found
 
 
 def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, str]:
