@@ -174,6 +174,11 @@ class Pipeline:
         stages = self.spec.stages
         return tuple(sorted({*stages[channel.source].ranks, *stages[channel.target].ranks}))
 
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Values with which the next step starts; names that no own stage reads are passed over."""
+        for own in self._own.values():
+            own.buffers.update({name: buffers[name] for name in own.buffers if name in buffers})
+
     def step(self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0) -> StepResult:
         """Forward, backward and reduction of a step over the global batch. `.grad`s are left as they were.
 

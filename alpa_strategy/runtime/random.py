@@ -39,12 +39,13 @@ class ShardedRandom:
     Args:
         mesh: this device's place.
         seed: the run's seed, the same on all devices.
+        own_stream: never the default generator (one of several stages of a pipeline, which would draw alike).
     """
 
-    def __init__(self, mesh: MeshComm, seed: int) -> None:
+    def __init__(self, mesh: MeshComm, seed: int, own_stream: bool = False) -> None:
         self._coordinate = tuple(mesh.coordinate)
         self._seed = seed
-        self._alone = all(size == 1 for size in mesh.shape)
+        self._alone = not own_stream and all(size == 1 for size in mesh.shape)
         self._states: dict[tuple[tuple[int, ...], str], Tensor] = {}  # (random_axes, device type) -> generator state
 
     def run(self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any) -> T:

@@ -22,7 +22,10 @@ Values = dict[int, Tensor]
 
 
 class StageProgram(Protocol):
-    """One stage's computation on local tensors (`LoweredStep` of a stage's graph, or any function like it)."""
+    """One stage's computation on local tensors (`staged_step.StageCall`, or any function like it).
+
+    An attribute `recomputes` that is true says that its backward runs it again; such a backward is not split in two.
+    """
 
     def __call__(
         self,
@@ -223,8 +226,10 @@ class StageWorker:
     def backward(self, microbatch: int) -> None:
         """The whole backward of a micro-batch: receive, differentiate, send back."""
         self._root_grads(microbatch)
-        flight = self._in_flight.pop(microbatch)
         self.store.before_backward(self._num_microbatches)
+        self._whole_backward(microbatch, self._in_flight.pop(microbatch))
+
+    def _whole_backward(self, microbatch: int, flight: _InFlight) -> None:
         assert flight.roots_used is not None
         roots, grads = flight.roots_used
         if roots:
@@ -236,6 +241,10 @@ class StageWorker:
         self._root_grads(microbatch)
         flight = self._in_flight[microbatch]
         if not flight.inputs:
+            return
+        if getattr(self._program, "recomputes", False):  # every part of a split backward would recompute everything
+            self._whole_backward(microbatch, flight)
+            flight.roots_used = [], []
             return
         assert flight.roots_used is not None
         roots, grads = flight.roots_used

@@ -1,7 +1,7 @@
 """A small net as hand-written stage programs, on any ranks and in any layouts, and the same step in one process.
 
-Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. The first and the last layer share
-their weight when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
+Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. The first and the last layer
+share their weight when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
 """
 
 from __future__ import annotations

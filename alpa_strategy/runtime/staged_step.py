@@ -1,0 +1,228 @@
+"""From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
+
+`stage_meshes`, then `stage_stores` (the caller shards them), then `build_pipeline`; a second pipeline for another
+shape of batch takes the same meshes and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.inter_op.stage import MicroStep
+from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.plan.plan import ParameterPlan, StagePlan
+from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.pipeline import BatchTensor, OwnStage, Pipeline, PipelineSpec, SharedParameter
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.stage_worker import Values
+from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
+from alpa_strategy.sharding.layout import Layout, value_layout
+from alpa_strategy.sharding.op import TensorMeta
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
+    """Global ranks of a stage."""
+    return tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
+
+
+def stage_meshes(
+    stages: Sequence[StagePlan], timeout: timedelta | None = None, backend: str = "auto"
+) -> list[TorchMesh | None]:
+    """This rank's mesh per stage, None for stages of others. Collective over the whole job."""
+    return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], timeout, backend)
+
+
+def stage_stores(
+    module: nn.Module,
+    graph: StepGraph,
+    stages: Sequence[StagePlan],
+    meshes: Sequence[TorchMesh | None],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> dict[int, ParameterStore]:
+    """Stage -> the store of its parameters, for this rank's stages; stages on one mesh share one. Not sharded yet.
+
+    Raises:
+        PlanError: stages on one mesh store a parameter that both use in different ways.
+    """
+    inputs: dict[int, dict[str, ParameterInput]] = {}
+    plans: dict[int, dict[str, ParameterPlan]] = {}
+    users: dict[str, tuple[int, ParameterPlan]] = {}
+    for stage, mesh in zip(stages, meshes, strict=True):
+        if mesh is None:
+            continue
+        for given in slice_stage(graph, *stage.ops).parameters:
+            plan = stage.parameter_plans[given.name]
+            if users.setdefault(given.name, (id(mesh), plan)) != (id(mesh), plan):
+                raise PlanError(
+                    f"two stages on the same devices store {given.name} differently",
+                    "give their logical meshes and this parameter's placement the same form",
+                )
+            inputs.setdefault(id(mesh), {})[given.name] = given
+            plans.setdefault(id(mesh), {})[given.name] = plan
+    made: dict[int, ParameterStore] = {}
+    stores: dict[int, ParameterStore] = {}
+    for index, mesh in enumerate(meshes):
+        if mesh is None:
+            continue
+        key = id(mesh)
+        if key not in made:
+            made[key] = ParameterStore(
+                module, tuple(inputs.get(key, {}).values()), plans.get(key, {}), mesh, bucket_bytes
+            )
+        stores[index] = made[key]
+    return stores
+
+
+def build_pipeline(
+    module: nn.Module,
+    micro: MicroStep,
+    stages: Sequence[StagePlan],
+    schedule: str,
+    meshes: Sequence[TorchMesh | None],
+    stores: Mapping[int, ParameterStore],
+    device: torch.device,
+    seed: int,
+    cluster: ClusterSpec | None = None,
+) -> Pipeline:
+    """The pipeline that runs `micro` under `stages`. Collective over the whole job.
+
+    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of `micro.given`, and
+    returns the values of `micro.graph.escaping`; see `MicroStep` for what prologue and epilogue add to them.
+
+    Args:
+        stages: in order, covering the ops of `micro.graph`.
+        seed: the run's; random ops of different stages draw different numbers.
+        cluster: where given, cross-mesh transfers are chosen by its links.
+    """
+    graph = micro.graph
+    graphs = [slice_stage(graph, *stage.ops) for stage in stages]
+    specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
+    values = {v for spec in specs for v in (*spec.received, *spec.escaping)}
+    spec = PipelineSpec(
+        stages=specs,
+        metas={v: graph.values[v] for v in sorted(values)},
+        batch=tuple(_batch_tensor(graph, leaf.meta, leaf.batch_dim, micro.num_microbatches) for leaf in graph.batch),
+        num_microbatches=micro.num_microbatches,
+        schedule=schedule,
+        loss=graph.loss,
+        combine=micro.combine,
+        cuts=micro.cuts,
+        given=tuple(sorted(micro.given)),
+        shared=_shared(graphs, stages),
+        cluster=cluster,
+    )
+    position = {leaf.value: i for i, leaf in enumerate(graph.batch)}
+    own: dict[int, OwnStage] = {}
+    for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, meshes, strict=True)):
+        if mesh is None:
+            continue
+        # Streams of its own: on a mesh of one device each stage would else draw the same numbers as its neighbours.
+        random = ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
+        lowered = lower(stage_graph, stage, mesh, device, random)
+        own[index] = OwnStage(
+            program=StageCall(lowered, stage_graph, position, stage, stores[index], random),
+            store=stores[index],
+            mesh=mesh,
+            parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
+            buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
+        )
+    return Pipeline(spec, own, device)
+
+
+class StageCall:
+    """A `LoweredStep` in the form of a `StageProgram`: inputs by value, ZeRO-3's regathering, recomputation."""
+
+    def __init__(
+        self,
+        lowered: LoweredStep,
+        graph: StepGraph,
+        position: Mapping[int, int],
+        stage: StagePlan,
+        store: ParameterStore,
+        random: ShardedRandom,
+    ) -> None:
+        self.lowered = lowered
+        self._batch = tuple(position[leaf.value] for leaf in graph.batch)
+        self._received = graph.received
+        self._store, self._random = store, random
+        self._gathers_at_use = any(mode[0] == "S" for p in stage.parameter_plans.values() for mode in p.modes)
+        self.recomputes = stage.remat
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+    ) -> tuple[Values, Values]:
+        buffers = dict(buffers)  # a recomputation must read those of this micro-batch
+        rows = [batch[i] for i in self._batch]
+        handed = [received[v] for v in self._received]
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(
+                self.lowered.run_stage,
+                parameters,
+                buffers,
+                rows,
+                handed,
+                use_reentrant=False,
+                context_fn=self._random.checkpoint_contexts,
+            )
+        with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
+            return self.lowered.run_stage(parameters, buffers, rows, handed)
+
+
+def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSpec:
+    num_axes = len(stage.logical_mesh)
+    place = {leaf.value: i for i, leaf in enumerate(micro.graph.batch)}
+    return StageSpec(
+        ranks=stage_ranks(stage),
+        mesh_shape=stage.logical_mesh,
+        received={v: Layout.parse(stage.received[v]) for v in graph.received},
+        sent={v: Layout.parse(stage.sent[v]) for v in graph.sent},
+        batch={place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes)) for leaf in graph.batch},
+        escaping=graph.escaping,
+        buffer_updates={
+            b.name: b.update for b in graph.buffers if b.update is not None and b.name in micro.sequential_buffers
+        },
+    )
+
+
+def _batch_tensor(graph: StepGraph, meta: TensorMeta, batch_dim: int | None, num_microbatches: int) -> BatchTensor:
+    if batch_dim is None:
+        return BatchTensor(meta, None)
+    whole = replace(meta, shape=(meta.shape[0] * num_microbatches, *meta.shape[1:]))
+    return BatchTensor(whole, batch_dim, graph.batch_scope == "global")
+
+
+def _shared(graphs: Sequence[StepGraph], stages: Sequence[StagePlan]) -> tuple[SharedParameter, ...]:
+    """Trainable parameters that stages on different devices use."""
+    uses: dict[str, list[tuple[int, ParameterInput]]] = {}
+    for index, graph in enumerate(graphs):
+        for given in graph.parameters:
+            if given.meta.requires_grad:
+                uses.setdefault(given.name, []).append((index, given))
+    return tuple(
+        SharedParameter(
+            found[0][1].meta.shape,
+            found[0][1].meta.dtype,
+            tuple((index, name, stages[index].parameter_plans[name].layout) for index, _ in found),
+        )
+        for name, found in uses.items()
+        if len({stage_ranks(stages[index]) for index, _ in found}) > 1
+    )

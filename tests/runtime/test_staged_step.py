@@ -1,0 +1,143 @@
+"""Captured models as pipelines: any cuts, any plans inside the stages, any schedule equal the whole step."""
+
+from __future__ import annotations
+
+import random as python_random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.interpret import run_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.intra_op.build import OptionTables
+from alpa_strategy.intra_op.build import build as build_problem
+from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
+
+ADAM = OptimizerInfo(state_bytes=16)
+CASES = {
+    "mlp": {},
+    "gpt": {"ignore_fraction": 0.4, "num_layers": 2, "vocab_size": 33},
+    "llama": {"num_layers": 1},
+    "bert": {"num_layers": 1},
+    "convnet": {},
+}
+ROWS_PER_RANK = 4
+
+
+def captured(name, world):
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(1)
+        module = MODELS[name](**CASES[name])
+        whole = module.example_batch(ROWS_PER_RANK * world, torch.Generator().manual_seed(2))
+        rank = dist.get_rank()
+        rows = slice(rank * ROWS_PER_RANK, (rank + 1) * ROWS_PER_RANK)
+        mine = torch.utils._pytree.tree_map(lambda t: t[rows], whole)
+        step = capture_step(module, mine, world_size=world)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return module, step, *(torch.utils._pytree.tree_leaves(batch) for batch in (whole, mine))
+
+
+def random_stage(graph, ops, ranks, rng, remat):
+    """Any plan of a stage on `ranks`: strategies drawn at random, the same on all ranks."""
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(len(ranks))
+    costs = RooflineCosts(cluster.device)
+    intra = build_problem(slice_stage(graph, *ops), OptionTables(cluster.logical_mesh((len(ranks),)), costs, ADAM))
+    assignment = [
+        rng.choice([k for k, seconds in enumerate(choice.cost) if seconds < float("inf")])
+        for choice in intra.problem.choices
+    ]
+    stage = decode(intra, assignment, costs, ADAM, (1, len(ranks)))
+    return replace(stage, ops=ops, first_device=ranks[0], remat=remat)
+
+
+def same_storage(stages, meshes_of):
+    """Stages on one mesh store a parameter that both use alike."""
+    plans = {}
+    for i, stage in enumerate(stages):
+        for name, plan in stage.parameter_plans.items():
+            if plans.setdefault((meshes_of[i], name), plan) != plan:
+                return False
+    return True
+
+
+def run_model(name, places, schedule, num_microbatches, seed, remat=False):
+    """places: ranks per stage."""
+    world = dist.get_world_size()
+    module, step, whole, mine = captured(name, world)
+    micro = microbatch(step, num_microbatches, world)
+    rng = python_random.Random(f"{name}{places}{seed}")
+    count = len(micro.graph.ops)
+    while True:
+        cuts = [0, *sorted(rng.sample(range(1, count), len(places) - 1)), count]
+        stages = [
+            random_stage(micro.graph, (a, b), ranks, rng, remat)
+            for a, b, ranks in zip(cuts, cuts[1:], places, strict=False)
+        ]
+        if same_storage(stages, places):
+            break
+    parameters = {p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape) for p in step.parameters}
+    buffers = {b.name: module.get_buffer(b.name).clone() for b in step.buffers}
+    trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
+    batch = [whole[b.leaf] for b in step.batch]
+    expected = run_step(step, trained, buffers, batch)
+    expected[step.loss].backward()
+
+    meshes = stage_meshes(stages)
+    stores = stage_stores(module, micro.graph, stages, meshes)
+    for store in {id(s): s for s in stores.values()}.values():
+        store.shard()
+    pipeline = build_pipeline(module, micro, stages, schedule, meshes, stores, torch.device("cpu"), seed=0)
+    given = {}
+    if micro.prologue is not None:
+        leaves = {b.value: whole[b.leaf] for b in micro.prologue.batch}
+        found = run_step(micro.prologue, parameters, buffers, [leaves[b.value] for b in micro.prologue.batch])
+        given = {value: found[source] for value, source in micro.given.items()}
+    losses = []
+    for _ in range(2):
+        result = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
+        loss = result.values[micro.graph.loss]
+        losses.append(loss.item())
+        per_microbatch = name == "convnet" and num_microbatches > 1  # BatchNorm's statistics
+        if not per_microbatch:
+            torch.testing.assert_close(loss, expected[step.loss].detach(), rtol=1e-11, atol=1e-12)
+        grads = {id(p): g for p, g in result.gradients}
+        for store in {id(s): s for s in stores.values()}.values():
+            for parameter in store.parameters:
+                known = store.name_of(parameter)
+                grad = grads.get(id(parameter), torch.zeros_like(parameter))
+                found = store.gather_like(known, grad).view(parameters[known].shape)
+                assert found.isfinite().all()
+                want = trained[known].grad
+                want = torch.zeros_like(found) if want is None else want
+                if not per_microbatch:
+                    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12, msg=lambda m, k=known: f"{k}: {m}")
+            store.after_optimizer_step()
+        pipeline.set_buffers(buffers)
+    assert losses[0] == losses[1]
+    pipeline.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("places", [((0, 1), (2,)), ((0,), (1, 2))], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_models_on_unequal_stages(pool, name, places, seed):
+    pool.run(3, run_model, name, places, "1F1B" if seed else "GPipe", 2, seed)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_gpt_under_every_schedule(pool, schedule, remat):
+    meshes = ((0, 1), (2,))
+    places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
+    pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
