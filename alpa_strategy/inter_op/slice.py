@@ -66,6 +66,16 @@ def slice_stages(step: StepGraph, cuts: Sequence[int]) -> tuple[StepGraph, ...]:
     return tuple(slice_stage(step, a, b) for a, b in pairwise(cuts))
 
 
+def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
+    """`slice_stage` as it is planned and lowered on a mesh of `num_devices`.
+
+    Batch rows arrive divided over the stage's devices where they divide evenly, else whole (`batch_scope`).
+    """
+    stage = slice_stage(step, first, last)
+    even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)
+    return replace(stage, batch_scope="rank" if even and step.batch_scope == "rank" else "global")
+
+
 def shared_parameters(step: StepGraph, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Name of every parameter that ops of several stages read -> these stages: its gradient is summed over them."""
     users: dict[int, set[int]] = {p.value: set() for p in step.parameters}

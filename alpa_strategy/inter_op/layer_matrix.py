@@ -1,0 +1,275 @@
+"""One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus products price every run.
+
+Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of several
+values that cross a boundary the largest chooses its layout; the others follow it dim by dim. Both only restrict the
+ILP's space, so a run is never priced below its optimum; the stages that are chosen are solved by the ILP itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
+from alpa_strategy.intra_op.build import BoundaryChoice
+from alpa_strategy.intra_op.elimination import Factor, Network, network_of
+from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
+
+NUM_PARTS = 8  # forward, backward, once, always, saved, boundary in, boundary out, largest short-lived
+WORKING = 7
+
+
+@dataclass(frozen=True)
+class Price:
+    """Weights of one elimination: seconds per byte `price`, with so many micro-batches alive."""
+
+    price: float
+    in_flight: float
+
+
+@dataclass(frozen=True)
+class LayerMatrix:
+    """`parts[k, p, q]`: the NUM_PARTS of the cheapest assignment from layout p to layout q under price k.
+
+    `objective[k, p, q]` is what was minimised (inf where impossible).
+    """
+
+    objective: np.ndarray
+    parts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state."""
+
+    entering: int | None
+    leaving: int | None
+    entering_layouts: tuple[DualLayout, ...]
+    leaving_layouts: tuple[DualLayout, ...]
+
+
+def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_microbatches: int) -> LayerMatrix:
+    """Solve the layer once per price, for all pairs of boundary layouts together."""
+    joined = _follow_leaders(stage, ends)
+    shape = (len(prices), len(ends.entering_layouts), len(ends.leaving_layouts))
+    objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
+    order: list[int] | None = None
+    for k, price in enumerate(prices):
+        choices = _priced(joined.choices, price, num_microbatches)
+        tables = _priced(joined.transfers, price, num_microbatches)
+        problem = Problem(
+            tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
+            tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
+        )
+        network = network_of(problem)
+        if network is None:
+            continue
+        kept = (joined.entering, joined.leaving)
+        if order is None:
+            order = _order(network, kept)
+        objective[k], values = _eliminate_onto(network, kept, order)
+        parts[k] = _sum_parts(joined, values, shape[1:])
+    return LayerMatrix(objective, parts)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`."""
+
+    stage: StageProblem
+    choices: tuple[Parts, ...]
+    transfers: tuple[Parts, ...]
+    problem: tuple[Transfer, ...]
+    entering: int
+    leaving: int
+    entering_bytes: np.ndarray
+    leaving_bytes: np.ndarray
+
+
+def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
+    intra = stage.intra
+    count = len(stage.choices)
+    entering, leaving = count, count + 1
+    into = {b.choice: (entering, _followed(intra, v, b, ends.entering, ends.entering_layouts))
+            for v, b in intra.received.items()}  # fmt: skip
+    out = {b.choice: (leaving, _followed(intra, v, b, ends.leaving, ends.leaving_layouts))
+           for v, b in intra.sent.items()}  # fmt: skip
+    transfers = []
+    for transfer in intra.problem.transfers:
+        producer, source = transfer.producer, np.asarray(transfer.source)
+        if producer in into:
+            producer, chosen = into[producer]
+            source = source[chosen]
+        uses = tuple(
+            Use(out[u.choice][0], np.asarray(u.layout)[out[u.choice][1]]) if u.choice in out else u
+            for u in transfer.uses
+        )
+        transfers.append(replace(transfer, producer=producer, source=source, uses=uses))
+    kept_in, kept_out = np.zeros(len(ends.entering_layouts)), np.zeros(len(ends.leaving_layouts))
+    choices = list(stage.choices)
+    for mapping, kept in ((into, kept_in), (out, kept_out)):
+        for choice, (_, chosen) in mapping.items():
+            kept += stage.choices[choice].boundary[chosen]
+            choices[choice] = _nothing(1)
+    choices += [_nothing(len(kept_in)), _nothing(len(kept_out))]
+    parts = list(stage.transfers)
+    for index, layouts in enumerate(intra.transfers):  # inside a stage a received value is kept like any other
+        if layouts.value in intra.received and parts[index].saved.any():
+            sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
+            parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
+    return _Joined(stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out)
+
+
+def _followed(
+    intra, value: int, boundary: BoundaryChoice, leader: int | None, layouts: tuple[DualLayout, ...]
+) -> np.ndarray:
+    """Index among `boundary.layouts` of the layout that a value has while the leader has each of `layouts`."""
+    if value == leader:
+        return np.array([boundary.layouts.index(layout) for layout in layouts])
+    shape = intra.step.values[value].shape
+    leading = intra.step.values[leader].shape if leader is not None else ()
+    found = []
+    for layout in layouts:
+        followed = tuple(
+            shard(d) if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d] else REPLICATE
+            for p in layout
+        )
+        whole = (REPLICATE,) * len(layout)
+        found.append(boundary.layouts.index(followed if followed in boundary.layouts else whole))
+    return np.array(found)
+
+
+def _nothing(size: int) -> Parts:
+    zero = np.zeros(size)
+    return Parts(zero, zero, zero, zero, zero, zero)
+
+
+def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
+    seconds, num_bytes = weigh(parts, num_microbatches, price.in_flight, remat=False)
+    if not price.price:
+        return seconds
+    return [s + price.price * b for s, b in zip(seconds, num_bytes, strict=True)]
+
+
+def _order(network: Network, kept: tuple[int, int]) -> list[int]:
+    """Greedy by the size of the joined table; the kept variables stay."""
+    around: list[set[int]] = [set() for _ in network.sizes]
+    for factor in network.factors:
+        for v in factor.scope:
+            around[v].update(factor.scope)
+    for v, others in enumerate(around):
+        others.discard(v)
+    left = set(range(len(network.sizes))) - set(kept)
+    sizes = {v: _table_size(network, around, v) for v in left}
+    order = []
+    while left:
+        v = min(left, key=sizes.__getitem__)
+        order.append(v)
+        left.discard(v)
+        for u in around[v]:
+            around[u] |= around[v]
+            around[u] -= {u, v}
+        for u in around[v] & left:
+            sizes[u] = _table_size(network, around, u)
+    return order
+
+
+def _table_size(network: Network, around: Sequence[set[int]], v: int) -> float:
+    size = float(network.sizes[v])
+    for u in around[v]:
+        size *= network.sizes[u]
+    return size
+
+
+def _eliminate_onto(
+    network: Network, kept: tuple[int, int], order: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """([p, q] minimum, per variable [p, q] the minimising value)."""
+    position = {v: i for i, v in enumerate((*order, *kept))}
+    buckets: list[list[Factor]] = [[] for _ in network.sizes]
+    for factor in network.factors:
+        buckets[min(factor.scope, key=position.__getitem__)].append(factor)
+    last: list[Factor] = []
+    constant = 0.0
+    decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+    for v in order:
+        rest = tuple(sorted({u for f in buckets[v] for u in f.scope} - {v}, key=position.__getitem__))
+        table = _join(buckets[v], (*rest, v), network.sizes)
+        best = table.argmin(axis=-1)
+        decisions.append((v, rest, best))
+        message = np.take_along_axis(table, best[..., None], axis=-1)[..., 0]
+        buckets[v] = []
+        if not rest:
+            constant += float(message)
+        elif rest[0] in kept:
+            last.append(Factor(rest, message))
+        else:
+            buckets[rest[0]].append(Factor(rest, message))
+    last += [factor for v in kept for factor in buckets[v]]
+    minimum = _join(last, kept, network.sizes) + constant
+    values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
+    values[kept[0]], values[kept[1]] = np.indices(minimum.shape)
+    for v, rest, best in reversed(decisions):
+        chosen = best[tuple(values[u] for u in rest)] if rest else best
+        values[v] = np.broadcast_to(chosen, minimum.shape)
+    return minimum, values
+
+
+def _join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
+    axis = {v: i for i, v in enumerate(scope)}
+    total = np.zeros([sizes[v] for v in scope])
+    for factor in factors:
+        order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
+        shape = [1] * len(scope)
+        for v in factor.scope:
+            shape[axis[v]] = sizes[v]
+        total += factor.table.transpose(order).reshape(shape)
+    return total
+
+
+def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """[p, q, NUM_PARTS] of the minimising assignments."""
+    intra = joined.stage.intra
+    total = np.zeros((*shape, NUM_PARTS))
+    working, gathered = np.zeros(shape), np.zeros(shape)
+    parameter_values = {p.value for p in intra.step.parameters}
+    offset = len(intra.parameters)
+    for index, parts in enumerate(joined.choices):
+        _add(total, parts, values[index])
+    for index, options in enumerate(intra.ops):
+        np.maximum(working, options.temporary_bytes[values[offset + index]], out=working)
+    for transfer, parts, layouts in zip(joined.problem, joined.transfers, intra.transfers, strict=True):
+        source = np.asarray(transfer.source)[values[transfer.producer]]
+        asked: list[np.ndarray] = []
+        for use in transfer.uses:
+            target = np.asarray(use.layout)[values[use.choice]]
+            new = np.ones(shape, dtype=bool)
+            for earlier in asked:
+                new &= target != earlier
+            asked.append(target)
+            _add(total, parts, (source, target), new)
+        if layouts.value in parameter_values:
+            meta = intra.step.values[layouts.value]
+            sizes = np.array(
+                [
+                    [local_bytes(meta, q, intra.mesh.shape) if is_gather(p, q) else 0 for q in layouts.targets]
+                    for p in layouts.sources
+                ]
+            )
+            for target in asked:
+                np.maximum(gathered, sizes[source, target], out=gathered)
+    total[..., 5] = joined.entering_bytes[:, None]
+    total[..., 6] = joined.leaving_bytes[None, :]
+    total[..., WORKING] = working + 2 * gathered
+    return total
+
+
+def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0) -> None:
+    for i, array in enumerate((parts.forward, parts.backward, parts.once, parts.always, parts.saved)):
+        if array.any():
+            picked = array[index]
+            total[..., i] += np.where(where, picked, 0.0)

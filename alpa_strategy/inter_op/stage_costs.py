@@ -1,0 +1,337 @@
+"""What every run of layers costs on every submesh and logical shape, from the same strategies and costs as one stage's ILP.
+
+Layers that are the same by structure are solved once per mesh, from boundary layout to boundary layout, for several
+prices of memory (layer_matrix.py). All runs follow by min-plus products; what is kept of each are the cheapest
+candidates for growing numbers of micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.inter_op.layer_matrix import NUM_PARTS, WORKING, Ends, LayerMatrix, Price, layer_matrix
+from alpa_strategy.inter_op.slice import crossing_values, stage_on
+from alpa_strategy.inter_op.stage_problem import take_apart
+from alpa_strategy.intra_op.build import OptionTables, boundary_layouts, build
+from alpa_strategy.intra_op.presets import restrict
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.sharding.layout import REPLICATE
+
+# Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
+PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
+FIELDS = ("seconds", "once", "always", "in_flight")
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate].
+
+    Attributes:
+        seconds, once: per micro-batch and once per step; inf where there is no candidate.
+        always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight.
+        shape: index of the logical shape in `shapes`.
+        remat: whether the stage recomputes its activations.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    seconds: np.ndarray
+    once: np.ndarray
+    always: np.ndarray
+    in_flight: np.ndarray
+    shape: np.ndarray
+    remat: np.ndarray
+
+
+@dataclass(frozen=True)
+class CostJob:
+    """What the runs of one micro-batched graph are priced for."""
+
+    graph: StepGraph
+    cuts: tuple[int, ...]
+    num_microbatches: int
+    cluster: ClusterSpec
+    costs: OpCosts
+    options: PlanOptions
+    optimizer: OptimizerInfo
+    memory_limit: float
+    remat: bool | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.cuts) - 1
+
+
+@dataclass
+class CostStore:
+    """Stage costs on disk as they come, one JSON line per (graph, micro-batches, submesh); None: in memory only."""
+
+    path: Path | None = None
+    _known: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+                self._known[record["key"]] = record["runs"]
+            except (ValueError, KeyError, TypeError):
+                continue  # the line at which an earlier planning was cut off
+
+    def get(self, key: str) -> RunCosts | None:
+        data = self._known.get(key)
+        return None if data is None else _runs_from_data(data)
+
+    def put(self, key: str, runs: RunCosts) -> None:
+        self._known[key] = data = _runs_to_data(runs)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "runs": data}) + "\n")
+
+
+def stage_costs(
+    job: CostJob,
+    candidates: Sequence[tuple[int, int]],
+    store: CostStore | None = None,
+    progress: Callable[[str], AbstractContextManager] | None = None,
+) -> list[RunCosts]:
+    """`RunCosts` per submesh of `candidates`."""
+    progress = progress or (lambda name: nullcontext())
+    found = []
+    for submesh in candidates:
+        key = _key(job, submesh)
+        runs = store.get(key) if store else None
+        if runs is None:
+            with progress(f"stages on {submesh[0]}x{submesh[1]}"):
+                runs = run_costs(job, submesh)
+            if store:
+                store.put(key, runs)
+        found.append(runs)
+    return found
+
+
+def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
+    """Candidates of all runs on one submesh, over all logical shapes that the options allow."""
+    shapes = tuple(s for s in job.cluster.logical_shapes(submesh) if _allowed(s, job.options))
+    columns: list[tuple[np.ndarray, ...]] = []
+    for index, shape in enumerate(shapes):
+        parts = run_parts(job, submesh, shape)
+        columns += _candidates(parts, index, job.remat)
+    L = job.num_layers
+    if not columns:
+        empty = np.full((L, L + 1, 1), np.inf)
+        zero = np.zeros((L, L + 1, 1))
+        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool))
+    stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
+    return _prune(shapes, stacked, job)
+
+
+def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+    """[price, first, last + 1, NUM_PARTS] of every run on one logical mesh; forward is inf where there is no way."""
+    mesh = job.cluster.logical_mesh(shape, submesh)
+    tables = OptionTables(mesh, job.costs, job.optimizer)
+    layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
+    ends = [_ends(job.graph, a, b, shape) for a, b in pairwise(job.cuts)]
+    keys = [_structure(layer, end, job.options) for layer, end in zip(layers, ends, strict=True)]
+    problems = {}
+    for layer, key in zip(layers, keys, strict=True):
+        if key not in problems:
+            local = _with_own_pins(job.options, layer)
+            problems[key] = take_apart(restrict(build(layer, tables), local, job.optimizer), tables)
+    end_of = dict(zip(keys, ends, strict=True))
+
+    def solve(prices: Sequence[Price]) -> dict[Any, LayerMatrix]:
+        return {key: layer_matrix(problems[key], end_of[key], prices, job.num_microbatches) for key in problems}
+
+    free = solve([Price(0.0, 1)])
+    seconds = sum(float(free[key].objective[0].min()) for key in keys)
+    num_bytes = sum(float(free[key].parts[0, ..., 3:5].sum(axis=-1).min()) for key in keys)
+    scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
+    priced = solve([Price(scale * factor, alive) for factor, alive in PRICES])
+    every = {
+        key: LayerMatrix(
+            np.concatenate([free[key].objective, priced[key].objective]),
+            np.concatenate([free[key].parts, priced[key].parts]),
+        )
+        for key in problems
+    }
+    return _compose([every[key] for key in keys])
+
+
+def _compose(layers: Sequence[LayerMatrix]) -> np.ndarray:
+    """All runs by min-plus products along the chain, with the parts of what was chosen."""
+    L, K = len(layers), layers[0].objective.shape[0]
+    result = np.zeros((K, L, L + 1, NUM_PARTS))
+    result[..., 0] = np.inf
+    for k in range(K):
+        objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
+        parts = np.zeros((0, objective.shape[1], NUM_PARTS))
+        for last, layer in enumerate(layers):
+            cost, own = layer.objective[k], layer.parts[k]
+            start = cost.argmin(axis=0)
+            columns = np.arange(cost.shape[1])
+            if last:
+                joined = objective[:, :, None] + cost[None]  # [first, p, q]
+                best = joined.argmin(axis=1)  # [first, q]
+                rows = np.arange(last)[:, None]
+                before, after = parts[rows, best], own[best, columns[None, :]]
+                objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
+                total = before + after
+                total[..., 5], total[..., 6] = before[..., 5], after[..., 6]
+                total[..., WORKING] = np.maximum(before[..., WORKING], after[..., WORKING])
+                objective = np.concatenate([objective, cost[start, columns][None]])
+                parts = np.concatenate([total, own[start, columns][None]])
+            else:
+                objective, parts = cost[start, columns][None], own[start, columns][None]
+            end = objective.argmin(axis=1)
+            firsts = np.arange(last + 1)
+            result[k, : last + 1, last + 1] = parts[firsts, end]
+            impossible = ~np.isfinite(objective[firsts, end])
+            result[k, : last + 1, last + 1, 0][impossible] = np.inf
+    return result
+
+
+def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
+    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price], without and with remat."""
+    forward, backward, once, always, saved, entering, leaving, working = np.moveaxis(parts, (0, -1), (-1, 0))
+    found = []
+    for recompute in (False, True) if remat is None else (remat,):
+        seconds = (2 if recompute else 1) * forward + backward
+        base = always + working + (saved if recompute else 0.0)
+        each = (entering if recompute else saved) + leaving
+        found.append(
+            (seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute))
+        )
+    return found
+
+
+def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: CostJob) -> RunCosts:
+    """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
+    seconds, once, always, each, _, _ = columns
+    B = job.num_microbatches
+    alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
+    total = B * seconds + once
+    picks = []
+    for count in alive:
+        need = always + count * each
+        fitting = np.where(need <= job.memory_limit, total, np.inf)
+        picks.append(fitting.argmin(axis=2))
+    index = np.stack(picks, axis=2)  # [first, last + 1, alive]
+    chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
+    fits = np.stack([np.isfinite(np.take_along_axis(
+        np.where(always + n * each <= job.memory_limit, total, np.inf), index[..., i : i + 1], axis=2))[..., 0]
+        for i, n in enumerate(alive)], axis=2)  # fmt: skip
+    repeated = np.zeros_like(fits)
+    repeated[..., 1:] = index[..., 1:] == index[..., :-1]
+    keep = fits & ~repeated
+    chosen[0] = np.where(keep, chosen[0], np.inf)
+    used = keep.any(axis=(0, 1))
+    used[0] |= not used.any()
+    return RunCosts(shapes, *(array[..., used] for array in chosen))
+
+
+def leader(graph: StepGraph, position: int) -> int | None:
+    """Of the values that cross a cut, the one whose layout the others follow: differentiable first, then the largest."""
+    values = crossing_values(graph, position)
+    key = lambda v: (graph.values[v].requires_grad, graph.values[v].num_bytes, -v)  # noqa: E731
+    return max(values, key=key, default=None)
+
+
+def _ends(graph: StepGraph, first: int, last: int, shape: tuple[int, ...]) -> Ends:
+    found = []
+    for position in (first, last):
+        value = leader(graph, position)
+        whole = ((REPLICATE,) * len(shape),)
+        layouts = whole if value is None else boundary_layouts(graph.values[value], shape)
+        found.append((value, layouts))
+    return Ends(found[0][0], found[1][0], found[0][1], found[1][1])
+
+
+def _structure(layer: StepGraph, ends: Ends, options: PlanOptions) -> tuple:
+    """Equal for layers that are the same up to the numbers of their values."""
+    number: dict[int, int] = {}
+
+    def of(value: int) -> int:
+        return number.setdefault(value, len(number))
+
+    ops = tuple((op.call, tuple(map(of, op.operands)), tuple(map(of, op.results))) for op in layer.ops)
+    names = options.placements or not isinstance(options.parallel, str)
+    metas = layer.values
+    leading = tuple(None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving))
+    return (
+        ops,
+        tuple((of(p.value), p.meta, p.names if names else None) for p in layer.parameters),
+        tuple((of(b.value), b.meta, b.update is not None) for b in layer.buffers),
+        tuple((of(b.value), b.meta, b.batch_dim) for b in layer.batch),
+        tuple((of(c.value), c.meta) for c in layer.constants),
+        tuple((of(v), metas[v]) for v in layer.received),
+        tuple((of(v), metas[v]) for v in layer.sent),
+        tuple(of(v) for v in layer.escaping),
+        (*leading, ends.entering_layouts, ends.leaving_layouts),
+    )
+
+
+def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
+    """The options with those pins only that name a parameter of this part of the step."""
+    from fnmatch import fnmatchcase
+
+    names = [name for p in layer.parameters for name in p.names]
+    own = tuple((pattern, text) for pattern, text in options.placements if any(fnmatchcase(n, pattern) for n in names))
+    return replace(options, placements=own)
+
+
+_with_own_pins = own_pins
+
+
+def _allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:
+    """Whether pins allow this number of axes and this shape."""
+    if options.logical_mesh is not None and shape != tuple(options.logical_mesh):
+        return False
+    counts = {len(text.split()) for _, text in options.placements}
+    if not isinstance(options.parallel, str):
+        counts.add(len(options.parallel))
+    return not counts or counts == {len(shape)}
+
+
+def _key(job: CostJob, submesh: tuple[int, int]) -> str:
+    graph = job.graph
+    parts = (
+        graph.graph_digest, graph.parameter_digest, graph.batch_digest, job.cuts, job.num_microbatches, submesh,
+        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, PRICES,
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
+    arrays = {name: getattr(runs, name) for name in ("seconds", "once", "always", "in_flight", "shape", "remat")}
+    keep = np.isfinite(runs.seconds)
+    data: dict[str, Any] = {"shapes": runs.shapes, "size": keep.shape, "at": np.flatnonzero(keep).tolist()}
+    return data | {name: array[keep].tolist() for name, array in arrays.items()}
+
+
+def _runs_from_data(data: dict[str, Any]) -> RunCosts:
+    def array(name: str, fill: float, kind: type) -> np.ndarray:
+        flat = np.full(int(np.prod(data["size"])), fill, dtype=kind)
+        flat[data["at"]] = data[name]
+        return flat.reshape(data["size"])
+
+    return RunCosts(
+        tuple(tuple(s) for s in data["shapes"]),
+        array("seconds", np.inf, float),
+        *(array(name, 0.0, float) for name in ("once", "always", "in_flight")),
+        array("shape", 0, int),
+        array("remat", False, bool),
+    )
