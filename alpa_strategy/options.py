@@ -13,6 +13,7 @@ from alpa_strategy.errors import OptionError
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 BATCH_SCOPES = ("rank", "global")
+SCHEDULE_NAMES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
 
 
@@ -34,6 +35,9 @@ class PlanOptions:
         accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer step is shared by
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
+        num_microbatches, num_stages: whole numbers to pin, None to solve.
+        schedule: a name of `torch.distributed.pipelining` to pin (see inter_op/schedules.py), None to solve.
+        remat: whether stages recompute their activations in the backward; None: solved stage by stage.
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -45,6 +49,10 @@ class PlanOptions:
     solver_seconds: float = 20.0
     accumulate_grad_batches: int = 1
     baselines: bool = False
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    num_stages: int | None = None
+    remat: bool | None = None
 
     @classmethod
     def from_user(
@@ -158,6 +166,23 @@ def _count(name: str, value: object) -> int:
     return value
 
 
+def _maybe_count(name: str, value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise OptionError(f"{name}={value!r} cannot be", "give a whole number from 1, or None to have it solved")
+    return value
+
+
+def _schedule(name: str, value: object) -> str | None:
+    known = {text.lower(): text for text in SCHEDULE_NAMES}
+    if value is not None and (not isinstance(value, str) or value.lower() not in known):
+        raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(SCHEDULE_NAMES)}, or None to have it solved")
+    return None if value is None else known[value.lower()]
+
+
+def _maybe_bool(name: str, value: object) -> bool | None:
+    return None if value is None else _bool(name, value)
+
+
 def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{name}={value!r} is neither true nor false", "write true or false")
@@ -188,6 +213,10 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "solver_seconds": _number_in(0.0, float("inf")),
     "accumulate_grad_batches": _count,
     "baselines": _bool,
+    "num_microbatches": _maybe_count,
+    "schedule": _schedule,
+    "num_stages": _maybe_count,
+    "remat": _maybe_bool,
 }
 
 

@@ -142,14 +142,14 @@ def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
 def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
     """[price, first, last + 1, NUM_PARTS] of every run on one logical mesh; forward is inf where there is no way."""
     mesh = job.cluster.logical_mesh(shape, submesh)
-    tables = OptionTables(mesh, job.costs, job.optimizer)
+    tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
     ends = [_ends(job.graph, a, b, shape) for a, b in pairwise(job.cuts)]
-    keys = [_structure(layer, end, job.options) for layer, end in zip(layers, ends, strict=True)]
+    keys = [structure(layer, job.options, end) for layer, end in zip(layers, ends, strict=True)]
     problems = {}
     for layer, key in zip(layers, keys, strict=True):
         if key not in problems:
-            local = _with_own_pins(job.options, layer)
+            local = own_pins(job.options, layer)
             problems[key] = take_apart(restrict(build(layer, tables), local, job.optimizer), tables)
     end_of = dict(zip(keys, ends, strict=True))
 
@@ -212,9 +212,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
         seconds = (2 if recompute else 1) * forward + backward
         base = always + working + (saved if recompute else 0.0)
         each = (entering if recompute else saved) + leaving
-        found.append(
-            (seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute))
-        )
+        found.append((seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute)))
     return found
 
 
@@ -260,8 +258,8 @@ def _ends(graph: StepGraph, first: int, last: int, shape: tuple[int, ...]) -> En
     return Ends(found[0][0], found[1][0], found[0][1], found[1][1])
 
 
-def _structure(layer: StepGraph, ends: Ends, options: PlanOptions) -> tuple:
-    """Equal for layers that are the same up to the numbers of their values."""
+def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) -> tuple:
+    """Equal for layers (or stages) that are the same up to the numbers of their values."""
     number: dict[int, int] = {}
 
     def of(value: int) -> int:
@@ -270,17 +268,21 @@ def _structure(layer: StepGraph, ends: Ends, options: PlanOptions) -> tuple:
     ops = tuple((op.call, tuple(map(of, op.operands)), tuple(map(of, op.results))) for op in layer.ops)
     names = options.placements or not isinstance(options.parallel, str)
     metas = layer.values
-    leading = tuple(None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving))
+    leading: tuple = ()
+    if ends is not None:
+        leading = tuple(None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving))
+        leading += (ends.entering_layouts, ends.leaving_layouts)
     return (
         ops,
-        tuple((of(p.value), p.meta, p.names if names else None) for p in layer.parameters),
+        tuple((of(p.value), p.meta, p.module_shape, p.names if names else None) for p in layer.parameters),
         tuple((of(b.value), b.meta, b.update is not None) for b in layer.buffers),
         tuple((of(b.value), b.meta, b.batch_dim) for b in layer.batch),
         tuple((of(c.value), c.meta) for c in layer.constants),
         tuple((of(v), metas[v]) for v in layer.received),
         tuple((of(v), metas[v]) for v in layer.sent),
         tuple(of(v) for v in layer.escaping),
-        (*leading, ends.entering_layouts, ends.leaving_layouts),
+        leading,
+        layer.batch_scope,
     )
 
 
@@ -291,9 +293,6 @@ def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
     names = [name for p in layer.parameters for name in p.names]
     own = tuple((pattern, text) for pattern, text in options.placements if any(fnmatchcase(n, pattern) for n in names))
     return replace(options, placements=own)
-
-
-_with_own_pins = own_pins
 
 
 def _allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:

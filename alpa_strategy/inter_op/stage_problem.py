@@ -104,9 +104,7 @@ def weighted(
 ) -> Problem:
     """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a device."""
     cost, memory = weigh(stage.choices, num_microbatches, in_flight, remat)
-    choices = [
-        replace(c, cost=s, memory=b) for c, s, b in zip(stage.intra.problem.choices, cost, memory, strict=True)
-    ]
+    choices = [replace(c, cost=s, memory=b) for c, s, b in zip(stage.intra.problem.choices, cost, memory, strict=True)]
     cost, memory = weigh(stage.transfers, num_microbatches, in_flight, remat)
     transfers = [
         replace(t, cost=s, memory=b) for t, s, b in zip(stage.intra.problem.transfers, cost, memory, strict=True)

@@ -124,6 +124,7 @@ class StagePlan:
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives, such as
             "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
+        forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0 where not known.
     """
 
     submesh: tuple[int, int]
@@ -138,6 +139,8 @@ class StagePlan:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     received: dict[int, str] = field(default_factory=dict)
     sent: dict[int, str] = field(default_factory=dict)
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     @property
     def parameters(self) -> dict[str, Layout]:

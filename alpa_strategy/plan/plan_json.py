@@ -162,6 +162,8 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "logical_mesh": list(stage.logical_mesh),
         "ops": list(stage.ops),
         "remat": stage.remat,
+        "forward_seconds": stage.forward_seconds,
+        "backward_seconds": stage.backward_seconds,
         "predicted": _predicted_to_data(stage.predicted),
         "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
         "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
@@ -194,6 +196,9 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         remat=fields.get("remat", bool),
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
+        **{
+            name: fields.get(name, float) if fields.has(name) else 0.0 for name in ("forward_seconds", "backward_seconds")
+        },
     )
 
 
