@@ -8,85 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.channels import Channel, StageSpec, plan_channels
-from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, plan_transfer
 from alpa_strategy.inter_op.microbatch_run import cut, joined
-from alpa_strategy.inter_op.stage import Combine, Cut
+from alpa_strategy.inter_op.pipeline_spec import PipelineSpec
+from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.pipeline_exchange import Delivery, SharedSum
 from alpa_strategy.runtime.pipeline_stage import Schedule
 from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageProgram, StageWorker, Values
 from alpa_strategy.runtime.torch_comm import message_groups
 from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange
-from alpa_strategy.sharding.layout import Layout
-from alpa_strategy.sharding.op import TensorMeta
 
 FIRST_SHARED_TAG = 1 << 16  # deliveries of the batch before, channels after
 FIRST_CHANNEL_TAG = 1 << 20
-
-
-@dataclass(frozen=True)
-class BatchTensor:
-    """A tensor of the batch: metadata of the global batch. `batch_dim` 0: rows; None: the same on every rank.
-
-    `on_every_rank`: each rank brings all rows (`batch_scope="global"`), not only its own.
-    """
-
-    meta: TensorMeta
-    batch_dim: int | None = 0
-    on_every_rank: bool = False
-
-
-@dataclass(frozen=True)
-class SharedParameter:
-    """A parameter that stages on different meshes use: its gradient is summed over them after the step.
-
-    shape: of the whole parameter, in the dims of its storage layouts.
-    uses: (stage, the parameter's name there, storage layout there); one per mesh is enough.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    uses: tuple[tuple[int, str, Layout], ...]
-
-
-@dataclass(frozen=True)
-class PipelineSpec:
-    """What every rank knows of the pipeline.
-
-    Attributes:
-        stages: in order.
-        metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
-        batch: tensors of the global batch.
-        num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: as in `torch.distributed.pipelining`, any case.
-        loss: value index of the loss, a summand of each micro-batch.
-        combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
-        cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
-        given: received values that no stage makes (a prologue's): every rank has them whole before the step.
-        shared: parameters used on several meshes.
-        cluster: where given, cross-mesh transfers are chosen by its links.
-    """
-
-    stages: tuple[StageSpec, ...]
-    metas: Mapping[int, TensorMeta]
-    batch: tuple[BatchTensor, ...]
-    num_microbatches: int
-    schedule: str
-    loss: int
-    combine: Mapping[int, Combine] = field(default_factory=dict)
-    cuts: Mapping[int, Cut] = field(default_factory=dict)
-    given: tuple[int, ...] = ()
-    shared: tuple[SharedParameter, ...] = ()
-    cluster: ClusterSpec | None = None
 
 
 @dataclass
@@ -127,7 +68,7 @@ class Pipeline:
     def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
         self.spec, self._own, self._device = spec, dict(own), device
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        _check(spec, own, self._rank, self._world)
+        spec.check(self._rank, own, self._world)
         # How many ranks bring rows of their own, which follow each other in whole tensors.
         self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
         self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
@@ -151,9 +92,10 @@ class Pipeline:
             spec.num_microbatches,
             device,
         )
-        self._deliveries = [_Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
+        self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
-        self._sums = [_SharedSum(shared, spec, own, self._rank, device) for shared in spec.shared]
+        parameters = {index: o.parameters for index, o in own.items()}
+        self._sums = [SharedSum(shared, spec, parameters, self._rank, device) for shared in spec.shared]
 
     def _connect(self) -> None:
         groups = message_groups([self._members(channel) for channel in self.channels])
@@ -258,7 +200,7 @@ class Pipeline:
 
     def _check_batch(self, batch: Sequence[Tensor]) -> None:
         for position, (tensor, expected) in enumerate(zip(batch, self.spec.batch, strict=True)):
-            shape = _rank_shape(expected, self._rank, self._world)
+            shape = expected.rank_shape(self._rank, self._world)
             if tuple(tensor.shape) != shape:
                 raise RuntimeMismatchError(
                     f"tensor {position} of the batch has shape {list(tensor.shape)}, planned was {list(shape)}",
@@ -324,125 +266,3 @@ class Pipeline:
     def close(self) -> None:
         """End what runs beside the main thread."""
         self._outbox.close()
-
-
-class _Delivery:
-    """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per pair of ranks."""
-
-    def __init__(self, spec: PipelineSpec, ranks: tuple[int, ...], rank: int, world: int, device: torch.device) -> None:
-        self.ranks = ranks
-        self._spec = spec
-        self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
-        self._tensors: list[int] = []  # plan -> tensor of the batch
-        plans: list[TransferPlan] = []
-        everyone = tuple(range(world))
-        for stage in spec.stages:
-            if stage.ranks != ranks:
-                continue
-            for position, layout in stage.batch.items():
-                key = (position, stage.mesh_shape, layout)
-                tensor = spec.batch[position]
-                if tensor.batch_dim is None or key in self._items:
-                    continue
-                self._items[key] = len(plans)
-                shape = (tensor.meta.shape[0] // spec.num_microbatches, *tensor.meta.shape[1:])
-                start = MeshSide((world,), everyone, Layout.parse("R" if tensor.on_every_rank else "S0"))
-                plan = plan_transfer(shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
-                plans += [plan] * spec.num_microbatches
-                self._tensors += [position] * spec.num_microbatches
-        dtypes = [spec.batch[position].meta.dtype for position in self._tensors]
-        self.transfer = Transfer(plans, dtypes, rank, device)
-
-    def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
-        count = self._spec.num_microbatches
-        return [cut(batch[position], Cut(), count, i % count) for i, position in enumerate(self._tensors)]
-
-    def batches(self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]) -> list[dict[int, Tensor]]:
-        """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""
-        stage = self._spec.stages[index]
-        result: list[dict[int, Tensor]] = []
-        for m in range(self._spec.num_microbatches):
-            found = {}
-            for position, layout in stage.batch.items():
-                first = self._items.get((position, stage.mesh_shape, layout))
-                found[position] = batch[position] if first is None else tensors[first + m]
-            result.append(found)
-        return result
-
-
-class _SharedSum:
-    """The sum of one parameter's gradients over the meshes that use it: each hands its own to all others."""
-
-    def __init__(
-        self,
-        shared: SharedParameter,
-        spec: PipelineSpec,
-        own: Mapping[int, OwnStage],
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        uses = list({spec.stages[use[0]].ranks: use for use in shared.uses}.values())
-        sides = [spec.stages[stage].side(layout) for stage, _, layout in uses]
-        self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
-        self.transfers = [
-            Transfer(
-                [plan_transfer(shared.shape, shared.dtype.itemsize, sides[i], sides[j])], [shared.dtype], rank, device
-            )
-            for i, j in self._order
-        ]
-        # This rank's use, its parameter, and the local shape in the dims of the storage layout.
-        self._mine: tuple[int, nn.Parameter, tuple[int, ...]] | None = None
-        for i, (stage, name, _) in enumerate(uses):
-            if stage in own:
-                box = sides[i].boxes(shared.shape)[rank]
-                self._mine = (i, own[stage].parameters[name], tuple(stop - start for start, stop in box))
-
-    def own_gradients(self) -> list[list[Tensor | None]]:
-        """What this rank puts into each transfer."""
-        grad = None
-        if self._mine is not None and self._mine[1].grad is not None:
-            grad = self._mine[1].grad.reshape(self._mine[2])
-        return [[grad]] * len(self.transfers)
-
-    def add(self, arrived: Sequence[list[Tensor]]) -> None:
-        """Add up in the uses' order, the same on all meshes, so that the copies stay equal bit by bit."""
-        if self._mine is None:
-            return
-        me, parameter, shape = self._mine
-        parts = {me: parameter.grad.reshape(shape)} if parameter.grad is not None else {}
-        for (sender, receiver), tensors in zip(self._order, arrived, strict=True):
-            if receiver == me:
-                parts[sender] = tensors[0]
-        total: Tensor | None = None
-        for use in sorted(parts):
-            total = parts[use] if total is None else total + parts[use]
-        if total is not None:
-            parameter.grad = total.reshape(parameter.shape)
-
-
-def _rank_shape(tensor: BatchTensor, rank: int, world: int) -> tuple[int, ...]:
-    """Shape of a batch tensor on `rank`."""
-    shape = tensor.meta.shape
-    if tensor.batch_dim is None or tensor.on_every_rank:
-        return tuple(shape)
-    return Layout.parse("S0").local_shape(shape, (world,), (rank,))
-
-
-def _check(spec: PipelineSpec, own: Mapping[int, OwnStage], rank: int, world: int) -> None:
-    for a in spec.stages:
-        for b in spec.stages:
-            if a.ranks != b.ranks and set(a.ranks) & set(b.ranks):
-                raise PlanError(f"stages on ranks {a.ranks} and {b.ranks} overlap", "share all ranks or none")
-    expected = {index for index, stage in enumerate(spec.stages) if rank in stage.ranks}
-    if expected != set(own) or not own:
-        raise PlanError(f"rank {rank} has stages {sorted(expected)} but brings {sorted(own)}", "plan for all ranks")
-    for position, tensor in enumerate(spec.batch):
-        parts = spec.num_microbatches * (1 if tensor.on_every_rank else world)
-        if tensor.batch_dim is not None and tensor.meta.shape[0] % parts:
-            whose = "" if tensor.on_every_rank else f" that {world} ranks bring"
-            raise PlanError(
-                f"the {tensor.meta.shape[0]} rows{whose} (tensor {position} of the batch) cannot be cut into "
-                f"{spec.num_microbatches} equal micro-batches",
-                "choose a number of micro-batches that divides the rows of each rank",
-            )

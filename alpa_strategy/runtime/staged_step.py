@@ -19,13 +19,14 @@ from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.inter_op.pipeline_spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.pipeline import BatchTensor, OwnStage, Pipeline, PipelineSpec, SharedParameter
+from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.stage_worker import Values
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes

@@ -26,6 +26,7 @@ from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, Layout, shard
 
 ALIGNMENT = 16  # bytes: tensors of any dtype may begin there
+HELD_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,24 @@ class _Slot:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class _Sent:
+    work: Any
+    tensor: Tensor
+    peer: int
+
+
 class Outbox:
     """Sends under way: keeps their buffers until they have left, without holding up the sender.
 
-    gloo tells that a send is done only to who waits for it, so a thread waits; other backends are asked.
+    gloo tells that a send is done only to who waits for it: once buffers add up, a thread waits for them. Other
+    backends are asked.
     """
 
     def __init__(self) -> None:
-        self._polled: deque[tuple[Any, Tensor, int]] = deque()
-        self._queue: queue.SimpleQueue[tuple[Any, Tensor, int] | None] = queue.SimpleQueue()
+        self._held: deque[_Sent] = deque()
+        self._held_bytes = 0
+        self._queue: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition()
         self._num_waiting = 0
@@ -56,37 +66,43 @@ class Outbox:
         """Start all sends."""
         for op in ops:
             work = _named(op.peer, "a message to", lambda op=op: op.op(op.tensor, op.peer, op.group, op.tag))
-            self._keep(work, op.tensor, op.peer, dist.get_backend(op.group) == "gloo")
+            self._held.append(_Sent(work, op.tensor, op.peer))
+            self._held_bytes += op.tensor.numel()
+            if dist.get_backend(op.group) != "gloo":
+                while self._held and self._held[0].work.is_completed():
+                    self._held_bytes -= self._held.popleft().tensor.numel()
+            elif self._held_bytes > HELD_BYTES:
+                self._hand_over()
 
-    def _keep(self, work: Any, tensor: Tensor, peer: int, needs_thread: bool) -> None:
-        if not needs_thread:
-            while self._polled and self._polled[0][0].is_completed():
-                self._polled.popleft()
-            self._polled.append((work, tensor, peer))
-            return
+    def _hand_over(self) -> None:
+        """Let the thread wait for all that is held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, daemon=True, name="alpa-outbox")
             self._thread.start()
         with self._idle:
-            self._num_waiting += 1
-        self._queue.put((work, tensor, peer))
+            self._num_waiting += len(self._held)
+        for sent in self._held:
+            self._queue.put(sent)
+        self._held.clear()
+        self._held_bytes = 0
 
     def _wait_for_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (sent := self._queue.get()) is not None:
             try:
-                _named(item[2], "a message to", item[0].wait)
+                _named(sent.peer, "a message to", sent.work.wait)
             except LostRankError as error:
                 self._error = self._error or error
-            del item  # the buffer with it
+            del sent  # the buffer with it
             with self._idle:
                 self._num_waiting -= 1
                 self._idle.notify_all()
 
     def drain(self) -> None:
         """Wait until everything has left. LostRankError when a receiver is gone."""
-        while self._polled:
-            work, _, peer = self._polled.popleft()
-            _named(peer, "a message to", work.wait)
+        while self._held:
+            sent = self._held.popleft()
+            _named(sent.peer, "a message to", sent.work.wait)
+        self._held_bytes = 0
         with self._idle:
             self._idle.wait_for(lambda: self._num_waiting == 0)
         if self._error is not None:

@@ -15,9 +15,10 @@ from torch.nn.functional import linear
 
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.inter_op.pipeline_spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.pipeline import BatchTensor, OwnStage, Pipeline, PipelineSpec, SharedParameter
+from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.runtime.torch_comm import build_stage_meshes
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
