@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.errors import LostRankError, RuntimeMismatchError
 from alpa_strategy.inter_op.channels import Channel, StageSpec, plan_channels
 from alpa_strategy.inter_op.microbatch_run import cut, joined
 from alpa_strategy.inter_op.pipeline_spec import PipelineSpec
@@ -148,13 +148,17 @@ class Pipeline:
     def evaluate(self, batch: Sequence[Tensor], given: Values | None = None) -> Values:
         """The escaping values alone: no graph is kept, no gradient made, no buffer changed."""
         before = {index: dict(own.buffers) for index, own in self._own.items()}
-        values = self._run(batch, given or {}, 1.0, has_backward=False)
+        # Parameters gathered under inference mode (validation) would be unfit for the training that goes on later.
+        with torch.inference_mode(False), torch.no_grad():
+            values = self._run(batch, given or {}, 1.0, has_backward=False)
         for index, buffers in before.items():
             self._own[index].buffers.update(buffers)
         return values
 
     def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float, has_backward: bool) -> Values:
         self._check_batch(batch)
+        if missing := set(self.spec.given) - set(given):
+            raise RuntimeMismatchError(f"values {sorted(missing)} are not given", "run the step's prologue first")
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
         scale = torch.tensor(loss_scale, dtype=torch.float64)
         for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
@@ -250,7 +254,14 @@ class Pipeline:
                 )
             pieces.append(tensor.contiguous())
         flat = torch.cat([piece.view(-1).view(torch.uint8) for piece in pieces])
-        dist.broadcast(flat, src=stage.ranks[0])
+        try:
+            dist.broadcast(flat, src=stage.ranks[0])
+        except RuntimeError as error:
+            raise LostRankError(
+                f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
+                f"({str(error).splitlines()[0]})",
+                "look at the output of the rank that ended first",
+            ) from error
         if own:
             return own
         sizes = [piece.numel() * piece.dtype.itemsize for piece in pieces]

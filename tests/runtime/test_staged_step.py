@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random as python_random
 from dataclasses import replace
 
@@ -71,48 +72,58 @@ def same_storage(stages, meshes_of):
     return True
 
 
+def random_stages(graph, places, rng, remat=False):
+    """Random cuts and plans; stages on one mesh store a shared parameter alike."""
+    count = len(graph.ops)
+    while True:
+        cuts = [0, *sorted(rng.sample(range(1, count), len(places) - 1)), count]
+        spans = zip(itertools.pairwise(cuts), places, strict=True)
+        stages = [random_stage(graph, ops, ranks, rng, remat) for ops, ranks in spans]
+        if same_storage(stages, places):
+            return stages
+
+
+def prepare(module, micro, stages, schedule):
+    """(pipeline, one store per mesh), ready to step."""
+    meshes = stage_meshes(stages)
+    stores = stage_stores(module, micro.graph, stages, meshes)
+    distinct = list({id(s): s for s in stores.values()}.values())
+    for store in distinct:
+        store.shard()
+    return build_pipeline(module, micro, stages, schedule, meshes, stores, torch.device("cpu"), seed=0), distinct
+
+
+def given_values(micro, parameters, buffers, leaves):
+    """What the micro-batches are given by the prologue."""
+    if micro.prologue is None:
+        return {}
+    found = run_step(micro.prologue, parameters, buffers, [leaves[b.leaf] for b in micro.prologue.batch])
+    return {value: found[source] for value, source in micro.given.items()}
+
+
 def run_model(name, places, schedule, num_microbatches, seed, remat=False):
     """places: ranks per stage."""
     world = dist.get_world_size()
     module, step, whole, mine = captured(name, world)
     micro = microbatch(step, num_microbatches, world)
-    rng = python_random.Random(f"{name}{places}{seed}")
-    count = len(micro.graph.ops)
-    while True:
-        cuts = [0, *sorted(rng.sample(range(1, count), len(places) - 1)), count]
-        stages = [
-            random_stage(micro.graph, (a, b), ranks, rng, remat)
-            for a, b, ranks in zip(cuts, cuts[1:], places, strict=False)
-        ]
-        if same_storage(stages, places):
-            break
+    stages = random_stages(micro.graph, places, python_random.Random(f"{name}{places}{seed}"), remat)
     parameters = {p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape) for p in step.parameters}
     buffers = {b.name: module.get_buffer(b.name).clone() for b in step.buffers}
     trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
-    batch = [whole[b.leaf] for b in step.batch]
-    expected = run_step(step, trained, buffers, batch)
+    expected = run_step(step, trained, buffers, [whole[b.leaf] for b in step.batch])
     expected[step.loss].backward()
-
-    meshes = stage_meshes(stages)
-    stores = stage_stores(module, micro.graph, stages, meshes)
-    for store in {id(s): s for s in stores.values()}.values():
-        store.shard()
-    pipeline = build_pipeline(module, micro, stages, schedule, meshes, stores, torch.device("cpu"), seed=0)
-    given = {}
-    if micro.prologue is not None:
-        leaves = {b.value: whole[b.leaf] for b in micro.prologue.batch}
-        found = run_step(micro.prologue, parameters, buffers, [leaves[b.value] for b in micro.prologue.batch])
-        given = {value: found[source] for value, source in micro.given.items()}
+    pipeline, stores = prepare(module, micro, stages, schedule)
+    given = given_values(micro, parameters, buffers, whole)
+    is_exact = name != "convnet" or num_microbatches == 1  # BatchNorm's statistics are per micro-batch
     losses = []
     for _ in range(2):
         result = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
         loss = result.values[micro.graph.loss]
         losses.append(loss.item())
-        per_microbatch = name == "convnet" and num_microbatches > 1  # BatchNorm's statistics
-        if not per_microbatch:
+        if is_exact:
             torch.testing.assert_close(loss, expected[step.loss].detach(), rtol=1e-11, atol=1e-12)
         grads = {id(p): g for p, g in result.gradients}
-        for store in {id(s): s for s in stores.values()}.values():
+        for store in stores:
             for parameter in store.parameters:
                 known = store.name_of(parameter)
                 grad = grads.get(id(parameter), torch.zeros_like(parameter))
@@ -120,12 +131,40 @@ def run_model(name, places, schedule, num_microbatches, seed, remat=False):
                 assert found.isfinite().all()
                 want = trained[known].grad
                 want = torch.zeros_like(found) if want is None else want
-                if not per_microbatch:
+                if is_exact:
                     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12, msg=lambda m, k=known: f"{k}: {m}")
             store.after_optimizer_step()
         pipeline.set_buffers(buffers)
     assert losses[0] == losses[1]
     pipeline.close()
+
+
+def run_with_dropout(places, schedule, remat):
+    """Losses of three steps and the local gradients of the last."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(1)
+        module = MODELS["gpt"](num_layers=2, vocab_size=33, dropout=0.3)
+        whole = module.example_batch(8, torch.Generator().manual_seed(2))
+        rows = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+        mine = torch.utils._pytree.tree_map(lambda t: t[rows], whole)
+        step = capture_step(module, mine, world_size=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert any("dropout" in str(op.call.target) for op in step.ops)
+    micro = microbatch(step, 2, 2)
+    stages = random_stages(micro.graph, places, python_random.Random(0), remat)
+    pipeline, stores = prepare(module, micro, stages, schedule)
+    leaves = torch.utils._pytree.tree_leaves(mine)
+    given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
+    losses = []
+    for _ in range(3):
+        result = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
+        losses.append(result.values[micro.graph.loss].item())
+        for store in stores:
+            store.after_optimizer_step()
+    pipeline.close()
+    return losses, [g.tolist() for _, g in result.gradients]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -141,3 +180,17 @@ def test_gpt_under_every_schedule(pool, schedule, remat):
     meshes = ((0, 1), (2,))
     places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
     pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("name", ["gpt", "convnet"])
+def test_micro_batches_without_a_pipeline(pool, name, schedule):
+    pool.run(2, run_model, name, ((0, 1),), schedule, 2, 0)
+
+
+def test_dropout_is_reproducible_and_recomputed_alike(pool):
+    places = ((0,), (1,))
+    first, again, recomputed = (pool.run(2, run_with_dropout, places, "1F1B", remat) for remat in (False, False, True))
+    assert len(set(first[0][0])) == 3
+    assert first == again
+    assert first == recomputed
