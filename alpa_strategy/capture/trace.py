@@ -117,7 +117,7 @@ def trace_step(
         ):
             arguments = _step_arguments(module, step, rows, batch_idx, record)
             with attribute_reads() as reads:
-                output = getattr(module, step)(**arguments)
+                output = getattr(module, step)(*arguments)
             seen["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
         result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
@@ -141,17 +141,19 @@ def trace_step(
     )
 
 
-def _step_arguments(module: LightningModule, step: str, rows: Any, batch_idx: int, record: Recording) -> dict[str, Any]:
+def _step_arguments(
+    module: LightningModule, step: str, rows: Any, batch_idx: int, record: Recording
+) -> tuple[Any, ...]:
+    """What the Trainer would pass, by position as it does: users name these arguments as they like."""
     function = getattr(module, step)
     parameters = list(inspect.signature(function).parameters)
     if "dataloader_iter" in parameters:
         raise CaptureError(
             f"{step} takes dataloader_iter: it pulls its own batches", f"write {step}(self, batch, batch_idx)"
         )
-    arguments = {parameters[0]: rows}
     if is_param_in_hook_signature(function, "batch_idx", min_args=2):
-        arguments["batch_idx"] = record.counter(batch_idx, "batch_idx")
-    return arguments
+        return rows, record.counter(batch_idx, "batch_idx")
+    return (rows,)
 
 
 def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -75,6 +75,14 @@ def test_what_is_no_fused_projection_is_left_alone(how):
     assert all(p.module_shape is None for p in step.parameters)
 
 
+def test_the_step_may_name_its_arguments_as_it_likes():
+    class Short(Fused):
+        def training_step(self, b, i):
+            return super().training_step(b, i)
+
+    assert capture_step(Short("split"), torch.randn(2, 5, 8)).ops
+
+
 def test_shared_weights_are_left_alone():
     class Twice(Fused):
         def training_step(self, batch, batch_idx):
