@@ -15,13 +15,15 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.make import plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
+from alpa_strategy.runtime.torch_comm import broadcast_object
 
 ADAM = OptimizerInfo(state_bytes=16)
 CASES = {
@@ -101,12 +103,30 @@ def given_values(micro, parameters, buffers, leaves):
     return {value: found[source] for value, source in micro.given.items()}
 
 
-def run_model(name, places, schedule, num_microbatches, seed, remat=False):
-    """places: ranks per stage."""
+def run_planned(name, options):
+    """The planner's own stages, as rank 0 finds them; returns how they lie."""
     world = dist.get_world_size()
-    module, step, whole, mine = captured(name, world)
-    micro = microbatch(step, num_microbatches, world)
+    case = captured(name, world)
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(world)
+    plan = None
+    if dist.get_rank() == 0:
+        plan = plan_pipeline(case[1], cluster, PlanOptions(**options), ADAM)
+    plan = broadcast_object(plan)
+    compare(name, case, microbatch(case[1], plan.num_microbatches, world), plan.stages, plan.schedule)
+    return [(stage.first_device, stage.submesh) for stage in plan.stages]
+
+
+def run_model(name, places, schedule, num_microbatches, seed, remat=False):
+    """Stages drawn at random; places: ranks per stage."""
+    case = captured(name, dist.get_world_size())
+    micro = microbatch(case[1], num_microbatches, dist.get_world_size())
     stages = random_stages(micro.graph, places, python_random.Random(f"{name}{places}{seed}"), remat)
+    compare(name, case, micro, stages, schedule)
+
+
+def compare(name, case, micro, stages, schedule):
+    """Two steps of the pipeline against the whole step."""
+    module, step, whole, mine = case
     parameters = {p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape) for p in step.parameters}
     buffers = {b.name: module.get_buffer(b.name).clone() for b in step.buffers}
     trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
@@ -114,7 +134,7 @@ def run_model(name, places, schedule, num_microbatches, seed, remat=False):
     expected[step.loss].backward()
     pipeline, stores = prepare(module, micro, stages, schedule)
     given = given_values(micro, parameters, buffers, whole)
-    is_exact = name != "convnet" or num_microbatches == 1  # BatchNorm's statistics are per micro-batch
+    is_exact = name != "convnet" or micro.num_microbatches == 1  # BatchNorm's statistics are per micro-batch
     losses = []
     for _ in range(2):
         result = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
@@ -180,6 +200,21 @@ def test_gpt_under_every_schedule(pool, schedule, remat):
     meshes = ((0, 1), (2,))
     places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
     pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
+        (3, {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe"}),
+        (4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+        (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else x["schedule"],
+)
+def test_the_planners_stages(pool, num_ranks, options):
+    places = pool.run(num_ranks, run_planned, "gpt", options)[0]
+    assert len(places) == options["num_stages"]
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
