@@ -24,7 +24,7 @@ from alpa_strategy.runtime.pipeline_exchange import Delivery, SharedSum
 from alpa_strategy.runtime.pipeline_stage import Schedule
 from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageProgram, StageWorker, Values
 from alpa_strategy.runtime.torch_comm import message_groups
-from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange
+from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange, first_sentence
 
 FIRST_SHARED_TAG = 1 << 16  # deliveries of the batch before, channels after
 FIRST_CHANNEL_TAG = 1 << 20
@@ -259,7 +259,7 @@ class Pipeline:
         except RuntimeError as error:
             raise LostRankError(
                 f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
-                f"({str(error).splitlines()[0]})",
+                f"({first_sentence(str(error))})",
                 "look at the output of the rank that ended first",
             ) from error
         if own:

@@ -8,6 +8,7 @@ ignores tags, so there every channel and direction has a group of its own (`torc
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -309,7 +310,12 @@ def _named(peer: int, what: str, call: Callable[[], Any]) -> Any:
             problem = f"{what} rank {peer} did not get through in time: rank {peer} hangs, or waits for one that does"
         else:
             problem = f"rank {peer} is gone: {what} it failed"
-        first_line = text.splitlines()[0] if text else type(error).__name__
         raise LostRankError(
-            f"rank {dist.get_rank()}: {problem} ({first_line})", f"look at the output of rank {peer} first"
+            f"rank {dist.get_rank()}: {problem} ({first_sentence(text)})", f"look at the output of rank {peer} first"
         ) from error
+
+
+def first_sentence(text: str) -> str:
+    """What a backend says happened, without its source file and advice."""
+    line = text.splitlines()[0] if text else "no reason given"
+    return re.sub(r"^\[/[^\]]*\] ", "", line).partition(". This is typically")[0]
