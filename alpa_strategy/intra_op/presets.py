@@ -62,10 +62,7 @@ def restrict(
             if not optimizer.element_wise:
                 allowed &= np.array([all(m[0] == "R" for m in plan.modes) for plan in own.plans])
         if not allowed.any():
-            raise PlanError(
-                f"no way to store parameter {parameter.name!r} is left under parallel={options.parallel!r}",
-                "relax `parallel` or pin this parameter with `placements`",
-            )
+            raise _nothing_left(parameter.name, options, optimizer)
         cost[~allowed] = np.inf
         choices[index] = replace(choices[index], cost=cost)
     transfers = list(intra.problem.transfers)
@@ -99,6 +96,19 @@ def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
             "give one name, or one per axis of logical_mesh",
         )
     return options.parallel
+
+
+def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
+    if not optimizer.element_wise:
+        return PlanError(
+            f"the optimizer {optimizer.name} does not work element by element, so it needs parameter {name!r} whole, "
+            f"and parallel={options.parallel!r} stores it in shards",
+            'use an element-wise optimizer such as AdamW, or parallel="data"',
+        )
+    return PlanError(
+        f"no way to store parameter {name!r} is left under parallel={options.parallel!r}",
+        "relax `parallel` or pin this parameter with `placements`",
+    )
 
 
 def _meets(modes: tuple[str, ...], wanted: tuple[str, ...], exactly: bool) -> bool:

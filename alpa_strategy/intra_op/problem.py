@@ -3,9 +3,9 @@
     minimise    sum_c cost[c][s_c]  +  sum_t sum_{q used} cost[t][p_t, q]
     subject to  sum_c memory[c][s_c] + sum_t sum_{q used} memory[t][p_t, q] <= memory_limit
 
-where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t gives, and q runs over
-the *distinct* target layouts that the consumers of t ask for: a value brought to one layout for three consumers is
-paid for once (design section 7, the y and z variables).
+where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t gives, and q runs
+over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout for three consumers
+is paid for once (design section 7, the y and z variables).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Problem:
 class Solution:
     """An assignment (strategy index per choice) with its objective and how sure it is.
 
-    `bound` is a proved lower bound on the objective; `gap` = (seconds - bound) / seconds. `method` says how it was found.
+    `bound` is a proved lower bound on the objective; `gap` = (seconds - bound) / seconds. `method`: how it was found.
     """
 
     assignment: tuple[int, ...]

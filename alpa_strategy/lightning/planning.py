@@ -137,7 +137,9 @@ def find_or_make_plan(
         running: the stage that is already running, for a step of another shape: parameters stay as they lie.
     """
     options, pinned = job.options, None
-    if running is not None:
+    if running is None:
+        _check_divisible(step, job)
+    else:
         pinned = running.parameter_plans
         options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
     data = rank_zero.result_of(
@@ -180,6 +182,20 @@ def _plan_on_rank_zero(
     except OSError as error:
         job.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
     return plan
+
+
+def _check_divisible(step: StepGraph, job: Job) -> None:
+    """RuntimeMismatchError when a whole batch cannot be split evenly and nothing says that it should not be split.
+
+    Later batches may be of any size: the plan is running then, and uneven ones are reported and trained as they are.
+    """
+    num_devices = job.num_nodes * job.devices_per_node
+    keeps_batch_whole = job.options.parallel == "tensor" or job.plan_file is not None
+    if step.batch_scope == "global" and step.batch_size % num_devices and not keeps_batch_whole:
+        raise RuntimeMismatchError(
+            f"the global batch of {step.batch_size} rows is not divisible by the job's {num_devices} devices",
+            f'use a batch size that is a multiple of {num_devices}, or parallel="tensor", which keeps it whole',
+        )
 
 
 def _check_devices(plan: Plan, job: Job) -> None:

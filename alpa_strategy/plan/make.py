@@ -97,7 +97,7 @@ def plan_step(
     limit = memory_limit(options, cluster)
     seconds: dict[str, float] = {}
     problems: list[tuple[float, str, IntraOp]] = []  # seconds if memory were free: no plan on that mesh is faster
-    failures: list[str] = []
+    failures: list[tuple[str, PlanError]] = []
     for shape in logical_shapes(options, cluster):
         label = "x".join(map(str, shape))
         with progress(f"price {label}"), _timed(seconds, f"price {label}"):
@@ -107,7 +107,7 @@ def plan_step(
                 least = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds).bound
                 problems.append((least, label, intra))
             except PlanError as error:
-                failures.append(f"logical mesh {label}: {error.problem}")
+                failures.append((label, error))
     best: MeshSolution | None = None
     for _, label, intra in sorted(problems, key=lambda entry: entry[:2]):
         with progress(f"solve {label}"), _timed(seconds, f"solve {label}"):
@@ -116,11 +116,12 @@ def plan_step(
             except NotCheaper:
                 continue
             except PlanError as error:
-                failures.append(f"logical mesh {label}: {error.problem}")
+                failures.append((label, error))
     if best is None:
+        fixes = {error.fix for _, error in failures}
         raise PlanError(
-            "no plan fits:\n    " + "\n    ".join(failures),
-            "use more devices, a smaller batch, or relax memory_limit, placements, parallel or logical_mesh",
+            "no plan fits:" + "".join(f"\n    logical mesh {label}: {error.problem}" for label, error in failures),
+            fixes.pop() if len(fixes) == 1 else "use more devices, a smaller batch, or relax the options named above",
         )
     with progress("baselines"), _timed(seconds, "baselines"):
         baselines = _baselines(step, cluster, options, optimizer, costs) if pinned is None else {}

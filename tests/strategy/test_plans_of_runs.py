@@ -41,11 +41,13 @@ class WithNormScaled(MLP):
         return NormScaled(self.parameters())
 
 
-def run(kind: str, root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16) -> str:
-    """Two steps; the error that this rank ended with, or what the strategy said. rows: this rank's per batch."""
+def run(
+    kind: str, root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16, same: bool = False
+) -> str:
+    """Two steps; the error that this rank ended with, or "trained". rows: this rank's per batch; same: on all ranks."""
     model = globals()[kind](d_hidden=hidden)
     rank = torch.distributed.get_rank()
-    data = TensorDataset(*model.example_batch(2 * rows[rank], torch.Generator().manual_seed(rank)))
+    data = TensorDataset(*model.example_batch(2 * rows[rank], torch.Generator().manual_seed(0 if same else rank)))
     strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -107,6 +109,12 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
         assert "3" in message
     for message in pool.run(2, run, "MLP", root, {"batch_scope": "global"}):
         assert "global batches" in message  # each rank drew its own rows
+    for message in pool.run(2, run, "MLP", root, {"batch_scope": "global"}, (7, 7), 16, True):
+        assert "7 rows is not divisible" in message
+    whole = {"batch_scope": "global", "parallel": "tensor"}
+    assert pool.run(2, run, "MLP", root, whole, (7, 7), 16, True) == ["trained"] * 2
+    for message in pool.run(2, run, "WithNormScaled", root, {"parallel": "zero3"}):
+        assert "NormScaled does not work element by element" in message
 
 
 def test_an_optimizer_that_needs_whole_parameters_gets_them(pool, tmp_path: Path) -> None:
