@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,10 +48,10 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
 
     class Clock(pl.Callback):
         def __init__(self) -> None:
-            self.times: list[float] = []
+            self.times: list[tuple[float, float]] = []
 
         def on_train_batch_end(self, *unused: object) -> None:
-            self.times.append(time.perf_counter())
+            self.times.append((time.perf_counter(), time.process_time()))
 
     def make_strategy() -> object:
         name, _, parallel = strategy.partition(":")
@@ -76,12 +77,14 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
     )
     trainer.fit(model, DataLoader(Tokens(), batch_size=args.batch))
     if trainer.global_rank == 0:
-        seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)][args.warmup :]
+        seconds = [(b - a, d - c) for (a, c), (b, d) in pairwise(clock.times)][args.warmup :]
         Path(args.out).write_text(json.dumps(seconds))
 
 
-def run_job(args: argparse.Namespace, strategy: str, plan_dir: str, environment: dict[str, str]) -> list[float]:
-    """Seconds per step of one job."""
+def run_job(
+    args: argparse.Namespace, strategy: str, plan_dir: str, environment: dict[str, str]
+) -> list[tuple[float, float]]:
+    """(wall, CPU of rank 0) seconds of every step of one job."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.devices}"]
@@ -122,17 +125,23 @@ def main() -> int:
 
     strategies = args.strategies or (["plain", "alpa"] if args.devices == 1 else ["ddp", "alpa"])
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in strategies}
+    seconds: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in strategies}
     with tempfile.TemporaryDirectory() as plan_dir:
         for turn in range(args.rounds):
             order = strategies if turn % 2 == 0 else strategies[::-1]  # neither always goes first
             for name in order:
                 seconds[name].append(run_job(args, name, plan_dir, environment))
     tokens = args.devices * args.batch * args.sequence
-    rates = {name: [tokens / statistics.median(round_) for round_ in rounds] for name, rounds in seconds.items()}
+    rates = {
+        name: [tokens / statistics.median(wall for wall, _ in round_) for round_ in rounds]
+        for name, rounds in seconds.items()
+    }
+    work = {
+        name: min(statistics.median(cpu for _, cpu in round_) for round_ in rounds) for name, rounds in seconds.items()
+    }
     first = strategies[0]
     table = Table(title=f"GPT {args.layers} x {args.hidden}, sequence {args.sequence}, {args.devices} ranks, fp32")
-    for column in ("strategy", "tokens/s", f"x {first}", "per round"):
+    for column in ("strategy", "tokens/s", f"x {first}", "CPU ms a step", "per round"):
         table.add_column(column, justify="left" if column in ("strategy", "per round") else "right")
     # The ratio is taken round by round: both sides of it saw the same machine.
     ratios = {
@@ -144,6 +153,7 @@ def main() -> int:
             name,
             f"{statistics.median(rates[name]):,.0f}",
             f"{ratios[name]:.3f}",
+            f"{1e3 * work[name]:.0f}",
             " ".join(f"{mine / theirs:.3f}" for mine, theirs in zip(rates[name], rates[first], strict=True)),
         )
     Console().print(table)
