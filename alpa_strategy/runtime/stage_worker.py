@@ -155,6 +155,8 @@ class StageWorker:
         self._in_flight.clear()
         for port in (*self._incoming, *self._outgoing):
             port.arriving.clear()
+            port.forward.forget()
+            port.backward.forget()
 
     # Forward
 

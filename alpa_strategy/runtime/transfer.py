@@ -199,6 +199,10 @@ class Transfer:
             ]
         return receipt
 
+    def forget(self) -> None:
+        """Drop parts that were kept for a receive that never came (a step that was broken off)."""
+        self._kept_parts.clear()
+
     def assemble(self, buffers: Sequence[Tensor], tag: int) -> list[Tensor]:
         """This rank's local tensors in the target's layouts from its messages."""
         if not self._is_target:
