@@ -46,6 +46,7 @@ from alpa_strategy.plan.plan import Plan, Predicted
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 PATIENCE = 2  # numbers of micro-batches tried without getting better
+SEARCH_SECONDS = 60.0  # no further number of micro-batches is begun that would likely end later than this
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
 SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 
@@ -100,9 +101,15 @@ def plan_pipeline(
     meshes = submeshes(cluster)
     best: list[_Candidate] = []
     failures: list[str] = []
+    untried: list[int] = []
     without_gain = 0
-    for count in microbatch_counts(step, cluster, options):
+    begun = time.perf_counter()
+    counts = microbatch_counts(step, cluster, options)
+    for number, count in enumerate(counts):
         started = time.perf_counter()
+        if best and started + (started - begun) / number > begun + SEARCH_SECONDS:
+            untried = counts[number:]
+            break
         with progress(f"{count} micro-batches"):
             ranks = cluster.num_devices if step.batch_scope == "rank" else 1
             graph = microbatch(step, count, ranks).graph
@@ -131,7 +138,10 @@ def plan_pipeline(
             continue
         spent["chosen stages"] = time.perf_counter() - started
         fingerprint = fingerprint_of(step, cluster, options, optimizer)
-        return replace(plan, fingerprint=fingerprint, notes=(*step.notes, *plan.notes), solver_seconds=dict(spent))
+        notes = [*step.notes, *plan.notes]
+        if untried:
+            notes.append(f"numbers of micro-batches not tried for lack of time: {', '.join(map(str, untried))}")
+        return replace(plan, fingerprint=fingerprint, notes=tuple(notes), solver_seconds=dict(spent))
     raise PlanError(
         "no pipeline fits:\n    " + "\n    ".join(failures),
         "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",

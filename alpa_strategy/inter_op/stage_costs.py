@@ -31,7 +31,6 @@ from alpa_strategy.sharding.layout import REPLICATE
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
-FIELDS = ("seconds", "once", "always", "in_flight")
 
 
 @dataclass(frozen=True)

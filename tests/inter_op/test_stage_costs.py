@@ -1,0 +1,207 @@
+"""Costs of runs of layers against the exact ILP of the same stage, and whole pipeline plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.layers import cluster_layers
+from alpa_strategy.inter_op.make import plan_pipeline
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.schedules import in_flight, why_not
+from alpa_strategy.inter_op.slice import stage_on
+from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_problem import cost_of, take_apart, weighted
+from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
+from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.plan import Plan
+
+ADAM = OptimizerInfo()
+SIZES = {
+    "gpt": {"num_layers": 4, "d_model": 64, "seq_len": 32, "vocab_size": 128},
+    "llama": {"num_layers": 3},
+    "mlp": {"d_hidden": 256, "num_layers": 6},
+    "convnet": {},
+}
+
+
+def cluster(num_nodes: int = 2, per_node: int = 2) -> ClusterSpec:
+    """Small, with a slow link between nodes: a network that binds."""
+    whole = ClusterSpec.load("pcie_8gpu").with_nodes(num_nodes, per_node)
+    return replace(whole, inter_node=Link(20e-6, 1e9))
+
+
+@cache
+def captured(name: str, rows: int = 16):
+    module = MODELS[name](**SIZES[name])
+    batch = module.example_batch(rows, torch.Generator().manual_seed(0))
+    return capture_step(module, batch, world_size=1, batch_scope="global")
+
+
+def job_of(name: str, num_microbatches: int = 4, limit: float = np.inf) -> CostJob:
+    graph = microbatch(captured(name), num_microbatches).graph
+    spec = cluster()
+    return CostJob(
+        graph, cluster_layers(graph), num_microbatches, spec, RooflineCosts(spec.device), PlanOptions(), ADAM, limit
+    )
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
+    """The named approximation of layer_matrix.py, measured: never below the optimum, at most a few percent above."""
+    job = job_of(name)
+    submesh = (1, 2) if shape == (2,) else (2, 2)
+    parts = run_parts(job, submesh, shape)
+    B = job.num_microbatches
+    tables = OptionTables(job.cluster.logical_mesh(shape, submesh), job.costs, ADAM)
+    gaps = []
+    runs = [(0, 1), (0, job.num_layers), (1, job.num_layers), (job.num_layers - 1, job.num_layers), (1, 2)]
+    for first, last in runs:
+        if last <= first:
+            continue
+        graph = stage_on(job.graph, job.cuts[first], job.cuts[last], int(np.prod(shape)))
+        stage = take_apart(build(graph, tables), tables)
+        exact = solve(weighted(stage, B, 1))
+        priced = min(B * (p[first, last, 0] + p[first, last, 1]) + p[first, last, 2] for p in parts)
+        gaps.append(priced / exact.seconds - 1)
+    assert min(gaps) >= -1e-6
+    assert max(gaps) <= 0.05, gaps
+    assert gaps[0] <= 0.03
+
+
+def test_the_parts_of_a_stage_add_up():
+    job = job_of("gpt")
+    tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
+    stage = take_apart(build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables), tables)
+    rng = np.random.default_rng(0)
+    for remat in (False, True):
+        problem = weighted(stage, 8, 3, remat)
+        for _ in range(5):
+            assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in problem.choices]
+            cost = cost_of(stage, assignment)
+            seconds, num_bytes = evaluate(problem, assignment)
+            assert seconds == pytest.approx(8 * cost.seconds(remat) + cost.once)
+            kept = cost.boundary * 3 + cost.saved - cost.boundary if remat else 3 * cost.saved
+            assert num_bytes == pytest.approx(cost.always + kept)
+
+
+def test_more_micro_batches_in_flight_are_paid_with_time():
+    job = job_of("gpt")
+    free = run_costs(job, (1, 2))
+    whole = (0, job.num_layers)
+    need = free.always[whole] + job.num_microbatches * free.in_flight[whole]
+    at = int(np.where(np.isfinite(free.seconds[whole]), free.seconds[whole], np.inf).argmin())
+    tight = run_costs(replace(job, memory_limit=float(0.8 * need[at])), (1, 2))
+    assert tight.seconds[whole].min() >= free.seconds[whole].min() * (1 - 1e-9)
+    fitting = np.isfinite(tight.seconds[whole])
+    assert (tight.always[whole] + tight.in_flight[whole])[fitting].max() <= 0.8 * need[at]
+
+
+def test_stored_costs_are_found_again_even_after_a_cut(tmp_path):
+    job = job_of("mlp")
+    path = tmp_path / "stages.jsonl"
+    first = stage_costs(job, [(1, 1), (1, 2)], CostStore(path))
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2
+    path.write_text(lines[0] + "\n" + lines[1][:100])
+    worked_out: list[str] = []
+
+    def progress(name):
+        from contextlib import nullcontext
+
+        worked_out.append(name)
+        return nullcontext()
+
+    again = stage_costs(job, [(1, 1), (1, 2)], CostStore(path), progress)
+    assert worked_out == ["stages on 1x2"]
+    for a, b in zip(first, again, strict=True):
+        keep = np.isfinite(a.seconds)
+        for name in ("seconds", "once", "always", "in_flight", "shape", "remat"):
+            np.testing.assert_array_equal(getattr(a, name)[keep], getattr(b, name)[keep])
+
+
+def test_submeshes_lie_inside_nodes_or_are_whole_nodes():
+    assert submeshes(cluster(1, 4)) == ((1, 1), (1, 2), (1, 3), (1, 4))
+    assert submeshes(cluster(8, 8)) == ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
+    assert submeshes(cluster(1, 6)) == ((1, 1), (1, 2), (1, 3), (1, 4), (1, 6))
+    fits = stage_fits(cluster(2, 4), ((1, 2), (1, 4), (2, 4)))
+    assert fits[8].tolist() == [True, True, True]
+    assert fits[5].tolist() == [False, False, False]
+    assert fits[6].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_stages": 2, "num_microbatches": 4},
+        {"num_stages": 4, "num_microbatches": 8, "schedule": "1F1B", "remat": True},
+        {"num_microbatches": 4, "schedule": "GPipe", "num_stages": 2, "remat": False},
+        {"schedule": "Interleaved1F1B", "num_microbatches": 8, "num_stages": 4},
+        {"schedule": "ZBVZeroBubble", "num_microbatches": 8, "num_stages": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_plans_are_whole_and_keep_to_the_options(name, options):
+    step, spec = captured(name), cluster()
+    plan = plan_pipeline(step, spec, PlanOptions.from_user(batch_scope="global", **options), ADAM)
+    graph = microbatch(step, plan.num_microbatches).graph
+    assert [a.ops[1] == b.ops[0] for a, b in pairwise(plan.stages)] == [True] * (len(plan.stages) - 1)
+    assert (plan.stages[0].ops[0], plan.stages[-1].ops[1]) == (0, len(graph.ops))
+    assert sum(np.prod(s.submesh) for s in {s.first_device: s for s in plan.stages}.values()) == spec.num_devices
+    for stage in plan.stages:
+        own = stage_on(graph, *stage.ops, int(np.prod(stage.logical_mesh)))
+        assert set(stage.received) == set(own.received)
+        assert set(stage.sent) == set(own.sent)
+        assert set(stage.strategies) == {op.name for op in own.ops}
+        assert options.get("remat") in (None, stage.remat)
+    assert plan.num_microbatches == options.get("num_microbatches", plan.num_microbatches)
+    assert len(plan.stages) == options.get("num_stages", len(plan.stages))
+    if len(plan.stages) > 1:
+        assert plan.schedule == options.get("schedule", plan.schedule)
+        ranks = len({s.first_device for s in plan.stages})
+        assert why_not(plan.schedule, ranks, plan.num_microbatches) is None
+        assert len(in_flight(plan.schedule, ranks, plan.num_microbatches, len(plan.stages) // ranks)) == ranks
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_pipeline_where_the_network_binds():
+    """Wide layers and a slow link: two stages on two nodes beat one stage over both."""
+    with torch.device("meta"):
+        module = MODELS["mlp"](d_in=4096, d_hidden=4096, d_out=4096, num_layers=24)
+        batch = (torch.empty(1024, 4096), torch.empty(1024, 4096))
+    step = capture_step(module, batch, world_size=1, batch_scope="global")
+    slow = replace(cluster(), inter_node=Link(20e-6, 4e9))
+    one = plan_pipeline(step, slow, PlanOptions(batch_scope="global", num_stages=1), ADAM)
+    best = plan_pipeline(step, slow, PlanOptions(batch_scope="global"), ADAM)
+    assert len(best.stages) > 1
+    assert best.predicted.step_seconds < 0.9 * one.predicted.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 1000}, "num_stages=1000"),
+        ({"num_microbatches": 3}, "num_microbatches=3"),
+        ({"memory_limit": 1e3}, "no pipeline fits"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_clearly(options, message):
+    with pytest.raises(PlanError, match=message):
+        plan_pipeline(captured("mlp"), cluster(), PlanOptions.from_user(batch_scope="global", **options), ADAM)
