@@ -3,7 +3,8 @@
     minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
 
 over stages i with t_i the seconds of a micro-batch (the transfer to the next stage included), g_i the seconds once per
-step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates t_max; here the
+step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates
+t_max; here the
 bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy tables.
 """
 
@@ -74,7 +75,8 @@ def solve_stages(
     """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
 
     Args:
-        in_flight: micro-batches alive in a stage with s stages from it to the end, at index s - 1; its length bounds the
+        in_flight: micro-batches alive in a stage with s stages from it to the end, at index s - 1; its length
+        bounds the
             number of stages.
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).

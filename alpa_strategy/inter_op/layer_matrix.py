@@ -1,6 +1,7 @@
 """One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus products price every run.
 
-Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of several
+Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of
+several
 values that cross a boundary the largest chooses its layout; the others follow it dim by dim. Both only restrict the
 ILP's space, so a run is never priced below its optimum; the stages that are chosen are solved by the ILP itself.
 """

@@ -1,6 +1,7 @@
 """From a captured step and a cluster to a Plan of several stages: micro-batches, layers, stage costs, DP, then the ILP.
 
-Everything is searched that the options leave open: the number of micro-batches, the schedule, stages, submeshes, logical
+Everything is searched that the options leave open: the number of micro-batches, the schedule, stages, submeshes,
+logical
 shapes, recomputation and layouts. Stages are chosen on the costs of `stage_costs.py`; the chosen ones are then solved
 by the same ILP as a single stage, and the prediction is made of their exact costs.
 """
@@ -53,7 +54,8 @@ SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its mesh."""
+    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its
+    mesh."""
 
     seconds: float
     job: CostJob
@@ -81,7 +83,8 @@ def plan_pipeline(
     progress: Progress | None = None,
     store: CostStore | None = None,
 ) -> Plan:
-    """The best plan with micro-batches and stages (one stage included); op indices are those of the micro-batched graph.
+    """The best plan with micro-batches and stages (one stage included); op indices are those of the
+    micro-batched graph.
 
     Args:
         costs: op costs; the roofline of `cluster.device` when None.
@@ -290,7 +293,8 @@ def _tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunC
 def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
     """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients.
 
-    Where stages lie is not known to the DP: on several nodes every boundary is taken to cross nodes, as the slowest does.
+    Where stages lie is not known to the DP: on several nodes every boundary is taken to cross nodes, as the
+    slowest does.
     """
     graph, crosses = job.graph, True if job.cluster.num_nodes > 1 else None
     found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
@@ -366,7 +370,7 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         for s in candidate.choice.stages
     )
     notes = [f"stages: {spans}"] if len(stages) > 1 else []
-    notes += [f"bubble and boundaries: {bubble:.1%} of the slowest stage's time"] if len(stages) > 1 else []
+    notes += [f"bubble and boundaries: {bubble:.1%} of the step"] if len(stages) > 1 else []
     return Plan(
         fingerprint=_no_fingerprint(),
         stages=stages,

@@ -86,8 +86,8 @@ def terms(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> T
 
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
     on a rank the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
-    Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one forward,
-    t / 3, per hop and stage-sized chunk.
+    Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
+    forward, t / 3, per hop and stage-sized chunk.
     """
     _check(schedule, num_ranks, num_microbatches)
     if schedule in ONE_STAGE:

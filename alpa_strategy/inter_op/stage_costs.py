@@ -1,4 +1,5 @@
-"""What every run of layers costs on every submesh and logical shape, from the same strategies and costs as one stage's ILP.
+"""What every run of layers costs on every submesh and logical shape, from the same strategies and costs as one
+stage's ILP.
 
 Layers that are the same by structure are solved once per mesh, from boundary layout to boundary layout, for several
 prices of memory (layer_matrix.py). All runs follow by min-plus products; what is kept of each are the cheapest
@@ -241,7 +242,8 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
 
 
 def leader(graph: StepGraph, position: int) -> int | None:
-    """Of the values that cross a cut, the one whose layout the others follow: differentiable first, then the largest."""
+    """Of the values that cross a cut, the one whose layout the others follow: differentiable first, then the
+    largest."""
     values = crossing_values(graph, position)
     key = lambda v: (graph.values[v].requires_grad, graph.values[v].num_bytes, -v)  # noqa: E731
     return max(values, key=key, default=None)

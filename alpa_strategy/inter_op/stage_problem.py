@@ -1,7 +1,7 @@
 """A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per micro-batch in flight.
 
-From the same `build` as a single stage. `weighted` puts the parts together again for a number of micro-batches, of which
-so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage.
+From the same `build` as a single stage. `weighted` puts the parts together again for a number of micro-batches,
+of which so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in flight."""
+"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in
+flight."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
 def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) -> np.ndarray:
     """[devices left, submesh] whether a stage may start there when stages take devices in order.
 
-    A part of a node lies in one node, whole nodes begin at a node: device ranges are contiguous, and links are as priced.
+    A part of a node lies in one node, whole nodes begin at a node: device ranges are contiguous, and links are
+    as priced.
     """
     total, per_node = cluster.num_devices, cluster.devices_per_node
     fits = np.zeros((total + 1, len(candidates)), dtype=bool)

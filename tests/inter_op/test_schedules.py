@@ -41,10 +41,7 @@ def torch_order(schedule: str, num_ranks: int, num_microbatches: int, v: int, ra
         steady = [f for m in range(num_microbatches) for f in (f"{rank}B{m}", f"{rank}F{warmup + m}")]
         beyond = {f"{rank}F{m}" for m in range(num_microbatches, num_microbatches + warmup)}
         return [f"{rank}F{m}" for m in range(warmup)] + [action for action in steady if action not in beyond]
-    if schedule == "GPipe":
-        found = own._get_pipeline_order()[rank]
-    else:
-        found = own._calculate_single_rank_operations(rank)
+    found = own._get_pipeline_order()[rank] if schedule == "GPipe" else own._calculate_single_rank_operations(rank)
     return [str(action) for action in found if action is not None and action.is_compute_op]
 
 
