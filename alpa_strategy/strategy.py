@@ -55,8 +55,8 @@ class AlpaStrategy(ParallelStrategy):
         plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
-        parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines: see
-            `PlanOptions`.
+        parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
+            num_microbatches, schedule, num_stages, remat: see `PlanOptions`.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
         plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
@@ -78,6 +78,10 @@ class AlpaStrategy(ParallelStrategy):
         batch_scope: str = "rank",
         solver_seconds: float = 20.0,
         baselines: bool = False,
+        num_microbatches: int | None = None,
+        schedule: str | None = None,
+        num_stages: int | None = None,
+        remat: bool | None = None,
         backend: str = "auto",
         bucket_bytes: int = 25 * 2**20,
         plan_timeout_seconds: float = 3600.0,
@@ -107,6 +111,10 @@ class AlpaStrategy(ParallelStrategy):
             batch_scope=batch_scope,
             solver_seconds=solver_seconds,
             baselines=baselines,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_stages=num_stages,
+            remat=remat,
         )
         for name, value in (("plan_timeout_seconds", plan_timeout_seconds), ("bucket_bytes", bucket_bytes)):
             if not value > 0:
@@ -221,20 +229,26 @@ class AlpaStrategy(ParallelStrategy):
             self._prepare(batch, batch_idx)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
+        from alpa_strategy.lightning.pipelined_run import PipelinedRun, needs_pipeline
+        from alpa_strategy.lightning.planning import prepare
         from alpa_strategy.lightning.run import TrainingRun
         from alpa_strategy.optimizer_info import inspect_optimizer
 
         assert self.lightning_module is not None
         seed = agree_on_seed()
+        job, rank_zero = self._job(), RankZero(self.limits.plan_timeout_seconds)
+        optimizer = inspect_optimizer(self.optimizers)
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
-            self._run = TrainingRun(
+            prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
+            kind = PipelinedRun if needs_pipeline(prepared.plan) else TrainingRun
+            self._run = kind(
                 self.lightning_module,
                 self.optimizers[0],
-                inspect_optimizer(self.optimizers),
+                optimizer,
+                prepared,
                 batch,
-                batch_idx,
-                self._job(),
-                RankZero(self.limits.plan_timeout_seconds),
+                job,
+                rank_zero,
                 seed,
                 self.limits.bucket_bytes,
                 self._backend,
@@ -298,6 +312,7 @@ class AlpaStrategy(ParallelStrategy):
         """The module leaves the training as it came, whole, and so does the optimizer."""
         if self._run is not None:
             self._run.release()
+            self._run.close()
             self._run = None
 
     def _make_whole(self) -> None:
@@ -369,7 +384,9 @@ class AlpaStrategy(ParallelStrategy):
             self._watch.stop()
             self._watch = None
         self._whole = None
-        self._run = None
+        if self._run is not None:
+            self._run.close()
+            self._run = None
         super().teardown()
 
     # Details

@@ -55,6 +55,24 @@ class Job:
     say: Callable[[Any], None]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A captured step and what was planned for it."""
+
+    step: StepGraph
+    plan: Plan
+    cluster: ClusterSpec
+
+
+def prepare(
+    module: Any, batch: Any, batch_idx: int, job: Job, optimizer: OptimizerInfo, rank_zero: RankZero
+) -> Prepared:
+    """Capture the first batch's step and find its plan. Collective."""
+    step = capture(module, batch, batch_idx, job)
+    cluster = job_cluster(job)
+    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None), cluster)
+
+
 def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     """Capture `training_step` on every rank and make sure that all captured the same. Collective."""
     from alpa_strategy.capture.capture import capture_step
@@ -168,7 +186,7 @@ def _plan_on_rank_zero(
         job.say(f"alpa: plan {store.path(wanted)}")
         return plan
     job.say(f"alpa: making a plan: {store.explain(wanted)}")
-    from alpa_strategy.plan.make import plan_step
+    from alpa_strategy.plan.choose import choose_plan
 
     costs = None
     if cluster.measured:
@@ -176,7 +194,7 @@ def _plan_on_rank_zero(
 
         with job.progress("time ops"):
             costs = measured_costs(step, cluster, options, job)
-    plan = plan_step(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
+    plan = choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
     try:
         job.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:

@@ -22,11 +22,10 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
-from alpa_strategy.lightning.planning import Job, capture, check_optimizer, find_or_make_plan, job_cluster
+from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.replay import fill, replay_records, resolve, write_buffers
-from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.plan import Plan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.torch_comm import build_mesh
@@ -42,7 +41,7 @@ class Program:
     """A captured step and what this device runs for it."""
 
     step: StepGraph
-    lowered: LoweredStep
+    lowered: Any  # LoweredStep; under a pipeline what runs its stages
     attributes: AttributeCheck
 
     def fits(self, counters: dict[str, int]) -> bool:
@@ -56,7 +55,8 @@ class TrainingRun:
     Args:
         module: the LightningModule; its parameters are swapped to local shards, the objects stay.
         optimizer: made on the whole parameters; its state, if any, is sharded too.
-        batch, batch_idx, counters: the first batch, on this rank's device; `global_step` and `current_epoch`.
+        prepared: the captured first step and its plan.
+        batch: the first batch, on this rank's device.
         seed: the run's seed, the same on all ranks.
     """
 
@@ -65,8 +65,8 @@ class TrainingRun:
         module: Any,
         optimizer: Optimizer,
         optimizer_info: OptimizerInfo,
+        prepared: Prepared,
         batch: Any,
-        batch_idx: int,
         job: Job,
         rank_zero: RankZero,
         seed: int,
@@ -74,39 +74,55 @@ class TrainingRun:
         backend: str,
     ) -> None:
         self.module, self._job, self._rank_zero = module, job, rank_zero
-        self._optimizer_info = optimizer_info
-        step = capture(module, batch, batch_idx, job)
-        self._cluster = job_cluster(job)
-        self.step, self.say = step, job.say
-        self.plan: Plan = find_or_make_plan(step, job, self._cluster, optimizer_info, rank_zero, None)
-        self.stage = self.plan.stages[0]
-        check_optimizer(optimizer_info, self.stage)
-        self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
-        self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
-        self._random = ShardedRandom(self.mesh, seed)
-        with job.progress("lower"):
-            lowered = lower(step, self.stage, self.mesh, job.device, self._random)
-            program = Program(step, lowered, AttributeCheck(module, step.attributes))
-        self.store = ParameterStore(module, step.parameters, self.stage.parameter_plans, self.mesh, bucket_bytes)
-        self.store.shard()
-        shard_state(optimizer, self.store)
+        self._optimizer_info, self._seed, self.say = optimizer_info, seed, job.say
+        self.step, self.plan, self._cluster = prepared.step, prepared.plan, prepared.cluster
+        for stage in self.plan.stages:
+            check_optimizer(optimizer_info, stage)
         self._optimizer = optimizer
+        with job.progress("lower"):
+            lowered = self._set_up(bucket_bytes, backend)
+        program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
         self._programs: dict[tuple[Any, ...], list[Program]] = {_shape_key(batch): [program]}
         self._num_captures_for_attributes = 0
         self._step_starts: list[float] = []
+
+    def _set_up(self, bucket_bytes: int, backend: str) -> Any:
+        """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
+        self.stage = self.plan.stages[0]
+        self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
+        self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
+        self._random = ShardedRandom(self.mesh, self._seed)
+        lowered = lower(self.step, self.stage, self.mesh, self._job.device, self._random)
+        plans = self.stage.parameter_plans
+        self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes)
+        self.store.shard()
+        shard_state(self._optimizer, self.store)
+        return lowered
+
+    def _lowered_again(self, step: StepGraph) -> Any:
+        """What runs a step of another shape or content under the running plan's parameters."""
+        plan = find_or_make_plan(
+            step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
+        )
+        return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
         self._measure()
         program = self._program(batch, batch_idx)
         step = program.step
-        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
-        with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
-            values = program.lowered(self.store.step_inputs(), buffers, _rows(step, batch))
+        values = self._values(program, batch)
         write_buffers(self.module, step, values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
             replay_records(self.module, step, values)
         return fill(step.output, values)
+
+    def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
+        """The step's escaping values; the loss can be differentiated."""
+        step = program.step
+        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
+            return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch))
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -133,6 +149,9 @@ class TrainingRun:
         unshard_state(self._optimizer, self.store)
         self.store.unshard()
 
+    def close(self) -> None:
+        """End what runs beside the main thread. No communication."""
+
     def _program(self, batch: Any, batch_idx: int) -> Program:
         trainer = self.module.trainer
         counters = {
@@ -156,10 +175,7 @@ class TrainingRun:
             step = capture(self.module, batch, batch_idx, self._job)
         lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
         if lowered is None:
-            plan = find_or_make_plan(
-                step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
-            )
-            lowered = lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
+            lowered = self._lowered_again(step)
         program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
         programs.append(program)
         del programs[:-MAX_PROGRAMS]
@@ -228,7 +244,7 @@ def _shapes(batch: Any) -> str:
     return text if all(isinstance(x, Tensor) for x in leaves) else f"{text} and values #{others}"
 
 
-def _rows(step: StepGraph, batch: Any) -> list[Tensor]:
+def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
     """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
     leaves = pytree.tree_leaves(batch)
     return [leaves[given.leaf] for given in step.batch]

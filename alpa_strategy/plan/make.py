@@ -59,6 +59,7 @@ def make_plan(
     """
     from alpa_strategy.capture.capture import capture_step
     from alpa_strategy.optimizer_info import optimizer_info_of
+    from alpa_strategy.plan.choose import choose_plan
 
     options = options or PlanOptions()
     progress = progress or (lambda name: nullcontext())
@@ -68,7 +69,7 @@ def make_plan(
             module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope, context=context
         )
     capture_seconds = time.perf_counter() - started
-    plan = plan_step(step, cluster, options, optimizer or optimizer_info_of(module), progress)
+    plan = choose_plan(step, cluster, options, optimizer or optimizer_info_of(module), progress)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
@@ -81,7 +82,7 @@ def plan_step(
     pinned: Mapping[str, ParameterPlan] | None = None,
     costs: OpCosts | None = None,
 ) -> Plan:
-    """Solve a captured step on every logical shape that the options allow.
+    """The best single stage over all devices: every logical shape that the options allow is solved.
 
     Args:
         pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.runtime.comm import all_reduce_over
-from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.comm import MeshComm, all_reduce_over
 
 
-def grad_norm(
-    store: ParameterStore, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
-) -> Tensor:
+class Gradients(Protocol):
+    """What the norm needs to know of a store (`ParameterStore` or `StagedParameters`)."""
+
+    mesh: MeshComm
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]: ...
+
+    def counts_here(self, parameter: nn.Parameter) -> bool: ...
+
+
+def grad_norm(store: Gradients, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
     """Norm of all gradients taken as one vector, a scalar. Collective over the mesh.
 
     Args:
@@ -28,7 +36,7 @@ def grad_norm(
     norms = [
         torch.linalg.vector_norm(parameter.grad.detach(), norm_type, dtype=_accumulation_dtype(parameter.grad))
         for parameter in given
-        if parameter.grad is not None and parameter.grad.numel() > 0 and _counts_here(store, parameter)
+        if parameter.grad is not None and parameter.grad.numel() > 0 and store.counts_here(parameter)
     ]
     if math.isinf(norm_type):
         largest = torch.stack([norm.double() for norm in norms]).amax() if norms else torch.zeros((), device=device)
@@ -39,7 +47,7 @@ def grad_norm(
 
 
 def clip_by_norm(
-    store: ParameterStore,
+    store: Gradients,
     max_norm: float,
     norm_type: float = 2.0,
     parameters: Iterable[nn.Parameter] | None = None,
@@ -60,12 +68,6 @@ def clip_by_norm(
 def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp every element of the gradients to [-clip_value, clip_value], in place. No communication."""
     nn.utils.clip_grad_value_(list(parameters), clip_value)
-
-
-def _counts_here(store: ParameterStore, parameter: nn.Parameter) -> bool:
-    """Of the devices that hold the same elements, the first one counts them."""
-    layout = store.layout_of(parameter)
-    return all(isinstance(p, Shard) or index == 0 for p, index in zip(layout, store.mesh.coordinate, strict=True))
 
 
 def _accumulation_dtype(grad: Tensor) -> torch.dtype:

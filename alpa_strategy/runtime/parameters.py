@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
@@ -257,6 +258,11 @@ class ParameterStore:
         """Where a parameter's (and its gradient's) elements lie; what the step does not use is replicated."""
         stored = self._by_parameter.get(parameter)
         return stored.layout if stored is not None else Layout.replicated(len(self.mesh.shape))
+
+    def counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this device's elements count in a sum over the mesh: of those that hold the same, the first does."""
+        axes = zip(self.layout_of(parameter), self.mesh.coordinate, strict=True)
+        return all(isinstance(placement, Shard) or index == 0 for placement, index in axes)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -1,0 +1,100 @@
+"""choose_plan: one stage over all devices, or a pipeline; by predicted step seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.make import microbatch_counts, plan_pipeline
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.make import plan_step
+from alpa_strategy.plan.plan import ParameterPlan, Plan
+
+Progress = Callable[[str], AbstractContextManager]
+# Below this share of communication in a single stage's step, pipelines are not looked at: they have little to win.
+WORTHWHILE_COMMUNICATION = 0.15
+
+
+def choose_plan(
+    step: StepGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    progress: Progress | None = None,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+    costs: OpCosts | None = None,
+) -> Plan:
+    """The fastest plan by prediction; arguments as for `plan_step`.
+
+    A pipeline is made when the options ask for one. Left to choose, it competes where a single stage does not fit or
+    communicates much, and where micro-batches give exactly the whole batch's result.
+
+    Raises:
+        PlanError: nothing fits, or a pin cannot be met.
+    """
+    if asks_for_pipeline(options) and pinned is None:
+        if cluster.num_devices == 1:
+            raise PlanError(
+                "num_microbatches, num_stages, schedule and remat need at least 2 devices",
+                "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
+            )
+        return plan_pipeline(step, cluster, options, optimizer, costs, progress)
+    single: Plan | None = None
+    failure: PlanError | None = None
+    try:
+        single = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
+    except PlanError as error:
+        failure = error
+    worth_a_try = single is None or _share_of_communication(single) > WORTHWHILE_COMMUNICATION
+    if worth_a_try and pinned is None and _may_be_pipelined(step, cluster, options):
+        try:
+            staged = plan_pipeline(step, cluster, options, optimizer, costs, progress)
+        except PlanError:
+            staged = None
+        if staged is not None and (single is None or staged.predicted.step_seconds < single.predicted.step_seconds):
+            if single is None:
+                return staged
+            baselines = {"one stage": single.predicted.step_seconds, **single.baselines}
+            spent = {**single.solver_seconds, **staged.solver_seconds}
+            return replace(staged, baselines=baselines, solver_seconds=spent)
+    if single is None:
+        assert failure is not None
+        raise failure
+    return single
+
+
+def asks_for_pipeline(options: PlanOptions) -> bool:
+    """Whether the user pinned something that only a pipeline (or micro-batches) can meet."""
+    return (
+        (options.num_stages or 1) > 1
+        or (options.num_microbatches or 1) > 1
+        or options.schedule is not None
+        or bool(options.remat)
+    )
+
+
+def _share_of_communication(plan: Plan) -> float:
+    return plan.predicted.communication_seconds / max(plan.predicted.step_seconds, 1e-30)
+
+
+def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> bool:
+    """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
+    if cluster.num_devices == 1 or options.num_stages == 1 or options.num_microbatches == 1:
+        return False
+    if options.parallel != "auto" or options.logical_mesh is not None:
+        return False
+    num_ranks = cluster.num_devices if step.batch_scope == "rank" else 1
+    counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]
+    if not counts:
+        return False
+    try:
+        # A note says where micro-batches are not exactly the whole batch (BatchNorm): that is for the user to ask for.
+        return microbatch(step, counts[-1], num_ranks).graph.notes == step.notes
+    except PlanError:
+        return False
