@@ -18,19 +18,21 @@ from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.replay import resolve
+from alpa_strategy.lightning.run import Program, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import (
     gather_staged_state,
     shard_staged_state,
     staged_state_dict,
 )
-from alpa_strategy.lightning.replay import resolve
-from alpa_strategy.lightning.run import Program, TrainingRun, batch_rows
 from alpa_strategy.plan.plan import Plan
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
 from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.localize import is_random
+
+ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
 def needs_pipeline(plan: Plan) -> bool:
@@ -72,7 +74,7 @@ class PipelinedRun(TrainingRun):
             self.module,
             micro,
             self.plan.stages,
-            self.plan.schedule,
+            self.plan.schedule if len(self.plan.stages) > 1 else ONE_STAGE_SCHEDULE,
             self._meshes,
             self._stores,
             self._job.device,

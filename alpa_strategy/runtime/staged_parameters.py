@@ -1,7 +1,7 @@
 """StagedParameters: the parameters of all stages seen as one store. A rank holds those of its own stages only.
 
-It has the interface of a `ParameterStore` where training uses it; whatever gathers is collective over the whole job: the
-stage that owns a parameter (the first that uses it) gathers it, and sends it to the others.
+It has the interface of a `ParameterStore` where training uses it. Whatever gathers is collective over the whole job:
+the stage that owns a parameter (the first that uses it) gathers it, and sends it to the others.
 """
 
 from __future__ import annotations

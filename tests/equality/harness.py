@@ -111,6 +111,7 @@ def record(
         "metrics": recorder.metrics,
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
         "modes": {} if plan is None else {n: p.modes for n, p in plan.stages[0].parameter_plans.items()},
+        "pipeline": None if plan is None else (len(plan.stages), plan.num_microbatches, plan.schedule),
         "mesh": None if plan is None else plan.stages[0].logical_mesh,
     }
 
