@@ -101,7 +101,8 @@ def layer_names(step: StepGraph, cuts: Sequence[int]) -> tuple[str, ...]:
                 break
             common.append(parts[0])
         heads = list(dict.fromkeys(_head(path, len(common)) for path in paths if len(path) > len(common)))
-        whole = ".".join(common)
+        # Ops of the LightningModule itself have no module path: the first of them names the layer.
+        whole = ".".join(common) or step.ops[first].name
         inside_block = bool(common) and (common[-1].isdigit() or len(heads) == 0)
         names.append(
             whole if inside_block or not heads else heads[0] if len(heads) == 1 else f"{heads[0]}..{heads[-1]}"

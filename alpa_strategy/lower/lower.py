@@ -37,7 +37,7 @@ _VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
 class LoweredStep:
     """This device's training step; `loss.backward()` on its result gives local gradients.
 
-    parameters: name (`ParameterInput.name`) -> the tensor that the plan's modes promise: local shard for `S<d>` axes, whole
+    parameters: name (`ParameterInput.name`) -> the tensor that the modes promise: local shard for `S<d>` axes, whole
         for `R`, `R*` and `G<d>` axes. Gradients come out complete over `R` and `S`; over `R*` and `G<d>` they are left
         Partial, for the once-per-step reduction.
     buffers: name -> whole tensor (buffers are replicated).

@@ -197,7 +197,8 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
         **{
-            name: fields.get(name, float) if fields.has(name) else 0.0 for name in ("forward_seconds", "backward_seconds")
+            name: fields.get(name, float) if fields.has(name) else 0.0
+            for name in ("forward_seconds", "backward_seconds")
         },
     )
 

@@ -85,3 +85,10 @@ def test_more_layers_than_ops_is_an_error():
     step = step_of("mlp")
     with pytest.raises(PlanError, match="cannot make 1000 layers"):
         cluster_layers(step, 1000)
+
+
+def test_every_layer_has_a_name():
+    for name in ("gpt", "llama", "mlp", "convnet"):
+        step = step_of(name)
+        assert all(layer_names(step, range(len(step.ops) + 1)))
+        assert all(layer_names(step, cluster_layers(step, 2)))
