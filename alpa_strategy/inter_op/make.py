@@ -42,7 +42,7 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
-from alpa_strategy.plan.plan import Plan, Predicted
+from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
@@ -337,6 +337,7 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
     solved: list[SolvedStage] = []
     offset = 0
     first_devices: list[int] = []
+    stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # first device of a mesh -> how it stores parameters
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.per_rank > 1:
@@ -346,9 +347,10 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         first_devices.append(first)
         wish = StageWish(
             job.cuts[stage.first], job.cuts[stage.last], mesh, candidate.shapes[i], candidate.remat[i],
-            candidate.alive[i], candidate.per_rank,
+            candidate.alive[i], candidate.per_rank, stored[first],
         )  # fmt: skip
         solved.append(solver.solve(wish))
+        stored[first].update(solved[-1].plan.parameter_plans)
     names = layer_names(job.graph, job.cuts)
     stages = tuple(replace(s.plan, first_device=f) for s, f in zip(solved, first_devices, strict=True))
     seconds = [

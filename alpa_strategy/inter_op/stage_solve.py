@@ -3,7 +3,8 @@ flight."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import stage_on
@@ -14,14 +15,15 @@ from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.solve import solve
-from alpa_strategy.plan.plan import Collective, Predicted, StagePlan
+from alpa_strategy.plan.plan import Collective, ParameterPlan, Predicted, StagePlan
 
 
 @dataclass(frozen=True)
 class StageWish:
     """What the DP chose: ops [first, last) on a submesh and logical shape.
 
-    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `per_rank`: stages that share the mesh.
+    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `per_rank`: stages that share the mesh; `pinned`: how
+    parameters are stored that another stage on the mesh uses too.
     """
 
     first: int
@@ -31,6 +33,7 @@ class StageWish:
     remat: bool
     alive: int
     per_rank: int = 1
+    pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ class StageSolver:
         )
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         intra = build(graph, tables)
-        restricted = restrict(intra, own_pins(job.options, graph), job.optimizer)
-        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat)
+        restricted = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
+        pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
+        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, pins)
         solution, working = self._solve(take_apart(restricted, tables), wish, key)
         cost = cost_of(take_apart(intra, tables), solution.assignment, working)
         return SolvedStage(self._plan(intra, solution, cost, wish), cost, _gap(solution))
