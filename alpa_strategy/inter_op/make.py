@@ -337,7 +337,7 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
     solved: list[SolvedStage] = []
     offset = 0
     first_devices: list[int] = []
-    stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # first device of a mesh -> how it stores parameters
+    stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.per_rank > 1:

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
@@ -32,6 +34,7 @@ from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stag
 from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.localize import is_random
 
+Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
@@ -48,6 +51,11 @@ class PipelinedStep:
     pipeline: Pipeline
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """A step that the stages cannot run: every rank computes all of it."""
+
+
 class PipelinedRun(TrainingRun):
     """See the module's docstring; made like a TrainingRun."""
 
@@ -62,7 +70,7 @@ class PipelinedRun(TrainingRun):
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
         self.store.shard()
         shard_staged_state(self._optimizer, self.store)
-        self._num_ops = len(micro.graph.ops)
+        self._targets = _targets(micro.graph)
         return self._pipelined(micro)
 
     def _micro(self, step: StepGraph) -> MicroStep:
@@ -83,24 +91,41 @@ class PipelinedRun(TrainingRun):
         )
         return PipelinedStep(micro, pipeline)
 
-    def _lowered_again(self, step: StepGraph) -> PipelinedStep:
-        """The running stages for a batch of another shape, where the step has the same ops."""
+    def _lowered_again(self, step: StepGraph) -> PipelinedStep | WholeStep:
+        """The running stages for a batch of another shape; where they cannot run it, the step in one piece."""
         try:
             micro = self._micro(step)
-            if len(micro.graph.ops) == self._num_ops:
-                return self._pipelined(micro)
-            reason = "training_step computes something else than when it was planned"
-        except PlanError as error:
-            reason = error.problem
-        raise RuntimeMismatchError(
-            f"the running pipeline cannot run this batch: {reason}",
-            "use batches of one shape (drop_last=True drops a shorter last batch), or num_stages=1",
+        except PlanError:
+            micro = None
+        if micro is not None and self._stages_fit(micro.graph):
+            return self._pipelined(micro)
+        rank_zero_warn(
+            "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole parameters; "
+            "batches of one shape (drop_last=True) avoid that"
         )
+        return WholeStep()
+
+    def _stages_fit(self, graph: StepGraph) -> bool:
+        """Whether the stages' layouts hold for another micro-batched graph: the same ops, and evenly divided rows."""
+        sizes = [math.prod(stage.logical_mesh) for stage in self.plan.stages]
+        return _targets(graph) == self._targets and graph.batch_size % math.lcm(*sizes) == 0
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
-        step, micro, pipeline = program.step, program.lowered.micro, program.lowered.pipeline
+        step = program.step
         buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        if isinstance(program.lowered, WholeStep):
+            values, gradients = self._run_whole(step, buffers, batch)
+        else:
+            values, gradients = self._run_pipeline(program.lowered, buffers, batch)
+        self._num_steps += 1
+        values[step.loss] = _HandOver.apply(self._anchor, values[step.loss], gradients)
+        return values
+
+    def _run_pipeline(
+        self, lowered: PipelinedStep, buffers: Mapping[str, Tensor], batch: Any
+    ) -> tuple[dict[int, Tensor], Gradients]:
+        micro, pipeline = lowered.micro, lowered.pipeline
         # A pipeline updates its buffers by itself, micro-batch by micro-batch: it must not write into the module's.
         pipeline.set_buffers({name: buffer.clone() for name, buffer in buffers.items()})
         values = self._part(micro.prologue, buffers, batch, {})
@@ -108,9 +133,29 @@ class PipelinedRun(TrainingRun):
         result = pipeline.step(batch_rows(micro.graph, batch), given)
         values |= result.values
         values |= self._part(micro.epilogue, buffers, batch, values)
-        self._num_steps += 1
-        values[step.loss] = _HandOver.apply(self._anchor, values[step.loss], result.gradients)
-        return values
+        return values, result.gradients
+
+    def _run_whole(
+        self, step: StepGraph, buffers: Mapping[str, Tensor], batch: Any
+    ) -> tuple[dict[int, Tensor], Gradients]:
+        """The step on the global batch, the same work on every rank; each keeps its parts of the gradients."""
+        whole = {p.name: self._whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
+        rows = _whole_rows(step, batch)
+        with self._same_numbers(), torch.enable_grad():
+            found = run_step(step, whole, buffers, rows)
+            trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
+            grads = torch.autograd.grad(found[step.loss], list(trained.values()), allow_unused=True)
+        gradients = []
+        for name, gradient in zip(trained, grads, strict=True):
+            parameter = self.module.get_parameter(name)
+            if gradient is not None and self.store.holds(parameter):
+                gradients.append((parameter, self.store.shard_like(name, gradient)))
+        return {value: found[value].detach() for value in step.escaping}, tuple(gradients)
+
+    def _whole_leaf(self, name: str, requires_grad: bool) -> Tensor:
+        parameter = self.module.get_parameter(name)
+        whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
+        return whole.detach().requires_grad_(requires_grad)
 
     @torch.no_grad()
     def _part(
@@ -140,10 +185,10 @@ class PipelinedRun(TrainingRun):
 
     def close(self) -> None:
         """End what runs beside the main thread. No communication."""
-        for pipeline in {
-            id(p.lowered): p.lowered.pipeline for found in self._programs.values() for p in found
-        }.values():
-            pipeline.close()
+        lowered = {id(p.lowered): p.lowered for found in self._programs.values() for p in found}
+        for one in lowered.values():
+            if isinstance(one, PipelinedStep):
+                one.pipeline.close()
 
 
 class _HandOver(torch.autograd.Function):
@@ -154,7 +199,7 @@ class _HandOver(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
@@ -179,6 +224,10 @@ class _seeded:
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
+
+
+def _targets(graph: StepGraph) -> tuple[str, ...]:
+    return tuple(op.call.target_name for op in graph.ops)
 
 
 def _whole_rows(part: StepGraph, batch: Any) -> list[Tensor]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import lightning.pytorch as pl
 import pytest
 import torch
 from equality.harness import assert_same, record
-from lightning.pytorch.callbacks import ModelCheckpoint
 from models import MLP
-from torch.utils.data import DataLoader
+from strategy.test_training import ROWS, Measured, Phased, SaveMidway, Validated, run_train, train
+from strategy.test_training import assert_same as same_training
+from worker_pool import WorkerError
 
-from alpa_strategy import AlpaStrategy
-
+KINDS = {"Validated": Validated, "Measured": Measured, "Phased": Phased}
 STEPS = 3
 CASES = {
     "gpt": {"ignore_fraction": 0.4, "num_layers": 2, "vocab_size": 33},
@@ -96,54 +93,56 @@ def test_micro_batches_without_stages(pool, plain, tmp_path):
     assert run["pipeline"][:2] == (1, 4)
 
 
-def rows_of(model, seed=5):
-    return torch.utils.data.TensorDataset(*model.example_batch(32, torch.Generator().manual_seed(seed)))
+PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 
-def fit(root, strategy, devices, epochs, resume=None, save=None):
-    """Train an MLP in fp64 and save a checkpoint; final weights and the trainer's metrics."""
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = MLP(optimizer="adamw")
-        data = rows_of(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    chosen = {"strategy": AlpaStrategy(**strategy)} if strategy else {}
-    trainer = pl.Trainer(
-        devices=devices, accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=save == "callback", default_root_dir=root, precision="64-true",
-        limit_val_batches=2, num_sanity_val_steps=1, **chosen,
-        callbacks=[ModelCheckpoint(root, "middle", every_n_train_steps=2, save_top_k=1)] if save == "callback" else [],
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(data, batch_size=16 // devices), DataLoader(data, batch_size=8), ckpt_path=resume)
-    if save == "end":
-        trainer.save_checkpoint(Path(root) / "end.ckpt")
-    return {name: value.clone() for name, value in model.state_dict().items()}
+@pytest.mark.parametrize("kind", ["Validated", "Measured"])
+def test_validation_and_logs(pool, tmp_path, kind):
+    """Evaluation sees whole parameters; metrics, numbers and dicts are logged, and outputs returned, on all ranks."""
+    arguments = {"validate": kind == "Validated", "max_epochs": 2}
+    reference = train(KINDS[kind], str(tmp_path), None, **arguments)
+    for run in pool.run(2, run_train, kind, str(tmp_path), PIPELINE, arguments):
+        same_training(run, reference)
+        assert set(run["shapes"]) <= {(16, 8)}
 
 
-PIPELINE = {"cluster": "pcie_8gpu", "verbose": False, "num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
+def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path):
+    root = str(tmp_path)
+    reference = train(MLP, root, None, max_epochs=2)
+    pool.run(2, run_train, "MLP", root, PIPELINE, {"save": f"{root}/half.ckpt"})
+    again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
+    same_training(train(MLP, root, None, **again), reference)
+    for resumed in pool.run(2, run_train, "MLP", root, PIPELINE, again):
+        same_training(resumed, reference)
+        for number, state in reference["optimizer"]["state"].items():
+            torch.testing.assert_close(resumed["optimizer"]["state"][number], state, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("save", ["callback", "end"])
-def test_checkpoints_are_those_of_a_plain_trainer(pool, tmp_path, save):
-    """Saved in the middle of a pipelined training or after it, resumed by a plain Trainer and by a pipeline."""
-    pool.run(2, fit, str(tmp_path), PIPELINE, 2, 1, None, save)
-    (file,) = tmp_path.glob("*.ckpt")
-    content = torch.load(file, weights_only=False)
-    state = content["optimizer_states"][0]
-    plain = pool.run(1, fit, str(tmp_path / "plain"), None, 1, 1, None, "end", init_group=False)[0]
-    reference = torch.load(tmp_path / "plain" / "end.ckpt", weights_only=False)
-    assert content["state_dict"].keys() == reference["state_dict"].keys() == plain.keys()
-    expected = reference["optimizer_states"][0]
-    assert state["state"].keys() == expected["state"].keys()
-    for number, values in expected["state"].items():
-        for key, value in values.items():
-            assert state["state"][number][key].shape == value.shape
-            assert state["state"][number][key].abs().sum() > 0
-    resumed = pool.run(1, fit, str(tmp_path / "one"), None, 1, 2, str(file), init_group=False)[0]
-    again = pool.run(2, fit, str(tmp_path / "two"), PIPELINE, 2, 2, str(file))
-    for weights in again:
-        for name, value in weights.items():
-            assert value.shape == resumed[name].shape
-            assert value.isfinite().all()
+def run_and_save_midway(root):
+    train(MLP, root, PIPELINE, callbacks=[SaveMidway()])
+
+
+def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):
+    plain, alpa = tmp_path / "plain", tmp_path / "alpa"
+    train(MLP, str(plain), None, callbacks=[SaveMidway()])
+    pool.run(2, run_and_save_midway, str(alpa))
+    expected = torch.load(plain / "midway.ckpt", weights_only=False)
+    found = torch.load(alpa / "midway.ckpt", weights_only=False)
+    assert found.keys() == expected.keys()
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_rows", [3 * ROWS + 4, 3 * ROWS + 2])
+def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path, num_rows):
+    """The stages run a smaller batch; one that cannot be cut, or a step with other ops, runs in one piece."""
+    reference = train(KINDS["Phased"], str(tmp_path), None, num_rows=num_rows)
+    for run in pool.run(2, run_train, "Phased", str(tmp_path), PIPELINE, {"num_rows": num_rows}):
+        same_training(run, reference)
+
+
+def test_pins_that_cannot_be_met(pool, tmp_path):
+    with pytest.raises(WorkerError, match="num_microbatches=3 does not divide the 4 rows"):
+        pool.run(2, run_train, "MLP", str(tmp_path), {**PIPELINE, "num_microbatches": 3}, {})
+    with pytest.raises(WorkerError, match="need at least 2 devices"):
+        pool.run(1, run_train, "MLP", str(tmp_path), PIPELINE, {"world_size": 1})
