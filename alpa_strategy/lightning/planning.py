@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -221,7 +222,7 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
 
 
 def _check_devices(plan: Plan, job: Job) -> None:
-    planned = sum(nodes * devices for nodes, devices in (stage.submesh for stage in plan.stages))
+    planned = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     if planned != job.num_nodes * job.devices_per_node:
         raise PlanError(
             f"the plan {job.plan_file} is for {planned} devices, the job has {job.num_nodes * job.devices_per_node}",
