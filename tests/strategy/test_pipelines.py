@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from equality.harness import assert_same, record
-from models import MLP
+from models import MLP, MODELS
 from strategy.test_training import ROWS, Measured, Phased, SaveMidway, Validated, run_train, train
 from strategy.test_training import assert_same as same_training
 from worker_pool import WorkerError
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.plan.make import make_plan
 
 KINDS = {"Validated": Validated, "Measured": Measured, "Phased": Phased}
 STEPS = 3
@@ -146,3 +156,79 @@ def test_pins_that_cannot_be_met(pool, tmp_path):
         pool.run(2, run_train, "MLP", str(tmp_path), {**PIPELINE, "num_microbatches": 3}, {})
     with pytest.raises(WorkerError, match="need at least 2 devices"):
         pool.run(1, run_train, "MLP", str(tmp_path), PIPELINE, {"world_size": 1})
+
+
+WIDE = {"d_in": 256, "d_hidden": 256, "d_out": 256, "num_layers": 4}
+
+
+def slow_network():
+    """2 devices with a slow link; nothing but bytes and FLOPs costs time."""
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(2)
+    link = replace(cluster.intra_node, bandwidth=1e9, latency=1e-7)
+    return replace(cluster, intra_node=link, device=replace(cluster.device, launch_seconds=1e-7))
+
+
+def test_a_pipeline_is_chosen_where_it_is_faster(pool, tmp_path):
+    """Few rows, many weights, a slow network: activations are cheaper to send than gradients."""
+    options = {"cluster": slow_network(), "plan_dir": str(tmp_path), "verbose": False}
+    reference = pool.run(1, record, "mlp", WIDE, None, STEPS, 2, 0.5, init_group=False)[0]
+    for run in pool.run(2, record, "mlp", WIDE, options, STEPS, 2, 0.5):
+        assert_same(run, reference)
+        assert run["pipeline"][0] == 2
+    for run in pool.run(2, record, "mlp", WIDE, options, STEPS, 2, 0.5):  # the stored plan
+        assert_same(run, reference)
+
+
+def test_one_stage_stays_where_asked_or_needed():
+    slow = slow_network()
+    torch.manual_seed(0)
+    module = MLP(**WIDE)
+    rows = module.example_batch(4)
+    free = make_plan(module, rows, slow)
+    assert len(free.stages) == 2
+    assert free.predicted.step_seconds < free.baselines["one stage"]
+    for options in ({"num_stages": 1}, {"parallel": "data"}, {"logical_mesh": [2]}):
+        plan = make_plan(module, rows, slow, PlanOptions.from_user(**options))
+        assert (len(plan.stages), plan.num_microbatches) == (1, 1)
+    batch_norm = make_plan(MODELS["convnet"](), MODELS["convnet"]().example_batch(4), slow)
+    assert (len(batch_norm.stages), batch_norm.num_microbatches) == (1, 1)
+
+
+def test_one_ranks_exception_ends_all_ranks(tmp_path):
+    """In the midst of a step: the others wait for its messages then."""
+    script = tmp_path / "job.py"
+    script.write_text(FAILING_JOB)
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode != 0
+    assert "FINISHED" not in done.stdout
+    assert "ValueError: the user's own mistake" in done.stderr
+    assert subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout == ""
+
+
+FAILING_JOB = """
+import sys
+import lightning.pytorch as pl
+import torch
+import alpa_strategy
+from models import MLP, MODELS
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer, *unused):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise ValueError("the user's own mistake")
+
+model = MLP()
+rows = torch.utils.data.TensorDataset(*model.example_batch(64))
+strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2)
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, callbacks=[Fails()],
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+print("FINISHED", flush=True)
+"""
