@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
@@ -83,6 +83,18 @@ def attribute_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[At
                 if type(value) in _PLAIN or type(value) in (list, tuple, dict, set):
                     found.append(AttributeGuard(path, name, snapshot(value), is_class_attribute=True))
     return tuple(found)
+
+
+def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGuard, ...]:
+    """Guards of the values of buffers: they hold until one is replaced or changed in place."""
+    by_owner: dict[str, set[str]] = {}
+    for name in sorted(names):
+        owner, _, leaf = name.rpartition(".")
+        by_owner.setdefault(owner, set()).add(leaf)
+    return tuple(
+        AttributeGuard(owner, "_buffers", _SameItems(vars(module.get_submodule(owner))["_buffers"], leaves))
+        for owner, leaves in by_owner.items()
+    )
 
 
 @lru_cache(maxsize=1)
@@ -256,6 +268,18 @@ class _SameTensor(_SameObject):
 
     def __eq__(self, other: object) -> bool:
         return self._ref() is other and _version(other) == self._version
+
+
+class _SameItems:
+    """Equals a dict as long as some of its items are what they were."""
+
+    __hash__ = None
+
+    def __init__(self, value: dict[str, Any], keys: set[str]) -> None:
+        self._items = [(key, snapshot(value[key])) for key in sorted(keys)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and all(key in other and item == other[key] for key, item in self._items)
 
 
 def _version(tensor: Any) -> int:

@@ -186,9 +186,13 @@ class _Converter:
         if self._inlined(node, target, args, kwargs):
             return
         args, kwargs = self.autocast.operands(target, args, kwargs)
+        traced = node.meta["val"]
+        kwargs = rewrite.with_traced_dtype(target, args, kwargs, traced)
         result = rewrite.rewrite_loss(self.builder, target, args, kwargs)
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
+        if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:
+            result = rewrite.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
         self._check_dtype(node, target, result)
         self._bind(node, target, result, operand_nodes, args, kwargs)
 

@@ -23,6 +23,8 @@ from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
 from alpa_strategy.capture.step_graph import MetricRef
 from alpa_strategy.errors import CaptureError
 
+_NO_DIMS = torch.Size()
+
 
 @dataclass
 class Recording:
@@ -49,8 +51,8 @@ class Recording:
 class MetricValue:
     """What a torchmetrics call gives back during capture: it can be logged, but not computed with."""
 
-    def __init__(self, name: str) -> None:
-        self._metric_name = name
+    def __init__(self, name: str, key: str | None = None) -> None:
+        self._metric_name, self._metric_key = name, key
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
@@ -132,7 +134,7 @@ def recording(module: LightningModule, device: torch.device) -> Iterator[Recordi
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
     def value_of(key: str, value: Any) -> Any:
         if isinstance(value, MetricValue):
-            return MetricRef(value._metric_name, "value")
+            return MetricRef(value._metric_name, "value", value._metric_key)
         if isinstance(value, Metric | MetricCollection):
             return MetricRef(names.get(id(value), ""), "metric")
         if isinstance(value, StepCounter):
@@ -161,11 +163,16 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
     def log_dict(self: LightningModule, *args: Any, **kwargs: Any) -> None:
         bound = given(LightningModule.log_dict, self, args, kwargs)
         values = bound.pop("dictionary")
-        if isinstance(values, MetricCollection | MetricValue):
+        if isinstance(values, MetricValue):
             raise CaptureError(
-                f"self.log_dict of a whole MetricCollection ({user_frame()}) is not supported in a captured step",
-                "log each metric of the collection: `for name, m in collection.items(): self.log(name, m)`",
+                f"self.log_dict of a metric whose value is a dict ({user_frame()}) is not supported in a captured step",
+                "log a MetricCollection, or the metric's own numbers in on_train_epoch_end",
             )
+        if isinstance(values, MetricCollection):
+            path = names.get(id(values), "")
+            for key in values.keys(keep_base=False):
+                record.logs.append((key, MetricRef(path, "metric", key), dict(bound)))
+            return
         for name, value in values.items():
             record.logs.append((name, value_of(name, value), dict(bound)))
 
@@ -244,15 +251,20 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
         record.metrics.append((name, method, args, kwargs))
 
-    def forward(*args: Any, **kwargs: Any) -> MetricValue:
-        keep("forward", args, kwargs)
+    def value() -> MetricValue | dict[str, MetricValue]:
+        if isinstance(metric, MetricCollection):
+            return {key: MetricValue(name, key) for key in metric.keys(keep_base=False)}
         return MetricValue(name)
+
+    def forward(*args: Any, **kwargs: Any) -> MetricValue | dict[str, MetricValue]:
+        keep("forward", args, kwargs)
+        return value()
 
     def update(*args: Any, **kwargs: Any) -> None:
         keep("update", args, kwargs)
 
-    def compute(*_: Any, **__: Any) -> MetricValue:
-        return MetricValue(name)
+    def compute(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
+        return value()
 
     shadows = {"forward": forward, "update": update, "compute": compute}
     before = {key: vars(metric)[key] for key in shadows if key in vars(metric)}
@@ -286,7 +298,16 @@ def _forbidden_calls(record: Recording) -> Iterator[None]:
         what = "activation checkpointing" if "checkpoint" in name else f"torch.autograd.graph.{name}"
         record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
 
+    distribution_init = torch.distributions.Distribution.__init__
+
+    def init_unchecked(
+        self: Any, batch_shape: Any = _NO_DIMS, event_shape: Any = _NO_DIMS, validate_args: Any = None
+    ) -> None:
+        record.note("checks of arguments in torch.distributions are left out: they look at the values of tensors")
+        distribution_init(self, batch_shape, event_shape, validate_args=False)
+
     patches: list[tuple[Any, str, Any]] = [
+        (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),
         (torch.autograd.Function, "apply", classmethod(refuse_function)),

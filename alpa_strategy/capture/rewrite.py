@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import ops
-from alpa_strategy.capture.builder import Builder
+from alpa_strategy.capture.builder import Builder, map_refs
 from alpa_strategy.capture.step_graph import ValueRef
 
 aten = torch.ops.aten
@@ -61,6 +63,35 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
         count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
         loss = builder.emit(aten.div.Tensor, loss, count)
     return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
+
+
+def with_traced_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any) -> dict[str, Any]:
+    """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default may be another."""
+    position = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)
+    if position is None or len(args) > position or kwargs.get("dtype") is not None or not isinstance(traced, Tensor):
+        return kwargs
+    return kwargs if _refs((args, kwargs)) else {**kwargs, "dtype": traced.dtype}
+
+
+def emit_from_whole_numbers(
+    builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> ValueRef | None:
+    """A call whose operands are all whole numbers or booleans and whose result has the default dtype, as in
+    `num_correct / num_rows`, with the dtype that it was traced with. None: it is no such call.
+    """
+    metas = [builder.meta(ref) for ref in _refs((args, kwargs))]
+    if not dtype.is_floating_point or any(m.dtype.is_floating_point or m.dtype.is_complex for m in metas):
+        return None
+    if target is aten.where.Scalar:
+        condition, *numbers = args
+        filled = [builder.emit(aten.full.default, (), number, dtype=dtype) for number in numbers]
+        return builder.emit(aten.where.self, condition, *filled)
+    args, kwargs = map_refs((args, kwargs), lambda ref: builder.emit(aten.to.dtype, ref, dtype))
+    return builder.emit(target, *args, **kwargs)
+
+
+def _refs(tree: Any) -> list[ValueRef]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, ValueRef)]
 
 
 def is_training_batch_norm(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

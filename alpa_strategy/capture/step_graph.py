@@ -121,11 +121,12 @@ class MetricRecord:
 @dataclass(frozen=True)
 class MetricRef:
     """Stands in log records for a torchmetrics object: `kind` is "metric" (the object itself was logged) or "value"
-    (what its last `forward` or `compute` gave).
+    (what its last `forward` or `compute` gave). `key`: the item of a MetricCollection.
     """
 
     metric: str
     kind: str = "metric"
+    key: str | None = None
 
 
 def stable_text(value: Any) -> str:

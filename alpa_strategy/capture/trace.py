@@ -28,9 +28,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.attributes import attribute_guards, attribute_reads
+from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.blame import user_frame, user_line, user_position
 from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.known import UNKNOWN, KnownValues
 from alpa_strategy.capture.recorder import Recording, recording
 from alpa_strategy.errors import CaptureError
 
@@ -104,16 +105,17 @@ def trace_step(
                 inputs.append(TracedInput("batch", (), index, False, shape, leaf.dtype, 0 if batched else None))
 
     origins: dict[fx.Node, tuple[str, str]] = {}
+    known = KnownValues({i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"})
     seen: dict[str, Any] = {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        state = {n: t for entry, t in zip(inputs, tensors, strict=False) for n in entry.names}
+        state = {n: t for entry, t in zip(inputs, tensors, strict=False) for n in _one_name_per_owner(module, entry)}
         rest = iter(tensors[num_state:])
         rows = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], batch_spec)
         with (
-            torch.nn.utils.stateless._reparametrize_module(module, state, tie_weights=True),
+            torch.nn.utils.stateless._reparametrize_module(module, state),
             context() if context is not None else nullcontext(),
-            _Origins(module, origins, device),
+            _Origins(module, origins, device, known),
         ):
             arguments = _step_arguments(module, step, rows, batch_idx, record)
             with attribute_reads() as reads:
@@ -127,7 +129,7 @@ def trace_step(
 
     with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, torch.enable_grad():
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
-    record.attributes = attribute_guards(module, seen["reads"])
+    record.attributes = attribute_guards(module, seen["reads"]) + buffer_guards(module, known.asked_buffers)
     return Trace(
         module_graph.graph,
         module_graph,
@@ -154,6 +156,16 @@ def _step_arguments(
     if is_param_in_hook_signature(function, "batch_idx", min_args=2):
         return rows, record.counter(batch_idx, "batch_idx")
     return (rows,)
+
+
+def _one_name_per_owner(module: nn.Module, entry: TracedInput) -> list[str]:
+    """Names of a parameter or buffer, one for each submodule that holds it: a shared submodule has several paths, and
+    swapping its tensor twice would leave the swapped one behind."""
+    owners: dict[tuple[int, str], str] = {}
+    for name in entry.names:
+        owner, _, leaf = name.rpartition(".")
+        owners.setdefault((id(module.get_submodule(owner)), leaf), name)
+    return list(owners.values())
 
 
 def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -270,9 +282,11 @@ def _clear_errors(step: str) -> Iterator[None]:
 class _Origins(TorchFunctionMode):
     """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
 
-    def __init__(self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]], device: torch.device, known: KnownValues
+    ) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.known = device, known
         self.origins = origins
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
@@ -308,6 +322,9 @@ class _Origins(TorchFunctionMode):
             if isinstance(arg, StepCounter):
                 arg.refuse()
         self._check_device(func, args, kwargs or {})
+        answer = self.known.answer(func, args, kwargs or {})
+        if answer is not UNKNOWN:
+            return answer
         result = func(*args, **(kwargs or {}))
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import MetricCollection
 
 from alpa_strategy.capture.step_graph import MetricRef, StepGraph, ValueRef
 
@@ -41,18 +42,28 @@ def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor]) -
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        metric.sync_on_compute = False
+        for each in metric.values() if isinstance(metric, MetricCollection) else (metric,):
+            each.sync_on_compute = False
         kwargs = {key: fill(value, values) for key, value in record.kwargs}
         with torch.no_grad():
             metric_values[record.metric] = getattr(metric, record.method)(*fill(record.args, values), **kwargs)
     for record in step.logs:
         value = record.value
         if isinstance(value, MetricRef):
-            metric = module.get_submodule(value.metric)
-            value = metric if value.kind == "metric" else metric_values.get(value.metric)
-            value = metric.compute() if value is None else value
+            value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
         kwargs = {**{key: fill(item, values) for key, item in record.kwargs}, "sync_dist": False}
         module.log(record.name, fill(value, values), **kwargs)
+
+
+def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
+    """What a log call gave: the metric, or its value (`last`: what its last `forward` gave, None after `compute`)."""
+    if ref.kind == "metric":
+        if ref.key is None:
+            return metric
+        # As Lightning asks for them: without it, metrics that share their state do not see its updates.
+        return dict(metric.items(keep_base=False, copy_state=False))[ref.key]
+    value = metric.compute() if last is None else last
+    return value if ref.key is None else value[ref.key]
 
 
 def resolve(module: torch.nn.Module, name: str) -> Any:

@@ -205,12 +205,15 @@ def run_with_midway_checkpoint(root: str) -> None:
 
 
 class Measured(MLP):
-    """Logs a torchmetrics object, a number, a dict, and returns more than the loss; batches are dicts."""
+    """Logs torchmetrics objects, a number, a dict, and returns more than the loss; batches are dicts."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.mean_error = torchmetrics.MeanMetric().set_dtype(torch.float64)
         self.worst = torchmetrics.MaxMetric()
+        errors = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        self.errors = torchmetrics.MetricCollection(errors, prefix="train_").set_dtype(torch.float64)
+        self.last = self.errors.clone(prefix="last_")
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         x, y = batch
@@ -221,12 +224,16 @@ class Measured(MLP):
         self.log("mean_error", self.mean_error, on_step=False, on_epoch=True)
         self.log("worst", self.worst, on_step=True, on_epoch=True)
         self.log_dict({"twice": 2 * loss, "one": 1.0}, on_step=True, on_epoch=True)
+        self.errors.update(prediction, y)  # two metrics that share one state
+        self.log_dict(self.errors, on_step=False, on_epoch=True)
+        self.log_dict(self.last(prediction, y))
         return {"loss": loss, "prediction": prediction.detach()}
 
 
 def test_torchmetrics_dicts_and_numbers_are_logged_alike(pool, tmp_path: Path) -> None:
     reference = train(Measured, str(tmp_path), None)
     assert {"mean_error", "worst_epoch", "twice_epoch", "one_step"} <= reference["metrics"].keys()
+    assert {"train_mse", "train_rmse", "last_mse", "last_rmse"} <= reference["metrics"].keys()
     for run in pool.run(2, run_train, "Measured", str(tmp_path), ZERO3, {}):
         assert_same(run, reference)
 

@@ -1,0 +1,140 @@
+"""Values that a step's Python may ask for: of tensors made of constants and buffers alone (masks, position tables).
+
+`bool(mask.all())` needs a number while the step runs on fake tensors. When nothing of the batch and no parameter went
+into it, the traced nodes are run for real. A buffer that was asked for is guarded: when it changes, capture again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+_ASKING = frozenset(
+    {
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.is_nonzero,
+        Tensor.equal,
+        Tensor.allclose,
+        torch.is_nonzero,
+        torch.equal,
+        torch.allclose,
+    }
+)
+UNKNOWN = object()
+
+
+class KnownValues:
+    """Runs the nodes of the growing trace that depend on constants and buffers only, in order, when a value is asked.
+
+    Args:
+        buffers: placeholder number -> (name, real buffer); those on the meta device are unknown.
+    """
+
+    def __init__(self, buffers: Mapping[int, tuple[str, Tensor]]) -> None:
+        self._buffers = {index: given for index, given in buffers.items() if not given[1].is_meta}
+        self._values: dict[fx.Node, Any] = {}
+        self._sources: dict[fx.Node, frozenset[str]] = {}
+        self._last: fx.Node | None = None
+        self._num_placeholders = 0
+        self.asked_buffers: set[str] = set()
+
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` gives if it asks for known values, else UNKNOWN."""
+        proxy_mode = get_proxy_mode()
+        if func not in _ASKING or proxy_mode is None:
+            return UNKNOWN
+        tracer = proxy_mode.tracer
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        slots = [get_proxy_slot(x, tracer, None) if isinstance(x, Tensor) else None for x in leaves]
+        if any(slot is None for x, slot in zip(leaves, slots, strict=True) if isinstance(x, Tensor)):
+            return UNKNOWN
+        self._advance(tracer.graph)
+        nodes = [None if slot is None else slot.proxy.node for slot in slots]
+        if any(node is not None and node not in self._values for node in nodes):
+            return UNKNOWN
+        self.asked_buffers.update(*(self._sources[node] for node in nodes if node is not None))
+        real = [x if node is None else self._values[node] for x, node in zip(leaves, nodes, strict=True)]
+        args, kwargs = pytree.tree_unflatten(real, spec)
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
+    def _advance(self, graph: fx.Graph) -> None:
+        """Run what was traced since the last question."""
+        root = graph._root
+        node = root.next if self._last is None else self._last.next
+        while node is not root:
+            self._run(node)
+            self._last, node = node, node.next
+
+    def _run(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            given = self._buffers.get(self._num_placeholders)
+            self._num_placeholders += 1
+            if given is not None:
+                with _disable_current_modes():
+                    self._set(node, given[1].detach().cpu().clone(), frozenset({given[0]}))
+            return
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not self._can_run(node):
+            if _writes(node):  # something unknown is written into memory that others may share
+                self._forget(inputs)
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            value = node.target(*args, **kwargs)
+        sources = frozenset().union(*(self._sources[n] for n in inputs))
+        self._set(node, value, sources)
+        if _writes(node):
+            self._set_sources_of_shared(inputs, sources)
+
+    def _can_run(self, node: fx.Node) -> bool:
+        if not all(n in self._values for n in node.all_input_nodes):
+            return False
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return node.target.__name__ == "getitem"
+        if any(isinstance(a, torch.device) for a in node.args):
+            return False
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return False
+        # A question is cheap, so what it may cost is bounded: masks and tables, not models.
+        return all(t.numel() <= MAX_ELEMENTS for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
+
+    def _set(self, node: fx.Node, value: Any, sources: frozenset[str]) -> None:
+        self._values[node], self._sources[node] = value, sources
+
+    def _forget(self, nodes: list[fx.Node]) -> None:
+        for shared in self._sharing(nodes):
+            del self._values[shared], self._sources[shared]
+
+    def _set_sources_of_shared(self, nodes: list[fx.Node], sources: frozenset[str]) -> None:
+        for shared in self._sharing(nodes):
+            self._sources[shared] |= sources
+
+    def _sharing(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """Known nodes that use the memory of one of `nodes`."""
+        storages = {s for n in nodes if n in self._values for s in _storages(self._values[n])}
+        return [n for n, value in self._values.items() if storages & _storages(value)]
+
+
+MAX_ELEMENTS = 2**26
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _storages(value: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
