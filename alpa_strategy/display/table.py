@@ -68,7 +68,7 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
 
 
 def _headline(plan: Plan) -> Text:
-    devices = sum(math.prod(stage.submesh) for stage in plan.stages)
+    devices = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     where = f" on {plan.cluster_name}" if plan.cluster_name else ""
     text = Text.assemble(("Alpa plan", "bold"), f"  {devices} device{'s' * (devices != 1)}{where}")
     if len(plan.stages) == 1:

@@ -114,29 +114,35 @@ class PipelinedRun(TrainingRun):
         """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
         step = program.step
         buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        scale = self._loss_scale()
         if isinstance(program.lowered, WholeStep):
-            values, gradients = self._run_whole(step, buffers, batch)
+            values, gradients = self._run_whole(step, buffers, batch, scale)
         else:
-            values, gradients = self._run_pipeline(program.lowered, buffers, batch)
+            values, gradients = self._run_pipeline(program.lowered, buffers, batch, scale)
         self._num_steps += 1
-        values[step.loss] = _HandOver.apply(self._anchor, values[step.loss], gradients)
+        values[step.loss] = _HandOver.apply(self._anchor, values[step.loss], gradients, scale)
         return values
 
+    def _loss_scale(self) -> float:
+        """What the precision plugin will scale the loss by: half-precision gradients inside the step need it now."""
+        scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
     def _run_pipeline(
-        self, lowered: PipelinedStep, buffers: Mapping[str, Tensor], batch: Any
+        self, lowered: PipelinedStep, buffers: Mapping[str, Tensor], batch: Any, scale: float
     ) -> tuple[dict[int, Tensor], Gradients]:
         micro, pipeline = lowered.micro, lowered.pipeline
         # A pipeline updates its buffers by itself, micro-batch by micro-batch: it must not write into the module's.
         pipeline.set_buffers({name: buffer.clone() for name, buffer in buffers.items()})
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}
-        result = pipeline.step(batch_rows(micro.graph, batch), given)
+        result = pipeline.step(batch_rows(micro.graph, batch), given, scale)
         values |= result.values
         values |= self._part(micro.epilogue, buffers, batch, values)
         return values, result.gradients
 
     def _run_whole(
-        self, step: StepGraph, buffers: Mapping[str, Tensor], batch: Any
+        self, step: StepGraph, buffers: Mapping[str, Tensor], batch: Any, scale: float
     ) -> tuple[dict[int, Tensor], Gradients]:
         """The step on the global batch, the same work on every rank; each keeps its parts of the gradients."""
         whole = {p.name: self._whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
@@ -144,11 +150,15 @@ class PipelinedRun(TrainingRun):
         with self._same_numbers(), torch.enable_grad():
             found = run_step(step, whole, buffers, rows)
             trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
-            grads = torch.autograd.grad(found[step.loss], list(trained.values()), allow_unused=True)
+            grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
             parameter = self.module.get_parameter(name)
-            if gradient is not None and self.store.holds(parameter):
+            if gradient is None:
+                continue
+            if self.store.name_of(parameter) is None:  # no stage uses it: it lies whole on every rank
+                gradients.append((parameter, gradient))
+            elif self.store.holds(parameter):
                 gradients.append((parameter, self.store.shard_like(name, gradient)))
         return {value: found[value].detach() for value in step.escaping}, tuple(gradients)
 
@@ -164,7 +174,7 @@ class PipelinedRun(TrainingRun):
         """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
         if part is None:
             return {}
-        parameters = {p.name: self.store.gather(p.name) for p in part.parameters}
+        parameters = {p.name: self._whole_leaf(p.name, False) for p in part.parameters}
         rows = _whole_rows(part, batch)
         with self._same_numbers() if any(is_random(op.call) for op in part.ops) else nullcontext():
             found = run_step(part, parameters, buffers, rows, values)
@@ -194,21 +204,23 @@ class PipelinedRun(TrainingRun):
 class _HandOver(torch.autograd.Function):
     """The loss as it is; its backward adds gradients that are there already, scaled, to their parameters' `.grad`.
 
+    `known_scale` is in the gradients already.
+
     The anchor makes it differentiable on a rank without parameters too. Gradients do not pass through the parameters'
     own graph nodes: hooks of theirs would take them for parts that are still to be reduced.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float) -> Tensor:
+        ctx.gradients, ctx.known_scale = gradients, known_scale
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
         for parameter, gradient in ctx.gradients:
-            scaled = gradient * scale.to(gradient)
+            scaled = gradient * (scale / ctx.known_scale).to(gradient)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-        return None, None, None
+        return None, None, None, None
 
 
 class _seeded:

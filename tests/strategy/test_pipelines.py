@@ -151,6 +151,31 @@ def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path, num_rows
         same_training(run, reference)
 
 
+class Alternating(MLP):
+    """A parameter that the first batch does not use joins in every third one."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = torch.nn.Linear(self.d_in, self.d_out)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        prediction = self.net(x)
+        if batch_idx % 3 == 2:
+            prediction = prediction + self.extra(x)
+        return torch.nn.functional.mse_loss(prediction, y)
+
+
+def run_alternating(root):
+    return train(Alternating, root, PIPELINE, gradient_clip_val=0.1)
+
+
+def test_parameters_that_join_in_later(pool, tmp_path):
+    reference = train(Alternating, str(tmp_path), None, gradient_clip_val=0.1)
+    for run in pool.run(2, run_alternating, str(tmp_path)):
+        same_training(run, reference)
+
+
 def test_pins_that_cannot_be_met(pool, tmp_path):
     with pytest.raises(WorkerError, match="num_microbatches=3 does not divide the 4 rows"):
         pool.run(2, run_train, "MLP", str(tmp_path), {**PIPELINE, "num_microbatches": 3}, {})
@@ -232,3 +257,13 @@ trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
+
+
+def test_dropout_is_reproducible(pool, tmp_path):
+    """Same seed, same plan: the same losses, bit by bit, and the same on all ranks."""
+    kwargs = {**CASES["gpt"], "dropout": 0.2}
+    options = {**PIPELINE, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
+    first, again = (pool.run(2, record, "gpt", kwargs, options, STEPS, 2) for _ in range(2))
+    assert len(set(first[0]["losses"])) == STEPS
+    assert [run["losses"] for run in first] == [run["losses"] for run in again]
+    assert first[0]["losses"] == first[1]["losses"]
