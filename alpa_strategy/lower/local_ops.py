@@ -94,16 +94,19 @@ def _zeros_from(call: OpCall, operands: tuple[Tensor, ...]) -> Tensor | tuple[Te
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """`result` as it is, and a gradient of zeros for an operand that another device uses in our place."""
+    """`result` as it is, and a gradient of zeros for an operand that another device uses in our place.
+
+    The operand is not saved: what is gathered again for the backward must be the same on every device.
+    """
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, unused: Tensor) -> Tensor:
-        ctx.save_for_backward(unused)
+        ctx.unused = {"size": unused.shape, "dtype": unused.dtype, "device": unused.device}
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        return grad, torch.zeros_like(ctx.saved_tensors[0]) if ctx.needs_input_grad[1] else None
+        return grad, torch.zeros(**ctx.unused) if ctx.needs_input_grad[1] else None
 
 
 _ADDING_OPS = {  # op -> what is left of it without the added operand

@@ -88,7 +88,16 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             implementation,
             axes,
         )
-        results = as_tuple(build_local_op(call, strategies, local, mesh)(*mine))
+        storages = [t.untyped_storage()._cdata for t in mine]
+        saved = set()
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()._cdata
+            saved.update(i for i, operand in enumerate(storages) if operand == storage)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = as_tuple(build_local_op(call, strategies, local, mesh)(*mine))
         for axis in mesh.axes:
             axis.record.append(("backward", 0))
         pairs = [
@@ -97,7 +106,7 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             if g is not None
         ]
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        return [r.detach() for r in results], [t.grad for t in mine], [a.record for a in mesh.axes]
+        return [r.detach() for r in results], [t.grad for t in mine], [a.record for a in mesh.axes], saved
 
     ranks = run_on_threads(mesh_shape, work)
     for i, result in enumerate(expected):
@@ -109,6 +118,8 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             assert all(r[1][i] is not None for r in ranks), f"operand {i} has no gradient on some rank"
             whole = assemble([r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape)
             torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
+    # A gathered parameter that is saved is gathered again in the backward, by all devices or by none.
+    assert all(r[3] == ranks[0][3] for r in ranks), "devices differ in the operands that they save for the backward"
     return [r[2] for r in ranks]
 
 
