@@ -17,8 +17,6 @@ from alpa_strategy.plan.make import plan_step
 from alpa_strategy.plan.plan import ParameterPlan, Plan
 
 Progress = Callable[[str], AbstractContextManager]
-# Below this share of communication in a single stage's step, pipelines are not looked at: they have little to win.
-WORTHWHILE_COMMUNICATION = 0.15
 
 
 def choose_plan(
@@ -30,57 +28,42 @@ def choose_plan(
     pinned: Mapping[str, ParameterPlan] | None = None,
     costs: OpCosts | None = None,
 ) -> Plan:
-    """The fastest plan by prediction; arguments as for `plan_step`.
+    """A plan of one stage, or a pipeline; arguments as for `plan_step`.
 
-    A pipeline is made when the options ask for one. Left to choose, it competes where a single stage does not fit or
-    communicates much, and where micro-batches give exactly the whole batch's result.
+    A pipeline is made when the options ask for one, and where no single stage fits and micro-batches give exactly the
+    whole batch's result. It does not yet compete with a single stage that fits: that waits until predicted and measured
+    times of pipelines have been compared. Nor does it recompute activations: under the Trainer, stages of several
+    devices that do have been seen to hang.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
+    if options.remat:
+        raise PlanError(
+            "remat=True is not available yet", "leave it out; use more micro-batches or ZeRO to save memory"
+        )
     if asks_for_pipeline(options) and pinned is None:
         if cluster.num_devices == 1:
             raise PlanError(
                 "num_microbatches, num_stages, schedule and remat need at least 2 devices",
                 "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
             )
-        return plan_pipeline(step, cluster, options, optimizer, costs, progress)
-    single: Plan | None = None
-    failure: PlanError | None = None
+        return plan_pipeline(step, cluster, replace(options, remat=False), optimizer, costs, progress)
     try:
-        single = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
-    except PlanError as error:
-        failure = error
-    worth_a_try = single is None or _share_of_communication(single) > WORTHWHILE_COMMUNICATION
-    if worth_a_try and pinned is None and _may_be_pipelined(step, cluster, options):
+        return plan_step(step, cluster, options, optimizer, progress, pinned, costs)
+    except PlanError:
+        if pinned is not None or not _may_be_pipelined(step, cluster, options):
+            raise
         try:
-            staged = plan_pipeline(step, cluster, options, optimizer, costs, progress)
+            return plan_pipeline(step, cluster, replace(options, remat=False), optimizer, costs, progress)
         except PlanError:
-            staged = None
-        if staged is not None and (single is None or staged.predicted.step_seconds < single.predicted.step_seconds):
-            if single is None:
-                return staged
-            baselines = {"one stage": single.predicted.step_seconds, **single.baselines}
-            spent = {**single.solver_seconds, **staged.solver_seconds}
-            return replace(staged, baselines=baselines, solver_seconds=spent)
-    if single is None:
-        assert failure is not None
-        raise failure
-    return single
+            pass
+        raise
 
 
 def asks_for_pipeline(options: PlanOptions) -> bool:
     """Whether the user pinned something that only a pipeline (or micro-batches) can meet."""
-    return (
-        (options.num_stages or 1) > 1
-        or (options.num_microbatches or 1) > 1
-        or options.schedule is not None
-        or bool(options.remat)
-    )
-
-
-def _share_of_communication(plan: Plan) -> float:
-    return plan.predicted.communication_seconds / max(plan.predicted.step_seconds, 1e-30)
+    return (options.num_stages or 1) > 1 or (options.num_microbatches or 1) > 1 or options.schedule is not None
 
 
 def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> bool:

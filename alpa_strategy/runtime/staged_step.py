@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -175,15 +175,18 @@ class StageCall:
         rows = [batch[i] for i in self._batch]
         handed = [received[v] for v in self._received]
         if self.recomputes and torch.is_grad_enabled():
-            return checkpoint(
-                self.lowered.run_stage,
-                parameters,
-                buffers,
-                rows,
-                handed,
-                use_reentrant=False,
-                context_fn=self._random.checkpoint_contexts,
-            )
+            # Stopping early, each device would stop after its own last saved tensor: some in front of a collective
+            # that the others run (devices do not all save the same: only the first adds a row-parallel bias).
+            with set_checkpoint_early_stop(False):
+                return checkpoint(
+                    self.lowered.run_stage,
+                    parameters,
+                    buffers,
+                    rows,
+                    handed,
+                    use_reentrant=False,
+                    context_fn=self._random.checkpoint_contexts,
+                )
         with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
             return self.lowered.run_stage(parameters, buffers, rows, handed)
 
