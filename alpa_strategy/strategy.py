@@ -229,9 +229,7 @@ class AlpaStrategy(ParallelStrategy):
             self._prepare(batch, batch_idx)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
-        from alpa_strategy.lightning.pipelined_run import PipelinedRun, needs_pipeline
         from alpa_strategy.lightning.planning import prepare
-        from alpa_strategy.lightning.run import TrainingRun
         from alpa_strategy.optimizer_info import inspect_optimizer
 
         assert self.lightning_module is not None
@@ -240,8 +238,11 @@ class AlpaStrategy(ParallelStrategy):
         optimizer = inspect_optimizer(self.optimizers)
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
             prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
-            kind = PipelinedRun if needs_pipeline(prepared.plan) else TrainingRun
-            self._run = kind(
+            if prepared.plan.is_pipelined:
+                from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
+            else:
+                from alpa_strategy.lightning.run import TrainingRun as Run
+            self._run = Run(
                 self.lightning_module,
                 self.optimizers[0],
                 optimizer,

@@ -27,7 +27,6 @@ from alpa_strategy.lightning.staged_optimizer_state import (
     shard_staged_state,
     staged_state_dict,
 )
-from alpa_strategy.plan.plan import Plan
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
@@ -36,11 +35,6 @@ from alpa_strategy.sharding.localize import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
-
-
-def needs_pipeline(plan: Plan) -> bool:
-    """Whether a plan is more than one stage that runs the whole batch at once."""
-    return len(plan.stages) > 1 or plan.num_microbatches > 1 or any(stage.remat for stage in plan.stages)
 
 
 @dataclass(frozen=True)

@@ -208,9 +208,7 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
 
     Later batches may be of any size: the plan is running then, and uneven ones are reported and trained as they are.
     """
-    from alpa_strategy.plan.choose import asks_for_pipeline
-
-    if asks_for_pipeline(job.options):  # stages have fewer devices than the job
+    if job.options.asks_for_pipeline:  # stages have fewer devices than the job
         return
     num_devices = job.num_nodes * job.devices_per_node
     keeps_batch_whole = job.options.parallel == "tensor" or job.plan_file is not None

@@ -42,7 +42,7 @@ def choose_plan(
         raise PlanError(
             "remat=True is not available yet", "leave it out; use more micro-batches or ZeRO to save memory"
         )
-    if asks_for_pipeline(options) and pinned is None:
+    if options.asks_for_pipeline and pinned is None:
         if cluster.num_devices == 1:
             raise PlanError(
                 "num_microbatches, num_stages, schedule and remat need at least 2 devices",
@@ -59,11 +59,6 @@ def choose_plan(
         except PlanError:
             pass
         raise
-
-
-def asks_for_pipeline(options: PlanOptions) -> bool:
-    """Whether the user pinned something that only a pipeline (or micro-batches) can meet."""
-    return (options.num_stages or 1) > 1 or (options.num_microbatches or 1) > 1 or options.schedule is not None
 
 
 def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> bool:

@@ -175,6 +175,11 @@ class Plan:
     solver_seconds: dict[str, float] = field(default_factory=dict)
     cluster_name: str = ""
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it is more than one stage that runs the whole batch at once."""
+        return len(self.stages) > 1 or self.num_microbatches > 1 or any(stage.remat for stage in self.stages)
+
     def collectives(self) -> list[Collective]:
         """Every kind of collective of every stage, with kind, mesh axis, bytes and times per step."""
         return [c for stage in self.stages for c in stage.collectives]
