@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from alpa_strategy.errors import OptionError
 
@@ -247,4 +247,3 @@ class Limits:
     plan_timeout_seconds: float = 3600.0
     collective_timeout_seconds: float = 1800.0
     bucket_bytes: int = BUCKET_BYTES
-    extra: dict[str, object] = field(default_factory=dict)

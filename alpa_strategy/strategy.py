@@ -38,7 +38,7 @@ from typing_extensions import override
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
 from alpa_strategy.lightning.checks import check_module, check_optimizers
-from alpa_strategy.options import Limits, PlanOptions, check_names
+from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 from alpa_strategy.runtime.failure import FailureWatch, job_store
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class AlpaStrategy(ParallelStrategy):
         num_stages: int | None = None,
         remat: bool | None = None,
         backend: str = "auto",
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,

@@ -6,7 +6,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -268,8 +268,3 @@ def _transfer(
     uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
     transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
     return transfer, TransferLayouts(value, sources, targets)
-
-
-def parameter_choice(intra: IntraOp) -> Mapping[str, int]:
-    """Parameter name -> choice index."""
-    return {p.name: i for i, p in enumerate(intra.step.parameters)}

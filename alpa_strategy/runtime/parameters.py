@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
@@ -77,7 +78,7 @@ class ParameterStore:
         inputs: tuple[ParameterInput, ...],
         plans: Mapping[str, ParameterPlan],
         mesh: MeshComm,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.mesh = mesh
         self._stored: dict[str, _Stored] = {}

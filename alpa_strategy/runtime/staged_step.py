@@ -24,6 +24,7 @@ from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
@@ -32,8 +33,6 @@ from alpa_strategy.runtime.stage_worker import Values
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.op import TensorMeta
-
-BUCKET_BYTES = 25 * 2**20
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:

@@ -11,24 +11,12 @@ import torch
 from alpa_strategy.sharding.binding import bind, rebuild
 from alpa_strategy.sharding.layout import DualLayout, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.sharding.views import RESHAPES
 
 aten = torch.ops.aten
 
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
-_VIEWS = frozenset(
-    {
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "view_copy",
-        "view_as",
-        "reshape_as",
-    }
-)
+_VIEWS = frozenset(RESHAPES)
 _SIZE_ARGUMENT = frozenset(
     {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn"}
     | {"new_zeros", "new_ones", "new_empty", "new_full"}

@@ -207,21 +207,7 @@ _OTHER_REDUCTIONS = (
 )
 
 FAMILIES: dict[str, Family] = {
-    **{
-        f"aten.{name}": _no_size(views.view)
-        for name in (
-            "view",
-            "reshape",
-            "_unsafe_view",
-            "flatten",
-            "unflatten",
-            "squeeze",
-            "unsqueeze",
-            "view_copy",
-            "view_as",
-            "reshape_as",
-        )
-    },
+    **{f"aten.{name}": _no_size(views.view) for name in views.RESHAPES},
     **{
         f"aten.{name}": _no_size(views.permutation)
         for name in ("transpose", "permute", "t", "movedim", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")

@@ -16,6 +16,20 @@ from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
 
+# Ops (without namespace and overload) that give a tensor another shape and nothing else.
+RESHAPES = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_copy",
+    "view_as",
+    "reshape_as",
+)
+
 
 @cache
 def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGroup, ...]:
