@@ -80,7 +80,12 @@ class PlanOptions:
     @property
     def asks_for_pipeline(self) -> bool:
         """Whether something is pinned that only a pipeline (or micro-batches) can meet."""
-        return (self.num_stages or 1) > 1 or (self.num_microbatches or 1) > 1 or self.schedule is not None
+        return (
+            (self.num_stages or 1) > 1
+            or (self.num_microbatches or 1) > 1
+            or self.schedule is not None
+            or self.remat is True
+        )
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""

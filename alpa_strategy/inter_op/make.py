@@ -230,11 +230,11 @@ def _solve_schedule(
             total = ranks * v
             if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
                 continue
-            weights = terms(schedule, ranks, B, v)
+            weights = terms(schedule, ranks, B, v, splits=not job.remat)
             pairs = in_flight(schedule, ranks, B, v)
             own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
             choice = solve_stages(
-                _on_equal_meshes(tables, index, v, keep_remat=schedule not in ZERO_BUBBLE, runs=runs),
+                _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs),
                 total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE, known=known(),
             )  # fmt: skip
             if choice is not None:

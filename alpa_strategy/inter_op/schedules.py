@@ -81,19 +81,20 @@ def rank_of(schedule: str, num_ranks: int, stage: int) -> int:
     return stage % num_ranks
 
 
-def terms(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> Terms:
+def terms(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1, splits: bool = True) -> Terms:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the tests.
 
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
     on a rank the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
     Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
-    forward, t / 3, per hop and stage-sized chunk.
+    forward, t / 3, per hop and stage-sized chunk. Without `splits` (stages that recompute do their backward in one
+    piece) they gain nothing by it.
     """
     _check(schedule, num_ranks, num_microbatches)
     if schedule in ONE_STAGE:
         return Terms(1.0, num_microbatches - 1.0)
     total = num_microbatches * v
-    fill = (1 / 3 if schedule in ZERO_BUBBLE else 1.0) / v
+    fill = (1 / 3 if schedule in ZERO_BUBBLE and splits else 1.0) / v
     return Terms(fill, total - fill * v)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -32,30 +31,25 @@ def choose_plan(
 
     A pipeline is made when the options ask for one, and where no single stage fits and micro-batches give exactly the
     whole batch's result. It does not yet compete with a single stage that fits: that waits until predicted and measured
-    times of pipelines have been compared. Nor does it recompute activations: under the Trainer, stages of several
-    devices that do have been seen to hang.
+    times of pipelines have been compared.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
-    if options.remat:
-        raise PlanError(
-            "remat=True is not available yet", "leave it out; use more micro-batches or ZeRO to save memory"
-        )
     if options.asks_for_pipeline and pinned is None:
         if cluster.num_devices == 1:
             raise PlanError(
                 "num_microbatches, num_stages, schedule and remat need at least 2 devices",
                 "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
             )
-        return plan_pipeline(step, cluster, replace(options, remat=False), optimizer, costs, progress)
+        return plan_pipeline(step, cluster, options, optimizer, costs, progress)
     try:
         return plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
         if pinned is not None or not _may_be_pipelined(step, cluster, options):
             raise
         try:
-            return plan_pipeline(step, cluster, replace(options, remat=False), optimizer, costs, progress)
+            return plan_pipeline(step, cluster, options, optimizer, costs, progress)
         except PlanError:
             pass
         raise

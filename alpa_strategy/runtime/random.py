@@ -18,6 +18,7 @@ from torch import Tensor
 from alpa_strategy.runtime.comm import MeshComm
 
 T = TypeVar("T")
+Replay = Callable[[], AbstractContextManager[None]]
 
 # The default generator is one per process: ranks that are threads (tests, `prove`) must take turns with it.
 _default_generator_lock = threading.Lock()
@@ -75,24 +76,28 @@ class ShardedRandom:
             state = fresh.get_state()
         return state
 
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """`context_fn` for `torch.utils.checkpoint.checkpoint`: the recomputation draws the forward's numbers again."""
-        at_forward: dict[tuple[tuple[int, ...], str], Tensor] = {}
+    def bookmark(self) -> Replay:
+        """Remember what will be drawn from here on: a function that gives a context in which it is drawn once more.
+
+        Numbers drawn afterwards go on as if that context had not been.
+        """
+        at_start = dict(self._states)
+        alone = [(generator, generator.get_state()) for generator in _generators(())] if self._alone else []
 
         @contextmanager
-        def forward() -> Iterator[None]:
-            at_forward.update(self._states)
-            yield
-
-        @contextmanager
-        def recompute() -> Iterator[None]:
-            now, self._states = self._states, dict(at_forward)
+        def again() -> Iterator[None]:
+            now, self._states = self._states, dict(at_start)
+            outside = [generator.get_state() for generator, _ in alone]
+            for generator, state in alone:
+                generator.set_state(state)
             try:
                 yield
             finally:
                 self._states = now
+                for (generator, _), state in zip(alone, outside, strict=True):
+                    generator.set_state(state)
 
-        return forward(), recompute()
+        return again
 
     def state_dict(self) -> dict[str, Any]:
         """This device's generators, for a checkpoint: tensors, numbers and strings only."""

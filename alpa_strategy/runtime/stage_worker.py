@@ -6,7 +6,7 @@ micro-batch in an order of its choice. Between the two the worker keeps what the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.inter_op.channels import Channel, StageSpec
+from alpa_strategy.runtime.random import Replay
 from alpa_strategy.runtime.split_backward import SplitBackward
 from alpa_strategy.runtime.transfer import Outbox, Receipt, Transfer
 
@@ -22,10 +23,7 @@ Values = dict[int, Tensor]
 
 
 class StageProgram(Protocol):
-    """One stage's computation on local tensors (`staged_step.StageCall`, or any function like it).
-
-    An attribute `recomputes` that is true says that its backward runs it again; such a backward is not split in two.
-    """
+    """One stage's computation on local tensors (`staged_step.StageCall`, or any function like it)."""
 
     def __call__(
         self,
@@ -96,13 +94,24 @@ class _Port:
         return self.first_tag + 2 * microbatch + 1
 
 
+@dataclass(frozen=True)
+class _Again:
+    """What a stage runs again where it recomputes: tensors as they were, and its random numbers."""
+
+    buffers: Mapping[str, Tensor]
+    batch: Mapping[int, Tensor]
+    received: Values
+    replay: Replay
+
+
 @dataclass
 class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Values  # received values that want a gradient
-    roots: dict[int, GradientEdge]  # results that get one: edges only, so that the results' own memory can go
-    loss: tuple[GradientEdge, Tensor] | None
+    again: _Again | None = None  # until the stage has recomputed the two that follow
+    roots: dict[int, GradientEdge] = field(default_factory=dict)  # results that get one: no tensors, so these can go
+    loss: tuple[GradientEdge, Tensor] | None = None
     split: SplitBackward | None = None
     roots_used: tuple[list[GradientEdge], list[Tensor]] | None = None
 
@@ -114,6 +123,9 @@ class StageWorker:
         index: the stage's place in the pipeline.
         program, store, buffers: what it runs and on what; `buffers` is updated in place.
         loss: value index of the loss where this stage makes it, else None.
+        bookmark: given where activations are recomputed: the forward keeps no graph, and every backward begins with
+            the same forward once more. So all devices of the stage run the same collectives in the same order, which
+            hooks of saved tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensors.
     """
 
     def __init__(
@@ -126,7 +138,9 @@ class StageWorker:
         loss: int | None,
         num_microbatches: int,
         outbox: Outbox,
+        bookmark: Callable[[], Replay] | None = None,
     ) -> None:
+        self._bookmark = bookmark
         self.index, self.spec = index, spec
         self._program, self.store, self._buffers = program, store, buffers
         self._loss, self._num_microbatches, self._outbox = loss, num_microbatches, outbox
@@ -176,10 +190,10 @@ class StageWorker:
                 if self._has_backward and value in port.channel.differentiable:
                     inputs[value] = tensor.requires_grad_()
                 received[value] = tensor
-        with torch.set_grad_enabled(self._has_backward):
-            escaping, sent = self._program(
-                self.store.store.step_inputs(), self._buffers, self._batches[microbatch], received
-            )
+        batch, again = self._batches[microbatch], None
+        if self._has_backward and self._bookmark is not None:
+            again = _Again(dict(self._buffers), batch, received, self._bookmark())
+        escaping, sent = self._run(self._buffers, batch, received, self._has_backward and again is None)
         del received
         for port in self._outgoing:
             self._outbox.send(
@@ -189,10 +203,28 @@ class StageWorker:
             self._buffers[name] = escaping[value].detach()
         self.escaped.append({value: escaping[value].detach() for value in self.spec.escaping})
         if self._has_backward:
-            wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})
-            roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
-            self._in_flight[microbatch] = _InFlight(inputs, roots, self._loss_root(escaping))
+            flight = self._in_flight[microbatch] = _InFlight(inputs, again)
+            if again is None:
+                self._find_roots(flight, escaping, sent)
             self.store.after_forward()
+
+    def _run(
+        self, buffers: Mapping[str, Tensor], batch: Mapping[int, Tensor], received: Values, with_grad: bool
+    ) -> tuple[Values, Values]:
+        with torch.set_grad_enabled(with_grad):
+            return self._program(self.store.store.step_inputs(), buffers, batch, received)
+
+    def _find_roots(self, flight: _InFlight, escaping: Values, sent: Values) -> None:
+        wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})
+        flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
+        flight.loss = self._loss_root(escaping)
+
+    def _recompute(self, flight: _InFlight) -> None:
+        if flight.again is None:
+            return
+        again, flight.again = flight.again, None
+        with again.replay():
+            self._find_roots(flight, *self._run(again.buffers, again.batch, again.received, True))
 
     def _loss_root(self, escaping: Values) -> tuple[GradientEdge, Tensor] | None:
         if self._loss is None or not escaping[self._loss].requires_grad:
@@ -215,6 +247,7 @@ class StageWorker:
         """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
         self.post_backward(microbatch)
         flight = self._in_flight[microbatch]
+        self._recompute(flight)  # while they are on their way
         grads: Values = {}
         for port in self._outgoing:
             tensors = port.arriving.pop(-1 - microbatch).wait()
@@ -242,11 +275,11 @@ class StageWorker:
         """The first half of the backward, which other stages wait for."""
         self._root_grads(microbatch)
         flight = self._in_flight[microbatch]
-        if not flight.inputs:
-            return
-        if getattr(self._program, "recomputes", False):  # every part of a split backward would recompute everything
+        if self._bookmark is not None:  # what is recomputed is not kept for a later half
             self._whole_backward(microbatch, flight)
             flight.roots_used = [], []
+            return
+        if not flight.inputs:
             return
         assert flight.roots_used is not None
         roots, grads = flight.roots_used

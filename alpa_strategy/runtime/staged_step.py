@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -135,17 +134,18 @@ def build_pipeline(
         random = ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
         lowered = lower(stage_graph, stage, mesh, device, random)
         own[index] = OwnStage(
-            program=StageCall(lowered, stage_graph, position, stage, stores[index], random),
+            program=StageCall(lowered, stage_graph, position, stage, stores[index]),
             store=stores[index],
             mesh=mesh,
             parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
             buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
+            bookmark=random.bookmark if stage.remat else None,
         )
     return Pipeline(spec, own, device)
 
 
 class StageCall:
-    """A `LoweredStep` in the form of a `StageProgram`: inputs by value, ZeRO-3's regathering, recomputation."""
+    """A `LoweredStep` in the form of a `StageProgram`: inputs by value, ZeRO-3's regathering."""
 
     def __init__(
         self,
@@ -154,14 +154,12 @@ class StageCall:
         position: Mapping[int, int],
         stage: StagePlan,
         store: ParameterStore,
-        random: ShardedRandom,
     ) -> None:
         self.lowered = lowered
         self._batch = tuple(position[leaf.value] for leaf in graph.batch)
         self._received = graph.received
-        self._store, self._random = store, random
+        self._store = store
         self._gathers_at_use = any(mode[0] == "S" for p in stage.parameter_plans.values() for mode in p.modes)
-        self.recomputes = stage.remat
 
     def __call__(
         self,
@@ -170,22 +168,8 @@ class StageCall:
         batch: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
     ) -> tuple[Values, Values]:
-        buffers = dict(buffers)  # a recomputation must read those of this micro-batch
         rows = [batch[i] for i in self._batch]
         handed = [received[v] for v in self._received]
-        if self.recomputes and torch.is_grad_enabled():
-            # Stopping early, each device would stop after its own last saved tensor: some in front of a collective
-            # that the others run (devices do not all save the same: only the first adds a row-parallel bias).
-            with set_checkpoint_early_stop(False):
-                return checkpoint(
-                    self.lowered.run_stage,
-                    parameters,
-                    buffers,
-                    rows,
-                    handed,
-                    use_reentrant=False,
-                    context_fn=self._random.checkpoint_contexts,
-                )
         with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
             return self.lowered.run_stage(parameters, buffers, rows, handed)
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.sharding.thread_mesh import run_on_threads
@@ -77,19 +76,29 @@ def test_state_comes_back_after_an_exception():
     assert run_on_threads((2, 1), lambda mesh: work(mesh) if mesh.coordinate[0] == 0 else True)[0]
 
 
-def test_recomputation_draws_the_same_numbers():
+@pytest.mark.parametrize("mesh_shape", [(2,), (1,)])
+def test_a_bookmark_brings_the_same_numbers_again(mesh_shape):
+    """As often as wanted, and what is drawn afterwards is as if nothing had been drawn again."""
+
     def work(mesh):
-        random = ShardedRandom(mesh, 5)
-        x = torch.ones(100, requires_grad=True)
+        random, x = ShardedRandom(mesh, 5), torch.ones(100)
 
-        def block(x):
-            return random.run((0,), F.dropout, random.run((), F.dropout, x) * x)
+        def draw(times):
+            return [random.run((0,), F.dropout, random.run((), F.dropout, x)) for _ in range(times)]
 
-        y = checkpoint(block, x, use_reentrant=False, context_fn=random.checkpoint_contexts)
-        after_forward = {k: v.clone() for k, v in random.state_dict()["states"].items()}
-        y.sum().backward()
-        kept = random.state_dict()["states"]
-        assert all(torch.equal(after_forward[k], kept[k]) for k in kept)
-        return torch.equal(x.grad != 0, y != 0)
+        at_start = random.bookmark()
+        with at_start():
+            expected = draw(4)
+        found = draw(1)
+        again = random.bookmark()
+        found += draw(2)
+        with again():
+            repeated = draw(2)
+        with again():
+            repeated += draw(2)
+        found += draw(1)
+        assert not torch.equal(found[0], found[1])
+        assert all(map(torch.equal, repeated, 2 * found[1:3]))
+        return all(map(torch.equal, found, expected))
 
-    assert all(run_on_threads((2,), work))
+    assert all(run_on_threads(mesh_shape, work))

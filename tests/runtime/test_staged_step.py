@@ -202,6 +202,12 @@ def test_gpt_under_every_schedule(pool, schedule, remat):
     pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_recomputation_on_several_devices(pool, seed):
+    """Devices of a stage save different tensors and compute different gradients: they still recompute together."""
+    pool.run(4, run_model, "gpt", ((0, 1), (2, 3)), "1F1B", 2, seed, True)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
