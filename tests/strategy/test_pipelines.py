@@ -17,7 +17,6 @@ from strategy.test_training import assert_same as same_training
 from worker_pool import WorkerError
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import PlanError
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.plan.make import make_plan
 
