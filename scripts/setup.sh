@@ -21,5 +21,5 @@ pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check --retries 1
 index=(--extra-index-url https://download.pytorch.org/whl/cpu)  # there 2.13.0+cpu, which pip takes before 2.13.0
 nvidia-smi >/dev/null 2>&1 && index=()
 "${pip[@]}" --no-deps "torch==2.13.0" "${index[@]}"
-"${pip[@]}" -e ".[dev]"
+"${pip[@]}" -e ".[dev,recipes]"
 echo "$wanted" >"$stamp"

@@ -1,0 +1,59 @@
+"""The paper's other families keep the contract: a mixture of experts and a Wide-ResNet equal one process, any plan."""
+
+from __future__ import annotations
+
+import pytest
+import recipe_models  # registers the models
+from equality.harness import assert_same, record
+
+EXPERT_PARALLEL = {"placements": {"blocks.*.mlp.fc": "S0", "blocks.*.mlp.proj": "S0"}}
+STEPS = 3
+
+
+def run_recipe_model(*args, **kwargs):
+    """`record` on a worker, which must know the models too."""
+    assert recipe_models.MODELS
+    return record(*args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def reference(pool):
+    """A plain single-process Trainer's runs, computed once."""
+    found = {}
+
+    def get(model, kwargs, world_size):
+        key = (model, tuple(kwargs.items()), world_size)
+        if key not in found:
+            args = (run_recipe_model, model, kwargs, None, STEPS, world_size)
+            found[key] = pool.run(1, *args, init_group=False)[0]
+        return found[key]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "world_size", "options"),
+    [
+        ("recipe_moe", {}, 2, {}),
+        ("recipe_moe", {}, 2, EXPERT_PARALLEL),
+        ("recipe_moe", {}, 2, {"parallel": "zero3"}),
+        ("recipe_moe", {"dropless": True}, 2, {}),
+        ("recipe_moe", {}, 4, {**EXPERT_PARALLEL, "logical_mesh": (4,)}),
+        ("recipe_moe", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
+        ("recipe_moe", {"dropless": True}, 2, {"num_stages": 2, "num_microbatches": 2}),
+        ("recipe_moe", {"num_layers": 4}, 4, {"num_stages": 2, "num_microbatches": 2}),
+        ("recipe_wide_resnet", {}, 2, {}),
+        ("recipe_wide_resnet", {}, 2, {"parallel": "tensor"}),
+        ("recipe_wide_resnet", {}, 4, {"logical_mesh": (2, 2)}),
+    ],
+)
+def test_equals_one_process(pool, reference, tmp_path, model, kwargs, world_size, options):
+    options = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False, **options}
+    runs = pool.run(world_size, run_recipe_model, model, kwargs, options, STEPS, world_size)
+    for run in runs:
+        assert_same(run, reference(model, kwargs, world_size))
+    pinned = options.get("placements")
+    if pinned:
+        assert runs[0]["modes"]["blocks.0.mlp.fc"] == tuple(pinned["blocks.*.mlp.fc"].split())
+    if options.get("num_stages"):
+        assert runs[0]["pipeline"][:2] == (2, 2)
