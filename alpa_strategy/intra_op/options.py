@@ -19,6 +19,8 @@ from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, shard, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 
+BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
+
 
 @dataclass(frozen=True)
 class ParameterOptions:
@@ -107,10 +109,13 @@ def step_collectives_of(
 
 
 def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
-    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one."""
-    if num_bytes >= BUCKET_BYTES:
-        return axis.seconds(kind, num_bytes)
-    return axis.seconds(kind, BUCKET_BYTES) * num_bytes / BUCKET_BYTES
+    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
+
+    Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a little less than a
+    message of its own would cost: it runs beside the backward, for which a resharding in the backward makes all wait.
+    """
+    sizes = {num_bytes, *(BUCKET_BYTES >> shift for shift in range(6) if BUCKET_BYTES >> shift > num_bytes)}
+    return BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes) if num_bytes else 0.0
 
 
 def parameter_options(
