@@ -43,6 +43,7 @@ from alpa_strategy.runtime.failure import FailureWatch, job_store
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.lightning.evaluation import Evaluation
     from alpa_strategy.lightning.run import TrainingRun
     from alpa_strategy.plan.plan import Plan
 
@@ -130,7 +131,7 @@ class AlpaStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._watch: FailureWatch | None = None
         self._interrupted = False
-        self._whole: Any = None  # the open whole_parameters() context during an evaluation
+        self._evaluation: Evaluation | None = None
 
     # Which devices, which ranks
 
@@ -229,6 +230,7 @@ class AlpaStrategy(ParallelStrategy):
             self._prepare(batch, batch_idx)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
+        from alpa_strategy.lightning.evaluation import Evaluation
         from alpa_strategy.lightning.planning import prepare
         from alpa_strategy.optimizer_info import inspect_optimizer
 
@@ -254,6 +256,7 @@ class AlpaStrategy(ParallelStrategy):
                 self.limits.bucket_bytes,
                 self._backend,
             )
+        self._evaluation = Evaluation(self._run, job)
         self.plan = self._run.plan
         self._use_sharded_norms()
         self._show_plan()
@@ -298,15 +301,58 @@ class AlpaStrategy(ParallelStrategy):
         self._run.store.after_optimizer_step()
         return result
 
-    # Evaluation: every rank runs the module's own steps on its own rows, with whole parameters
+    # Evaluation: captured steps on the parameters as they lie (alpa_strategy.lightning.evaluation)
 
     @override
     def on_validation_start(self) -> None:
-        self._make_whole()
+        self._start_evaluation("validation")
+
+    @override
+    def on_test_start(self) -> None:
+        self._start_evaluation("test")
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation("predict")
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     @override
     def on_validation_end(self) -> None:
-        self._make_local()
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    def _start_evaluation(self, kind: str) -> None:
+        if self._evaluation is not None:
+            from alpa_strategy.lightning.evaluation import hooks_look
+
+            assert self.lightning_module is not None
+            self._evaluation.start(hooks_look(self.lightning_module.trainer, kind))
+
+    def _evaluate(self, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step before the training's first batch, or after it, runs as it is written: the module is whole then."""
+        return eager(*args, **kwargs) if self._evaluation is None else self._evaluation.step(name, args, eager)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
 
     @override
     def on_train_end(self) -> None:
@@ -314,17 +360,7 @@ class AlpaStrategy(ParallelStrategy):
         if self._run is not None:
             self._run.release()
             self._run.close()
-            self._run = None
-
-    def _make_whole(self) -> None:
-        if self._run is not None and self._whole is None:
-            self._whole = self._run.whole_parameters()
-            self._whole.__enter__()
-
-    def _make_local(self) -> None:
-        if self._whole is not None:
-            self._whole.__exit__(None, None, None)
-            self._whole = None
+            self._run = self._evaluation = None
 
     # Checkpoints: ordinary Lightning files with whole tensors, written by rank 0
 
@@ -340,7 +376,8 @@ class AlpaStrategy(ParallelStrategy):
         return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
 
     def _whole_for_now(self) -> Any:
-        return nullcontext() if self._run is None or self._whole is not None else self._run.whole_parameters()
+        is_whole = self._run is None or (self._evaluation is not None and self._evaluation.is_whole)
+        return nullcontext() if is_whole else self._run.whole_parameters()
 
     # Values between ranks
 
@@ -384,7 +421,7 @@ class AlpaStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._whole = None
+        self._evaluation = None
         if self._run is not None:
             self._run.close()
             self._run = None

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.segment import segment_fused_linears
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.capture.trace import trace_step
+from alpa_strategy.capture.trace import TRAINING, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 
 
@@ -24,9 +24,13 @@ def capture_step(
     batch_scope: str = "rank",
     step: str = "training_step",
     batch_idx: int = 0,
+    dataloader_idx: int | None = None,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> StepGraph:
     """Capture `module.<step>(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
+
+    Another step than `training_step` is an evaluation step: it makes no loss (`StepGraph.loss` is -1), may return
+    anything, and nothing in it requires grad.
 
     Args:
         module: parameters on any device, meta included; with or without a trainer.
@@ -36,6 +40,7 @@ def capture_step(
             batch is already the whole one.
         step: name of the method.
         batch_idx: what the step sees as batch_idx; comparisons with it become guards.
+        dataloader_idx: what an evaluation step gets after batch_idx, None: nothing. The graph is good for this one.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
 
     Raises:
@@ -43,11 +48,19 @@ def capture_step(
     """
     if batch_scope not in ("rank", "global"):
         raise OptionError(f"batch_scope={batch_scope!r}", "use 'rank' or 'global'")
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and step == TRAINING:
         raise CaptureError(
             "the module uses manual optimization (automatic_optimization = False)",
             "return the loss from training_step and let Lightning step one optimizer",
         )
     rows_factor = world_size if batch_scope == "rank" else 1
-    trace = trace_step(module, batch, rows_factor=rows_factor, step=step, batch_idx=batch_idx, context=context)
+    trace = trace_step(
+        module,
+        batch,
+        rows_factor=rows_factor,
+        step=step,
+        batch_idx=batch_idx,
+        dataloader_idx=dataloader_idx,
+        context=context,
+    )
     return replace(segment_fused_linears(convert(trace, step)), batch_scope=batch_scope)

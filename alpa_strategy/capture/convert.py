@@ -29,7 +29,7 @@ from alpa_strategy.capture.step_graph import (
     ValueRef,
     tensor_digest,
 )
-from alpa_strategy.capture.trace import TensorLeaf, Trace, TracedInput
+from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.sharding.op import TensorMeta
 
@@ -364,9 +364,7 @@ class _Converter:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         result = pytree.tree_unflatten(leaves, self.trace.spec)
-        loss = loss_of(result["output"], step)
-        trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
-        check_loss(self.builder.meta(loss), trainable, step)
+        loss = self._loss(result["output"], step) if step == TRAINING else -1
         logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
         metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
         updates: dict[int, int] = {}
@@ -376,8 +374,14 @@ class _Converter:
             if entry.kind == "buffer" and entry.names[0] in result["buffers"]:
                 updates[index] = self._detached(result["buffers"][entry.names[0]]).index
         return number(
-            self.trace, self.builder, self.inputs, self.constants, loss.index, result["output"], logs, metrics, updates
+            self.trace, self.builder, self.inputs, self.constants, loss, result["output"], logs, metrics, updates
         )
+
+    def _loss(self, output: Any, step: str) -> int:
+        loss = loss_of(output, step)
+        trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
+        check_loss(self.builder.meta(loss), trainable, step)
+        return loss.index
 
 
 def convert(trace: Trace, step: str) -> StepGraph:

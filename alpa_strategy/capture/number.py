@@ -34,8 +34,8 @@ def number(
     metrics: tuple[MetricRecord, ...],
     updates: dict[int, int],
 ) -> StepGraph:
-    """Drop ops and constants without effect, number values anew, name the ops."""
-    needed = {loss, *updates.values()}
+    """Drop ops and constants without effect, number values anew, name the ops. loss: -1 when the step makes none."""
+    needed = {*updates.values()} if loss < 0 else {loss, *updates.values()}
     for ref in pytree.tree_leaves((output, [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])):
         if isinstance(ref, ValueRef):
             needed.add(ref.index)
@@ -86,7 +86,7 @@ def number(
         batch=tuple(batch),
         constants=tuple(constants),
         ops=tuple(ops),
-        loss=new_index[loss],
+        loss=new_index[loss] if loss >= 0 else -1,
         output=renumber(output),
         logs=tuple(replace(r, value=renumber(r.value)) for r in logs),
         metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in metrics),

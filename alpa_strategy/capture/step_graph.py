@@ -162,8 +162,9 @@ class StepGraph:
         values: metadata of every value; inputs first, then op results, in order of definition.
         parameters, buffers, batch, constants: the inputs.
         ops: in execution order.
-        loss: value index of the loss (a scalar); -1 in a stage that does not make it.
-        output: what `training_step` returned, tensors replaced by ValueRefs (a plain ValueRef, or a dict with "loss").
+        loss: value index of the loss (a scalar); -1 in a stage that does not make it, and in evaluation steps.
+        output: what the step returned, tensors replaced by ValueRefs (training: a plain ValueRef, or a dict with
+            "loss").
         logs: the step's `self.log` calls, in order.
         metrics: the step's torchmetrics calls, in order.
         batch_size: rows of the global batch.

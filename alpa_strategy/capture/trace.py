@@ -35,6 +35,8 @@ from alpa_strategy.capture.known import UNKNOWN, KnownValues
 from alpa_strategy.capture.recorder import Recording, recording
 from alpa_strategy.errors import CaptureError
 
+TRAINING = "training_step"  # every other step is an evaluation
+
 
 @dataclass(frozen=True)
 class TracedInput:
@@ -77,6 +79,7 @@ def trace_step(
     rows_factor: int,
     step: str,
     batch_idx: int,
+    dataloader_idx: int | None,
     context: Callable[[], AbstractContextManager[Any]] | None,
 ) -> Trace:
     """Trace `module.<step>(batch, batch_idx)` with batched leaves `rows_factor` times as long."""
@@ -91,10 +94,10 @@ def trace_step(
     with mode:
         for tensor, tensor_names in names:
             is_parameter = isinstance(tensor, nn.Parameter)
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            fakes.append(nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+            fake = torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device)
+            requires_grad = bool(tensor.requires_grad) and step == TRAINING
+            fakes.append(nn.Parameter(fake, requires_grad) if is_parameter else fake)
             kind = "parameter" if is_parameter else "buffer"
-            requires_grad = bool(tensor.requires_grad)
             inputs.append(TracedInput(kind, tensor_names, -1, requires_grad, tuple(tensor.shape), tensor.dtype))
         num_state = len(fakes)
         for index, leaf in enumerate(leaves):
@@ -117,7 +120,7 @@ def trace_step(
             context() if context is not None else nullcontext(),
             _Origins(module, origins, device, known),
         ):
-            arguments = _step_arguments(module, step, rows, batch_idx, record)
+            arguments = _step_arguments(module, step, rows, batch_idx, dataloader_idx, record)
             with attribute_reads() as reads:
                 output = getattr(module, step)(*arguments)
             seen["reads"] = reads
@@ -127,7 +130,8 @@ def trace_step(
         seen["leaves"] = tuple(TensorLeaf() if isinstance(x, Tensor) else x for x in result_leaves)
         return [x for x in result_leaves if isinstance(x, Tensor)]
 
-    with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, torch.enable_grad():
+    grad_mode = torch.enable_grad() if step == TRAINING else torch.no_grad()
+    with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, grad_mode:
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
     record.attributes = attribute_guards(module, seen["reads"]) + buffer_guards(module, known.asked_buffers)
     return Trace(
@@ -143,8 +147,15 @@ def trace_step(
     )
 
 
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides; contiguous ones for a parameter that has only its shape (one element, expanded)."""
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        return torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride()
+
+
 def _step_arguments(
-    module: LightningModule, step: str, rows: Any, batch_idx: int, record: Recording
+    module: LightningModule, step: str, rows: Any, batch_idx: int, dataloader_idx: int | None, record: Recording
 ) -> tuple[Any, ...]:
     """What the Trainer would pass, by position as it does: users name these arguments as they like."""
     function = getattr(module, step)
@@ -153,9 +164,10 @@ def _step_arguments(
         raise CaptureError(
             f"{step} takes dataloader_iter: it pulls its own batches", f"write {step}(self, batch, batch_idx)"
         )
+    more = () if dataloader_idx is None else (dataloader_idx,)
     if is_param_in_hook_signature(function, "batch_idx", min_args=2):
-        return rows, record.counter(batch_idx, "batch_idx")
-    return (rows,)
+        return rows, record.counter(batch_idx, "batch_idx"), *more
+    return rows, *more
 
 
 def _one_name_per_owner(module: nn.Module, entry: TracedInput) -> list[str]:

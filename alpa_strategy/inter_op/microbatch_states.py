@@ -105,7 +105,7 @@ class _Facts:
     @cached_property
     def leads_to_loss(self) -> frozenset[int]:
         """Indices of the ops that the loss depends on."""
-        return frozenset(ancestors(self.step, (self.step.loss,)))
+        return frozenset(ancestors(self.step, (self.step.loss,) if self.step.loss >= 0 else ()))
 
 
 def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
@@ -272,6 +272,8 @@ class _Walk:
 
     def check_loss(self) -> None:
         """PlanError when every micro-batch would compute the same loss from all rows."""
+        if self.step.loss < 0:  # an evaluation step
+            return
         rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
         reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)
         if self.facts.exact and self.state[self.step.loss] == WHOLE and reads_rows:

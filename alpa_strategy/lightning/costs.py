@@ -17,11 +17,11 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.op import OpCall
 
-BUDGET_SECONDS = 5.0
 
-
-def measured_costs(step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job) -> RooflineCosts:
-    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device (at most 5 s)."""
+def measured_costs(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
+) -> RooflineCosts:
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
     from alpa_strategy.plan.make import logical_shapes
 
     table = OpTable.load(job.folder / "costs" / "ops.json")
@@ -30,7 +30,7 @@ def measured_costs(step: StepGraph, cluster: ClusterSpec, options: PlanOptions, 
         calls |= local_calls(step, shape)
     known = len(table)
     with torch.enable_grad():
-        measure_ops(calls, job.device, BUDGET_SECONDS, table, name=cluster.device.name)
+        measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name)
     if len(table) > known:
         try:
             table.save()

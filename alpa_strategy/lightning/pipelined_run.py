@@ -178,6 +178,10 @@ class PipelinedRun(TrainingRun):
         """Random numbers that are the same on every rank and others at every step; the rank's own go on after it."""
         return _seeded(self._seed * 1_000_003 + self._num_steps)
 
+    def lower_evaluation(self, step: StepGraph) -> Any:
+        """Not there yet: evaluation steps run as they are written."""
+        raise PlanError("evaluation steps do not yet pass through pipeline stages")
+
     def whole_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
         return staged_state_dict(optimizer, self.store)

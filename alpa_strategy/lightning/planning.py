@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.blame import user_line
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import AlpaError, PlanError, RuntimeMismatchError
+from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
@@ -24,6 +25,7 @@ from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.store import PlanStore
 
 Progress = Callable[[str], AbstractContextManager]
+FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
 
 @dataclass(frozen=True)
@@ -74,28 +76,49 @@ def prepare(
     return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None), cluster)
 
 
-def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
-    """Capture `training_step` on every rank and make sure that all captured the same. Collective."""
+def capture(
+    module: Any,
+    batch: Any,
+    batch_idx: int,
+    job: Job,
+    name: str = "training_step",
+    dataloader_idx: int | None = None,
+) -> StepGraph:
+    """Capture step `name` on every rank and make sure that all captured the same. Collective.
+
+    An evaluation step that fails in any way is a CaptureError: it can still be run as it is written.
+    """
     from alpa_strategy.capture.capture import capture_step
 
     def work() -> StepGraph:
         with job.progress("capture"):
-            step = capture_step(
+            return capture_step(
                 module,
                 batch,
                 world_size=world_size(),
                 batch_scope=job.options.batch_scope,
+                step=name,
                 batch_idx=batch_idx,
+                dataloader_idx=dataloader_idx,
                 context=job.context,
             )
-            return replace(step, batch_scope=job.options.batch_scope)
 
-    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch))
-    for part, (name, fix) in enumerate(_PARTS):
+    def guarded_work() -> StepGraph:
+        try:
+            return work()
+        except AlpaError:
+            raise
+        except Exception as error:
+            text = f"{name} cannot be captured: {type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
+            raise CaptureError(text) from error
+
+    is_training = name == "training_step"
+    step, summaries = on_all_ranks(work if is_training else guarded_work, lambda step: _summary(step, batch))
+    for part, (what, fix) in enumerate(_PARTS):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RuntimeMismatchError(f"the ranks differ in {name}: {shown}", fix)
+            raise RuntimeMismatchError(f"the ranks differ in {what.format(name)}: {shown}", fix)
     return step
 
 
@@ -105,7 +128,7 @@ _PARTS = (
         "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
     ),
     ("the parameters of the module", "build the same module on every rank"),
-    ("what training_step computes", "do not let the step depend on the rank"),
+    ("what {} computes", "do not let the step depend on the rank"),
     (
         'their global batches (hashes; batch_scope="global" wants the same rows on every rank)',
         'seed the loader alike on all ranks, or leave batch_scope at "rank"',
@@ -194,7 +217,7 @@ def _plan_on_rank_zero(
         from alpa_strategy.lightning.costs import measured_costs
 
         with job.progress("time ops"):
-            costs = measured_costs(step, cluster, options, job)
+            costs = measured_costs(step, cluster, options, job, FIRST_BUDGET if pinned is None else LATER_BUDGET)
     plan = choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
     try:
         job.say(f"alpa: plan stored in {store.put(plan)}")

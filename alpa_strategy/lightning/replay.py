@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from alpa_strategy.capture.step_graph import MetricRef, StepGraph, ValueRef
+from alpa_strategy.lightning.agree import world_size
 
 
 def fill(structure: Any, values: Mapping[int, Tensor]) -> Any:
@@ -33,7 +34,7 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
                 resolve(module, buffer.name).copy_(values[buffer.update])
 
 
-def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor]) -> None:
+def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor], is_training: bool = True) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
@@ -51,8 +52,21 @@ def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor]) -
         value = record.value
         if isinstance(value, MetricRef):
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
-        kwargs = {**{key: fill(item, values) for key, item in record.kwargs}, "sync_dist": False}
-        module.log(record.name, fill(value, values), **kwargs)
+        kwargs = {key: fill(item, values) for key, item in record.kwargs}
+        value = fill(value, values)
+        if is_training:
+            kwargs["sync_dist"] = False
+        elif kwargs.get("sync_dist") and step.batch_scope == "rank":
+            value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
+        module.log(record.name, value, **kwargs)
+
+
+def _shared_out(value: Any, reduce_fx: Any) -> Any:
+    """What a rank logs of a global value that Lightning will sum over the ranks (evaluation keeps `sync_dist`, as steps
+    that are not captured may log under the same name): its share, where ranks are summed."""
+    if getattr(reduce_fx, "__name__", reduce_fx) != "sum" or not isinstance(value, Tensor | int | float):
+        return value
+    return value / world_size()
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,11 +18,15 @@ from alpa_strategy.capture.guards import AttributeCheck
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
+from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.replay import fill, replay_records, resolve, write_buffers
-from alpa_strategy.lower.lower import lower
+from alpa_strategy.lightning.shape_key import shape_key, shapes_text
+from alpa_strategy.lightning.whole import WholeParameters, shapes_only
+from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.make import memory_limit
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.torch_comm import build_mesh
@@ -34,6 +35,7 @@ MEET_SECONDS = 60.0
 MEASURED_STEPS = range(5, 25)
 MAX_PROGRAMS = 16  # of one batch shape
 MANY_CAPTURES = 5
+NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class TrainingRun:
         with job.progress("lower"):
             lowered = self._set_up(bucket_bytes, backend)
         program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
-        self._programs: dict[tuple[Any, ...], list[Program]] = {_shape_key(batch): [program]}
+        self._programs: dict[tuple[Any, ...], list[Program]] = {shape_key(batch): [program]}
         self._num_captures_for_attributes = 0
         self._step_starts: list[float] = []
 
@@ -124,21 +126,41 @@ class TrainingRun:
         with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
             return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch))
 
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """The module with its whole parameters, for evaluation and checkpoints. Collective on entry."""
-        shards = []
-        # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter in self.store.parameters:
-                shards.append((parameter, parameter.data))
-                parameter.data = self.store.gather(self.store.name_of(parameter))
-        try:
-            yield
-        finally:
-            with torch.inference_mode(False), torch.no_grad():
-                for parameter, shard in shards:
-                    parameter.data = shard
+    def whole_parameters(self) -> WholeParameters:
+        """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
+        return WholeParameters(self.store)
+
+    def whole_fits(self) -> str | None:
+        """None where whole parameters fit beside what this device keeps; else why they do not."""
+        limit, store = memory_limit(self._job.options, self._cluster), self.store
+        shards = sum(p.numel() * p.element_size() for p in store.parameters)
+        whole = sum(store.whole_shape(store.name_of(p)).numel() * p.element_size() for p in store.parameters)
+        state = sum(
+            x.numel() * x.element_size()
+            for entries in self._optimizer.state.values()
+            for x in entries.values()
+            if isinstance(x, Tensor)
+        )
+        needed = shards + state + whole
+        if needed <= limit:
+            return None
+        return f"they and what training keeps need {needed:.3g} bytes of {limit:.3g}"
+
+    # Evaluation steps on the training's parameters
+
+    def lower_evaluation(self, step: StepGraph) -> LoweredStep:
+        """What runs an evaluation step on the parameters as they lie. Collective."""
+        pins = evaluation_pins(step, self.stage.parameter_plans, len(self.stage.logical_mesh))
+        stage = replace(self.stage, parameter_plans=pins)
+        plan = find_or_make_plan(step, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero, running=stage)
+        return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
+
+    def evaluate(self, step: StepGraph, lowered: LoweredStep, batch: Any) -> dict[int, Tensor]:
+        """The step's escaping values, whole on every rank. Collective."""
+        pins = evaluation_pins(step, self.stage.parameter_plans, len(self.stage.logical_mesh))
+        parameters = evaluation_inputs(self.module, step, self.store, pins)
+        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        return lowered(parameters, buffers, batch_rows(step, batch))
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
@@ -159,7 +181,7 @@ class TrainingRun:
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
         }
-        programs = self._programs.setdefault(_shape_key(batch), [])
+        programs = self._programs.setdefault(shape_key(batch), [])
         changed: str | None = None
         for program in reversed(programs):
             if program.fits(counters):
@@ -168,10 +190,10 @@ class TrainingRun:
                     return program
         if not programs:
             self._meet_for_shape(batch)
-            rank_zero_info(f"alpa: a batch of another shape, planned once more: {_shapes(batch)}")
+            rank_zero_info(f"alpa: a batch of another shape, planned once more: {shapes_text(batch)}")
         elif changed is not None:
             self._meet_for_attribute(changed)
-        with self.whole_parameters():
+        with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)
         lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
         if lowered is None:
@@ -183,7 +205,7 @@ class TrainingRun:
 
     def _meet_for_shape(self, batch: Any) -> None:
         """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
-        came, missing = self._meet(f"shape{len(self._programs)}", _shapes(batch))
+        came, missing = self._meet(f"shape{len(self._programs)}", shapes_text(batch))
         if missing:
             raise RuntimeMismatchError(
                 f"batches differ between ranks: {'; '.join(f'rank {r}: {s}' for r, s in came.items())}, "
@@ -228,20 +250,6 @@ class TrainingRun:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             self._job.say(measured_line(self.plan, seconds))
-
-
-def _shape_key(batch: Any) -> tuple[Any, ...]:
-    """What a program depends on: shapes and dtypes of the tensors, the other leaves themselves, the structure."""
-    leaves, spec = pytree.tree_flatten(batch)
-    described = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return (spec, *described)
-
-
-def _shapes(batch: Any) -> str:
-    leaves = pytree.tree_leaves(batch)
-    others = hashlib.sha256(repr([x for x in leaves if not isinstance(x, Tensor)]).encode()).hexdigest()[:6]
-    text = ", ".join(str(list(x.shape)) for x in leaves if isinstance(x, Tensor))
-    return text if all(isinstance(x, Tensor) for x in leaves) else f"{text} and values #{others}"
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:

@@ -158,6 +158,10 @@ class ParameterStore:
         """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step."""
         return {name: self._step_input(stored) for name, stored in self._stored.items()}
 
+    def step_input(self, name: str) -> Tensor:
+        """What the lowered step takes for one parameter; see `step_inputs`."""
+        return self._step_input(self._by_name[name])
+
     def _step_input(self, stored: _Stored) -> Tensor:
         if not stored.is_gathered_once:
             return self._as_in_step(stored, stored.parameter)
@@ -230,6 +234,10 @@ class ParameterStore:
         with torch.no_grad():
             stored.parameter.copy_(self.shard_like(name, tensor) if self._is_sharded else tensor)
         stored.leaf = None
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter, as the module had it."""
+        return self._by_name[name].module_shape
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of this device's part of parameter `name`, as the module holds it."""

@@ -1,0 +1,222 @@
+"""Evaluation: validation, test and predict steps as captured, sharded, forward-only programs.
+
+`Evaluation` finds the program of a step, or makes it; all ranks agree on it step by step. What cannot be captured runs
+as the user wrote it, every rank on its own rows, with whole parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from alpa_strategy.capture.guards import AttributeCheck
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.inter_op.stage import Cut
+from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
+from alpa_strategy.lightning.own_rows import own_rows, row_cuts
+from alpa_strategy.lightning.planning import Job, capture
+from alpa_strategy.lightning.replay import fill, replay_records, write_buffers
+from alpa_strategy.lightning.shape_key import shape_key
+from alpa_strategy.lightning.whole import WholeParameters, shapes_only
+
+MAX_SHAPES = 32  # of batches of which programs are kept
+MAX_PROGRAMS = 16  # of one shape
+MAX_FAILURES = 3  # batches at which a step could not be captured, before it is not tried any more
+CAPTURE, EAGER = -1, -2
+Which = tuple[str, int | None]  # name of a step, dataloader_idx
+
+
+class Home(Protocol):
+    """Where the parameters lie that evaluation runs on: a training's, or an evaluation's own."""
+
+    module: Any
+    store: Any
+
+    def lower_evaluation(self, step: StepGraph) -> Any:
+        """What runs an evaluation step. Collective. AlpaError when it cannot be planned around the parameters."""
+        ...
+
+    def evaluate(self, step: StepGraph, lowered: Any, batch: Any) -> dict[int, Tensor]:
+        """The step's escaping values, whole on every rank. Collective."""
+        ...
+
+    def whole_fits(self) -> str | None:
+        """None where whole parameters fit beside what is kept; else what stands against it, for an error."""
+        ...
+
+
+@dataclass(frozen=True)
+class EvaluationProgram:
+    """A captured evaluation step, what runs it, and where this rank's rows are in its output."""
+
+    step: StepGraph
+    lowered: Any
+    attributes: AttributeCheck
+    cuts: Mapping[int, Cut]
+
+    def fits(self, counters: dict[str, int]) -> bool:
+        """True when the step's Python would take the same path."""
+        return all(guard.holds(**counters) for guard in self.step.guards) and self.attributes.changed() is None
+
+
+class Evaluation:
+    """Runs the evaluation steps of a module whose parameters lie in shards. All methods are collective."""
+
+    def __init__(self, home: Home, job: Job) -> None:
+        self._home, self._job = home, job
+        self._programs: OrderedDict[tuple[Any, ...], list[EvaluationProgram]] = OrderedDict()
+        self._failed_at: dict[Which, set[int]] = {}
+        self._warned: set[str] = set()
+        self._whole: WholeParameters | None = None
+
+    def start(self, hooks_look: bool) -> None:
+        """Begin a loop over evaluation batches. hooks_look: user code around the steps may use the module."""
+        if hooks_look and self._home.whole_fits() is None:
+            self.make_whole()
+
+    def end(self) -> None:
+        """The loop has ended."""
+        if self._whole is not None:
+            self._whole.__exit__(None, None, None)
+            self._whole = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module holds whole parameters now."""
+        return self._whole is not None
+
+    def make_whole(self) -> None:
+        """Let the module hold whole parameters until `end`. AlpaError when they do not fit."""
+        if self._whole is not None:
+            return
+        against = self._home.whole_fits()
+        if against is not None:
+            raise AlpaError(
+                f"an evaluation step needs the whole parameters on every device, and {against}",
+                "write the step so that it can be captured (see the warning above), or use more memory per device",
+            )
+        self._whole = WholeParameters(self._home.store)
+        self._whole.__enter__()
+
+    def step(self, name: str, args: tuple[Any, ...], eager: Callable[..., Any]) -> Any:
+        """What `module.<name>(*args)` returns: its rows are those of this rank's batch.
+
+        Args:
+            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
+            eager: runs the step as the user wrote it.
+        """
+        batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
+        which = (name, dataloader_idx)
+        key = (*which, shape_key(batch))
+        counters = self._counters(batch_idx)
+        found = self._find(which, key, counters)
+        decision = self._agree(name, key, found)
+        if decision == CAPTURE:
+            decision = self._capture(which, key, args, batch_idx)
+        if decision == EAGER:
+            self.make_whole()
+            return eager(*args)
+        return self._run(self._programs[key][decision], batch)
+
+    def _counters(self, batch_idx: int) -> dict[str, int]:
+        trainer = self._home.module.trainer
+        return {
+            "batch_idx": batch_idx,
+            "global_step": trainer.global_step,
+            "current_epoch": trainer.current_epoch,
+        }
+
+    def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int]) -> int:
+        failed = self._failed_at.get(which, set())
+        if len(failed) >= MAX_FAILURES or counters["batch_idx"] in failed:
+            return EAGER
+        programs = self._programs.get(key, [])
+        fitting = (i for i in reversed(range(len(programs))) if programs[i].fits(counters))
+        return next(fitting, CAPTURE)
+
+    def _agree(self, name: str, key: tuple[Any, ...], found: int) -> int:
+        """One decision for all ranks from what each found: different batches are evaluated by each rank alone."""
+        if world_size() == 1:
+            return found
+        digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
+        own = torch.tensor([digest, found], device=self._job.device)
+        all_found = [torch.empty_like(own) for _ in range(world_size())]
+        dist.all_gather(all_found, own)
+        digests, decisions = zip(*(each.tolist() for each in all_found), strict=True)
+        if len(set(digests)) > 1:
+            self._warn(f"{name} gets batches of different shapes on different ranks", name)
+            return EAGER
+        if len(set(decisions)) > 1:
+            return EAGER if EAGER in decisions else CAPTURE
+        return found
+
+    def _capture(self, which: Which, key: tuple[Any, ...], args: tuple[Any, ...], batch_idx: int) -> int:
+        """Make a program for this batch; its index, or EAGER."""
+        name, dataloader_idx = which
+        home, module = self._home, self._home.module
+        try:
+            with torch.inference_mode(False), self._paused(), shapes_only(home.store):
+                step = capture(module, args[0], batch_idx, self._job, name, dataloader_idx)
+                step = without_unused_parameters(step)
+            with self._paused():
+                lowered = home.lower_evaluation(step)
+        except AlpaError as error:
+            self._failed_at.setdefault(which, set()).add(batch_idx)
+            self._warn(error.problem, name)
+            return EAGER
+        program = EvaluationProgram(
+            step, lowered, AttributeCheck(module, step.attributes), row_cuts(step, world_size())
+        )
+        programs = self._programs.setdefault(key, [])
+        programs.append(program)
+        del programs[:-MAX_PROGRAMS]
+        while len(self._programs) > MAX_SHAPES:
+            self._programs.popitem(last=False)
+        return len(programs) - 1
+
+    def _run(self, program: EvaluationProgram, batch: Any) -> Any:
+        step, module = program.step, self._home.module
+        with torch.inference_mode(False), torch.no_grad(), self._paused():
+            values = self._home.evaluate(step, program.lowered, batch)
+            write_buffers(module, step, values)
+        with self._job.context():
+            replay_records(module, step, values, is_training=False)
+        rank = dist.get_rank() if world_size() > 1 else 0
+        return fill(step.output, own_rows(values, program.cuts, world_size(), rank))
+
+    def _paused(self) -> Any:
+        return nullcontext() if self._whole is None else self._whole.paused()
+
+    def _warn(self, why: str, name: str) -> None:
+        """Once per step."""
+        if name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"alpa: {name} runs as it is written, each rank on its own rows with whole parameters, which takes "
+                f"memory for them, and time to gather them at every evaluation: {why}"
+            )
+
+
+def hooks_look(trainer: Any, kind: str) -> bool:
+    """Whether the user's own hooks run between the steps of an evaluation, where they may call the module.
+
+    kind: `validation`, `test` or `predict`. Hooks of Lightning's own callbacks only look at results.
+    """
+    names = [f"on_{kind}_{when}" for when in ("epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
+    owners = (trainer.lightning_module, *trainer.callbacks)
+    methods = (getattr(type(owner), name, None) for owner in owners for name in names)
+    return any(method is not None and not method.__module__.startswith(_LIGHTNING) for method in methods)
+
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")

@@ -1,0 +1,184 @@
+"""Evaluation steps run as captured, sharded programs: the same numbers, outputs and hook calls as a plain Trainer's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import MLP
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+
+TOLERANCE = 1e-9
+ROWS = 8  # of the global batch
+ONE_STAGE = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "zero2"}, {"parallel": "data"}]
+PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
+
+
+class Evaluated(MLP):
+    """Logs in every way, returns nested outputs, keeps what the hooks and steps saw."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[Any] = []
+        self.weights: list[tuple[int, ...]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        x, y = batch
+        prediction = self.net(x)
+        loss = torch.nn.functional.mse_loss(prediction, y)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_root", loss.sqrt(), on_step=True, on_epoch=True)
+        self.log("val_sum", (prediction > 0).sum().double(), reduce_fx="sum", sync_dist=True)
+        self.log("val_max", prediction.max(), reduce_fx="max", sync_dist=True, add_dataloader_idx=True)
+        return {"prediction": prediction, "nested": [loss, "text", (x.mean(1),)], "dataloader_idx": dataloader_idx}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        assert len(outputs["prediction"]) == len(batch[0])
+        assert outputs["dataloader_idx"] == dataloader_idx
+        self.seen.append((outputs["prediction"], outputs["nested"][2][0], batch[0].mean(1)))
+        self.weights.append(tuple(self.net[0].weight.shape))
+
+
+def loaders(model: MLP, sizes: list[int], world_size: int, rank: int) -> list[DataLoader]:
+    """One loader a size: rows in the order of a DistributedSampler; world_size 1: the global batches of two ranks."""
+    made = []
+    for number, num_rows in enumerate(sizes):
+        data = TensorDataset(*model.example_batch(num_rows, torch.Generator().manual_seed(3 + number)))
+        if world_size == 1:
+            starts = range(0, num_rows, ROWS)
+            order = [i for s in starts for r in range(2) for i in range(s + r, min(s + ROWS, num_rows), 2)]
+            made.append(DataLoader(data, batch_size=ROWS, sampler=order))
+        else:
+            sampler = DistributedSampler(data, world_size, rank, shuffle=False)
+            made.append(DataLoader(data, batch_size=ROWS // world_size, sampler=sampler))
+    return made
+
+
+def fit(
+    kind: str, root: str, strategy: dict[str, Any] | None, sizes: list[int], kwargs: dict[str, Any], **arguments: Any
+) -> dict[str, Any]:
+    """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain Trainer."""
+    world_size = 1 if strategy is None else torch.distributed.get_world_size()
+    rank = 0 if strategy is None else torch.distributed.get_rank()
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = globals()[kind](**kwargs)
+        train, *validation = loaders(model, [3 * ROWS, *sizes], world_size, rank)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    parallel: dict[str, Any] = {"devices": 1}
+    if strategy is not None:
+        options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, **parallel, **arguments},
+    )
+    trainer.fit(model, train, validation)
+    return {
+        "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "seen": getattr(model, "seen", []),
+        "weights": getattr(model, "weights", []),
+    }
+
+
+def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Weights and metrics of every rank, and rows of all ranks together, are those of the plain Trainer."""
+    for run in runs:
+        torch.testing.assert_close(run["state"], reference["state"], rtol=TOLERANCE, atol=TOLERANCE)
+        assert run["metrics"].keys() == reference["metrics"].keys()
+        for name, expected in reference["metrics"].items():
+            assert run["metrics"][name] == pytest.approx(expected, rel=TOLERANCE), name
+    for step, expected in enumerate(reference["seen"]):
+        for position, whole in enumerate(expected):
+            rows = torch.cat([run["seen"][step][position] for run in runs])
+            torch.testing.assert_close(rows, whole, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ONE_STAGE, ids=lambda s: s["parallel"])
+def test_validation_of_several_loaders_with_a_smaller_last_batch(pool, tmp_path: Path, strategy: dict) -> None:
+    sizes = [2 * ROWS + 4, ROWS]
+    reference = fit("Evaluated", str(tmp_path), None, sizes, {})
+    runs = pool.run(2, fit, "Evaluated", str(tmp_path), strategy, sizes, {})
+    assert_same(runs, reference)
+    assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference["metrics"].keys()
+
+
+class Plain(MLP):
+    """No hooks: nobody looks at the parameters between the steps, so nobody needs them whole."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        self.log("val_loss", loss)
+        return loss
+
+
+class RefuseGathering(pl.Callback):
+    """Fails when a parameter is gathered whole between training steps."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        trainer.strategy.store.gather = lambda name: pytest.fail(f"{name} was gathered")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        del trainer.strategy.store.gather
+
+
+def fit_without_gathering(root: str) -> dict[str, Any]:
+    return fit("Plain", root, {"parallel": "zero3"}, [ROWS], {}, callbacks=[RefuseGathering()])
+
+
+def test_no_parameter_is_gathered_whole_for_a_captured_step(pool, tmp_path: Path) -> None:
+    reference = fit("Plain", str(tmp_path), None, [ROWS], {})
+    assert_same(pool.run(2, fit_without_gathering, str(tmp_path)), reference)
+
+
+class Uncapturable(MLP):
+    """Looks at values in Python: in every step, or in the first one only."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.seen = always, []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        if self.always or batch_idx == 0:
+            self.seen.append(loss.item())
+        self.log("val_loss", loss, sync_dist=True)
+
+    def on_train_end(self) -> None:
+        self.seen.clear()
+
+
+def fit_with_warnings(root: str, always: bool) -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = fit("Uncapturable", root, {"parallel": "zero3"}, [5 * ROWS], {"always": always})
+    return run, [str(each.message) for each in caught if "alpa:" in str(each.message)]
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_what_cannot_be_captured_runs_as_it_is_written(pool, tmp_path: Path, always: bool) -> None:
+    reference = fit("Uncapturable", str(tmp_path), None, [5 * ROWS], {"always": always})
+    (first, warned), (second, silent) = pool.run(2, fit_with_warnings, str(tmp_path), always)
+    assert_same([first, second], reference)
+    assert len(warned) == 1
+    assert "loss.item()" in warned[0]
+    assert not silent
