@@ -15,19 +15,33 @@ from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
+    from alpa_strategy.checkpoint.export import export_checkpoint
+    from alpa_strategy.checkpoint.loading import open_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.plan.make import make_plan
     from alpa_strategy.plan.plan import Plan
 
-__all__ = ["AlpaError", "AlpaStrategy", "ClusterSpec", "Plan", "PlanOptions", "capture_step", "make_plan"]
+__all__ = [
+    "AlpaError",
+    "AlpaStrategy",
+    "ClusterSpec",
+    "Plan",
+    "PlanOptions",
+    "capture_step",
+    "export_checkpoint",
+    "make_plan",
+    "open_checkpoint",
+]
 
 _LAZY = {
     "ClusterSpec": "alpa_strategy.cluster.spec",
     "Plan": "alpa_strategy.plan.plan",
     "PlanOptions": "alpa_strategy.options",
     "capture_step": "alpa_strategy.capture.capture",
+    "export_checkpoint": "alpa_strategy.checkpoint.export",
     "make_plan": "alpa_strategy.plan.make",
+    "open_checkpoint": "alpa_strategy.checkpoint.loading",
 }
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from alpa_strategy.errors import AlpaError, OptionError
+from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from alpa_strategy.options import PlanOptions
@@ -78,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--html", metavar="OUT.html", help="write a self-contained page")
     show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
     show.set_defaults(run=_show)
+
+    export = commands.add_parser("export", help="turn a sharded checkpoint into an ordinary Lightning file")
+    export.add_argument("checkpoint", metavar="CKPT", help="a directory that a Trainer with this strategy has written")
+    export.add_argument("output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads")
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -102,6 +107,17 @@ def _train(arguments: argparse.Namespace) -> int:
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
     return 130 if trainer.interrupted else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from alpa_strategy.checkpoint.export import export_checkpoint
+
+    try:
+        written = export_checkpoint(arguments.checkpoint, arguments.output)
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error), "give the path of a checkpoint") from error
+    print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

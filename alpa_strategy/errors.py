@@ -43,3 +43,7 @@ class RuntimeMismatchError(AlpaError):
 
 class LostRankError(AlpaError):
     """Another rank of the job is gone or hangs."""
+
+
+class CheckpointError(AlpaError):
+    """A checkpoint cannot be written or read, or is not one."""

@@ -24,7 +24,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -37,6 +36,7 @@ from typing_extensions import override
 
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
+from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_module, check_optimizers
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 from alpa_strategy.runtime.failure import FailureWatch, job_store
@@ -60,6 +60,9 @@ class AlpaStrategy(ParallelStrategy):
             num_microbatches, schedule, num_stages, remat: see `PlanOptions`.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
+        checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank 0 writes (whole
+            tensors in every rank's memory); `auto`: sharded on several devices.
+        async_checkpoint: training goes on while a sharded checkpoint is written (as with AsyncCheckpointIO).
         plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: show phases, the plan, and predicted against measured step time (on rank 0).
@@ -85,6 +88,8 @@ class AlpaStrategy(ParallelStrategy):
         remat: bool | None = None,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
+        checkpoint: str = "auto",
+        async_checkpoint: bool = False,
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
@@ -127,6 +132,7 @@ class AlpaStrategy(ParallelStrategy):
         self._cluster = cluster
         self._backend = backend
         self._verbose = verbose
+        self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self.num_nodes = 1
         self._run: TrainingRun | None = None
         self._watch: FailureWatch | None = None
@@ -177,8 +183,13 @@ class AlpaStrategy(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
         self._interrupted = False
-        if self.world_size == 1:
-            return
+        if self.world_size > 1:
+            self._connect()
+        self._checkpoints.begin(self.lightning_module.trainer)
+
+    def _connect(self) -> None:
+        """Join the job's process group, and watch the other ranks."""
+        assert self.cluster_environment is not None
         _init_dist_connection(
             self.cluster_environment,
             _get_default_process_group_backend_for_device(self.root_device),
@@ -258,6 +269,7 @@ class AlpaStrategy(ParallelStrategy):
             )
         self._evaluation = Evaluation(self._run, job)
         self.plan = self._run.plan
+        self._checkpoints.restore(self._run, self.optimizers[0])
         self._use_sharded_norms()
         self._show_plan()
 
@@ -358,26 +370,55 @@ class AlpaStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         """The module leaves the training as it came, whole, and so does the optimizer."""
         if self._run is not None:
+            self._checkpoints.run_ends()
             self._run.release()
             self._run.close()
             self._run = self._evaluation = None
 
-    # Checkpoints: ordinary Lightning files with whole tensors, written by rank 0
+    # Checkpoints
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._checkpoints.process_dataloader(dataloader)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._whole_for_now():
-            return super().lightning_module_state_dict()
+        return self._checkpoints.module_state(self)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
+        return self._checkpoints.optimizer_state(self, optimizer)
 
-    def _whole_for_now(self) -> Any:
-        is_whole = self._run is None or (self._evaluation is not None and self._evaluation.is_whole)
-        return nullcontext() if is_whole else self._run.whole_parameters()
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io):
+            self._interrupted = True
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath, self.checkpoint_io)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_model(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, stored in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._checkpoints.load_optimizer(optimizer, stored)
+
+    def whole_for_now(self) -> Any:
+        """Context: the module with its whole parameters. Collective on entry."""
+        return nullcontext() if self.is_whole else self._run.whole_parameters()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module has its whole parameters now."""
+        return self._run is None or (self._evaluation is not None and self._evaluation.is_whole)
 
     # Values between ranks
 
@@ -412,6 +453,7 @@ class AlpaStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = True
+        self._checkpoints.close(interrupted=True)
         if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
             self._watch.publish(exception)
 
@@ -425,6 +467,8 @@ class AlpaStrategy(ParallelStrategy):
         if self._run is not None:
             self._run.close()
             self._run = None
+        if not self._interrupted:
+            self._checkpoints.close(interrupted=False)
         super().teardown()
 
     # Details

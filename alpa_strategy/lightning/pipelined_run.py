@@ -28,8 +28,9 @@ from alpa_strategy.lightning.staged_optimizer_state import (
     staged_state_dict,
 )
 from alpa_strategy.runtime.pipeline import Pipeline
+from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.staged_parameters import StagedParameters
-from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
+from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_randoms, stage_stores
 from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.localize import is_random
 
@@ -59,6 +60,7 @@ class PipelinedRun(TrainingRun):
         micro = self._micro(self.step)
         stages = self.plan.stages
         self._meshes = stage_meshes(stages, backend=backend)
+        self._randoms = stage_randoms(stages, self._meshes, self._seed)
         self._stores = stage_stores(self.module, micro.graph, stages, self._meshes, bucket_bytes)
         world = build_mesh((world_size(),), backend=backend)
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
@@ -82,6 +84,7 @@ class PipelinedRun(TrainingRun):
             self._job.device,
             self._seed,
             self._cluster,
+            self._randoms,
         )
         return PipelinedStep(micro, pipeline)
 
@@ -181,6 +184,20 @@ class PipelinedRun(TrainingRun):
     def lower_evaluation(self, step: StepGraph) -> Any:
         """Not there yet: evaluation steps run as they are written."""
         raise PlanError("evaluation steps do not yet pass through pipeline stages")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of a TrainingRun."""
+        return {**super().state_dict(), "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """As of a TrainingRun."""
+        taken_up = super().load_state_dict(state)
+        if taken_up:
+            self._num_steps = state["num_steps"]
+        return taken_up
+
+    def _random_streams(self) -> dict[int, ShardedRandom]:
+        return self._randoms
 
     def whole_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""

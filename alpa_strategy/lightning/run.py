@@ -166,6 +166,28 @@ class TrainingRun:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
         return whole_state_dict(optimizer, self.store)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+        randoms = {str(stage): random.state_dict() for stage, random in self._random_streams().items()}
+        return {"devices": self._devices(), "seed": self._seed, "randoms": randoms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
+        if state["devices"] != self._devices():
+            return False
+        self._seed = state["seed"]
+        for stage, random in self._random_streams().items():
+            random.load_state_dict(state["randoms"][str(stage)])
+        return True
+
+    def _random_streams(self) -> dict[int, ShardedRandom]:
+        """Stage -> this rank's random streams."""
+        return {0: self._random}
+
+    def _devices(self) -> list[list[int]]:
+        """Where every stage runs: the streams of one place mean nothing in another."""
+        return [[s.first_device, *s.submesh, 0, *s.logical_mesh] for s in self.plan.stages]
+
     def release(self) -> None:
         """Give the module and the optimizer their whole tensors back, for good. Collective."""
         unshard_state(self._optimizer, self.store)

@@ -52,6 +52,15 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _whole_states(optimizer: Optimizer, store: StagedParameters) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """(parameter, its whole state) of all that have one, one after the other on all ranks together."""
+    for parameter, described in described_states(optimizer, store):
+        yield parameter, _whole_state(optimizer, store, parameter, described)
+
+
+def described_states(optimizer: Optimizer, store: StagedParameters) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    """(parameter, what its owning stage holds of its state) of all that have one, the same on every rank. Collective.
+
+    Per key of the state: ("tensor", whole shape, dtype), or ("value", the value, its kind of device).
+    """
     parameters = [p for p in _parameters(optimizer) if store.name_of(p) is not None]
     rank = dist.get_rank()
     own = {
@@ -61,14 +70,11 @@ def _whole_states(optimizer: Optimizer, store: StagedParameters) -> Iterator[tup
     }
     everyone: list[dict[int, dict[str, Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    for i, parameter in enumerate(parameters):
-        described = everyone[store.source(parameter)].get(i)
-        if described is not None:
-            yield parameter, _whole_state(optimizer, store, parameter, described)
+    found = ((p, everyone[store.source(p)].get(i)) for i, p in enumerate(parameters))
+    return [(parameter, described) for parameter, described in found if described is not None]
 
 
 def _described(state: dict[str, Any], parameter: nn.Parameter, store: StagedParameters) -> dict[str, Any]:
-    """Per key: ("tensor", whole shape, dtype), or ("value", the value, its kind of device)."""
     name = store.name_of(parameter)
     assert name is not None
     described: dict[str, Any] = {}

@@ -247,6 +247,40 @@ class ParameterStore:
             return local
         return torch.Size((local[0] * local[1], *local[2:]))
 
+    def whole_shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter, as the module holds it."""
+        return self._by_name[name].module_shape
+
+    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes of the whole parameter that this device holds: (where it begins, a view of `tensor`) each.
+
+        More than one where the step sees the parameter in segments.
+
+        Args:
+            tensor: laid out as parameter `name`.
+        """
+        stored = self._by_name[name]
+        ranges = stored.layout.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
+        starts = tuple(start for start, _ in ranges)
+        if stored.module_shape == stored.shape:
+            return [(starts, tensor)]
+        (first, last), (start, stop) = ranges[:2]
+        size = stored.shape[1]
+        if (start, stop) == (0, size):  # whole segments lie one after the other
+            return [((first * size, *starts[2:]), tensor)]
+        segments = tensor.view(self._local_step_shape(stored)).unbind(0)
+        return [((i * size + start, *starts[2:]), part) for i, part in zip(range(first, last), segments, strict=True)]
+
+    def replica(self, name: str) -> tuple[int, int]:
+        """Of the devices that hold the same part of a parameter: which one this is, and how many they are."""
+        index, count = 0, 1
+        for placement, size, coordinate in zip(
+            self._by_name[name].layout, self.mesh.shape, self.mesh.coordinate, strict=True
+        ):
+            if not isinstance(placement, Shard):
+                index, count = index * size + coordinate, count * size
+        return index, count
+
     def _local_step_shape(self, stored: _Stored) -> torch.Size:
         return torch.Size(stored.layout.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate))
 

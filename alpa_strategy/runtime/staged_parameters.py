@@ -84,6 +84,18 @@ class StagedParameters:
         """Shape of the whole parameter."""
         return self._shape[self._by_name[name]]
 
+    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes of the whole parameter that this rank holds (see `ParameterStore.chunks`), if any."""
+        parameter = self._by_name[name]
+        store = self._held.get(parameter)
+        return [] if store is None else store.chunks(self._name[parameter], tensor)
+
+    def replica(self, name: str) -> tuple[int, int] | None:
+        """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
+        parameter = self._by_name[name]
+        owner = self._owner.get(parameter)
+        return None if owner is None else owner.replica(self._name[parameter])
+
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's elements count in a sum over all ranks, in which every element counts once."""
         if parameter not in self._name:

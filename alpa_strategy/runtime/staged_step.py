@@ -97,6 +97,7 @@ def build_pipeline(
     device: torch.device,
     seed: int,
     cluster: ClusterSpec | None = None,
+    randoms: Mapping[int, ShardedRandom] | None = None,
 ) -> Pipeline:
     """The pipeline that runs `micro` under `stages`. Collective over the whole job.
 
@@ -107,7 +108,10 @@ def build_pipeline(
         stages: in order, covering the ops of `micro.graph`.
         seed: the run's; random ops of different stages draw different numbers.
         cluster: where given, cross-mesh transfers are chosen by its links.
+        randoms: this rank's stages -> random streams (`stage_randoms`) that it shares with other pipelines; by
+            default it has its own.
     """
+    randoms = stage_randoms(stages, meshes, seed) if randoms is None else randoms
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
@@ -130,8 +134,7 @@ def build_pipeline(
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, meshes, strict=True)):
         if mesh is None:
             continue
-        # Streams of its own: on a mesh of one device each stage would else draw the same numbers as its neighbours.
-        random = ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
+        random = randoms[index]
         lowered = lower(stage_graph, stage, mesh, device, random)
         own[index] = OwnStage(
             program=StageCall(lowered, stage_graph, position, stage, stores[index]),
@@ -142,6 +145,17 @@ def build_pipeline(
             bookmark=random.bookmark if stage.remat else None,
         )
     return Pipeline(spec, own, device)
+
+
+def stage_randoms(
+    stages: Sequence[StagePlan], meshes: Sequence[TorchMesh | None], seed: int
+) -> dict[int, ShardedRandom]:
+    """This rank's stages -> random streams: on a mesh of one device each stage would else draw as its neighbours do."""
+    return {
+        index: ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
+        for index, mesh in enumerate(meshes)
+        if mesh is not None
+    }
 
 
 class StageCall:

@@ -119,7 +119,7 @@ def test_validation_and_logs(pool, tmp_path, kind):
 def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path):
     root = str(tmp_path)
     reference = train(MLP, root, None, max_epochs=2)
-    pool.run(2, run_train, "MLP", root, PIPELINE, {"save": f"{root}/half.ckpt"})
+    pool.run(2, run_train, "MLP", root, {**PIPELINE, "checkpoint": "single"}, {"save": f"{root}/half.ckpt"})
     again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
     same_training(train(MLP, root, None, **again), reference)
     for resumed in pool.run(2, run_train, "MLP", root, PIPELINE, again):
@@ -129,7 +129,7 @@ def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path):
 
 
 def run_and_save_midway(root):
-    train(MLP, root, PIPELINE, callbacks=[SaveMidway()])
+    train(MLP, root, {**PIPELINE, "checkpoint": "single"}, callbacks=[SaveMidway()])
 
 
 def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):

@@ -151,6 +151,7 @@ def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, stra
     """alpa -> file -> alpa, and alpa -> file -> plain Trainer, equal the plain training that was never interrupted."""
     root = str(tmp_path)
     reference = train(MLP, root, None, max_epochs=2)
+    strategy = {**strategy, "checkpoint": "single"}
     half = pool.run(2, run_train, "MLP", root, strategy, {"save": f"{root}/half.ckpt"})
     again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
     assert half[0]["steps"] == 4
@@ -201,7 +202,7 @@ class SaveMidway(pl.Callback):
 
 
 def run_with_midway_checkpoint(root: str) -> None:
-    train(MLP, root, ZERO3, callbacks=[SaveMidway()])
+    train(MLP, root, {**ZERO3, "checkpoint": "single"}, callbacks=[SaveMidway()])
 
 
 class Measured(MLP):

@@ -1,0 +1,250 @@
+"""Checkpoints: the strategy's part in saving and resuming. What goes into a checkpoint, in which form it is written,
+and when what was read is put where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from alpa_strategy.checkpoint.directory import is_checkpoint
+from alpa_strategy.checkpoint.loading import load_parameters, open_checkpoint
+from alpa_strategy.checkpoint.saving import CheckpointWriter
+from alpa_strategy.errors import CheckpointError, OptionError
+from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
+from alpa_strategy.lightning.position import ResumableLoader, keeps_own_state
+from alpa_strategy.lightning.resume import Resume, put_states, rank_state, take_up
+from alpa_strategy.lightning.shards import Sharing, module_state, optimizer_state, restore_groups, restore_state
+
+FORMS = ("auto", "sharded", "single")
+MEET_SECONDS = 10.0
+CLOSING_SECONDS = 10.0
+
+
+class Checkpoints:
+    """One per strategy; `begin` starts a run.
+
+    Args:
+        form: `sharded`: a directory that all ranks write; `single`: an ordinary file that rank 0 writes; `auto`:
+            sharded on several devices, unless the user's own CheckpointIO writes.
+        in_background: training goes on while a sharded checkpoint is written.
+    """
+
+    def __init__(self, form: str, in_background: bool) -> None:
+        if form not in FORMS:
+            raise OptionError(f"checkpoint={form!r} is not known", f"use one of {', '.join(FORMS)}")
+        self._form, self._in_background = form, in_background
+        self._trainer: Any = None
+        self._writer: CheckpointWriter | None = None
+        self._group: Any = None
+        self._world: Any = None  # the default process group that `_group` belongs to
+        self._forget()
+
+    def _forget(self) -> None:
+        self._run: Any = None
+        self._run_state: dict[str, Any] | None = None  # of a run that has ended
+        self._resume: Resume | None = None
+        self._num_loaders = 0
+        self._optimizer_state: Mapping[int, Mapping[str, Any]] | None = None  # read when the plan is there
+        self._parameters: dict[str, Tensor] = {}  # of parameters that are still to be made
+        self._left_alone = False
+
+    def begin(self, trainer: Any) -> None:
+        """A run of the Trainer begins. Collective."""
+        self._trainer = trainer
+        self._forget()
+        self._meeting, self._num_meetings = RankZero(MEET_SECONDS), 0
+
+    # Loading
+
+    def load(self, path: str | Path, weights_only: bool | None, checkpoint_io: Any) -> dict[str, Any]:
+        """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
+        if is_checkpoint(path) or (_is_torchs(checkpoint_io) and "://" not in str(path)):
+            checkpoint = open_checkpoint(path, weights_only)
+        else:
+            checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            rank = dist.get_rank() if world_size() > 1 else 0
+            self._resume = take_up(checkpoint, rank, world_size())
+        return checkpoint
+
+    def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
+        """Read parameters and buffers into the module; those that are still on the meta device when it is sharded."""
+        module.load_state_dict(state_dict, strict=strict)
+        missing = {name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta}
+        self._parameters = {name: state_dict[name] for name in missing if name in state_dict}
+
+    @property
+    def parameters_to_load(self) -> Mapping[str, Tensor]:
+        """Name -> tensor of the checkpoint, of parameters that were on the meta device when it was loaded."""
+        return self._parameters
+
+    def load_optimizer(self, optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+        """Read the groups now, and the state when it is known which part of it this rank holds."""
+        if "state" not in stored or "param_groups" not in stored:
+            raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
+        restore_groups(optimizer, stored)
+        self._optimizer_state = stored["state"]
+
+    def restore(self, run: Any, optimizer: Optimizer) -> bool:
+        """The run is sharded: read this rank's parts, and continue its random streams. Collective.
+
+        Returns:
+            False when a checkpoint was taken up whose random streams mean nothing under this plan.
+        """
+        self._run = run
+        if self._parameters:
+            on_all_ranks(lambda: load_parameters(self._parameters, run.store), lambda _: None)
+            self._parameters = {}
+        self._restore_optimizer(optimizer, run.store)
+        resume = self._resume
+        if resume is None:
+            return True
+        return resume.run is not None and run.load_state_dict(resume.run)
+
+    def _restore_optimizer(self, optimizer: Optimizer, store: Any) -> None:
+        stored, self._optimizer_state = self._optimizer_state, None
+        if stored is not None:
+            on_all_ranks(lambda: restore_state(optimizer, stored, store), lambda _: None)
+            _optimizers_to_device([optimizer], optimizer.param_groups[0]["params"][0].device)
+
+    def process_dataloader(self, loader: Any) -> Any:
+        """A training dataloader that knows its position, and takes up that of the checkpoint."""
+        if not self._trainer.training:
+            return loader
+        resume = self._resume
+        index, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        taken_up = resume.passes[index] if resume is not None and index < len(resume.passes) else None
+        if taken_up is not None and keeps_own_state(loader):
+            taken_up = taken_up.of_stateful_loader()
+        elif taken_up is not None:
+            _say_nothing_of_positions()
+        return ResumableLoader(loader, taken_up)
+
+    # Saving
+
+    def module_state(self, strategy: Any) -> dict[str, Any]:
+        """The module's state dict, with shards or whole tensors as it will be written."""
+        if self._is_left_alone():
+            return {}
+        module = strategy.lightning_module
+        if self._is_sharded(strategy.checkpoint_io):
+            return module_state(module, Sharing(None if strategy.is_whole else self._run.store))
+        with strategy.whole_for_now():
+            return module.state_dict()
+
+    def optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict, likewise."""
+        if self._left_alone:
+            return {}
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._run is None:
+            self._restore_optimizer(optimizer, None)  # nothing was trained since it was loaded
+        if self._is_sharded(strategy.checkpoint_io):
+            return optimizer_state(optimizer, Sharing(None if self._run is None else self._run.store))
+        return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:
+        """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""
+        if self._left_alone:
+            return False
+        self._add_rank_states(checkpoint)
+        if not self._is_sharded(checkpoint_io):
+            if self._trainer.is_global_zero:
+                checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return True
+        if storage_options is not None:
+            raise CheckpointError("storage_options mean nothing for sharded checkpoints", "leave them out")
+        in_background = self._in_background or isinstance(checkpoint_io, AsyncCheckpointIO)
+        self._writer_now().save(checkpoint, path, in_background)
+        return True
+
+    def remove(self, path: str | Path, checkpoint_io: Any) -> None:
+        """Remove a checkpoint of either form."""
+        if self._is_sharded(checkpoint_io) and "://" not in str(path):
+            self._writer_now().remove(path)
+        elif self._trainer.is_global_zero:
+            checkpoint_io.remove_checkpoint(path)
+
+    def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
+            return
+        own = rank_state(self._trainer, self._run_state if self._run is None else self._run.state_dict())
+        states = [own]
+        if world_size() > 1:
+            writer = self._writer_now()
+            writer.wait()  # the group is its own while it writes
+            states = [None] * world_size()
+            dist.all_gather_object(states, own, group=self._group)
+        put_states(checkpoint, states)
+
+    def _is_sharded(self, checkpoint_io: Any) -> bool:
+        if self._form == "auto":
+            return world_size() > 1 and _is_torchs(checkpoint_io)
+        return self._form == "sharded"
+
+    def _writer_now(self) -> CheckpointWriter:
+        world = dist.group.WORLD if world_size() > 1 else None
+        if self._writer is None or self._world is not world:
+            self._world = world
+            self._group = None if world is None else dist.new_group(backend="gloo")
+            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
+        return self._writer
+
+    def _is_left_alone(self) -> bool:
+        """Whether an exception brought only some ranks here: waiting for the others would hang."""
+        if self._left_alone or self._trainer.state.status != TrainerStatus.INTERRUPTED or world_size() == 1:
+            return self._left_alone
+        self._num_meetings += 1
+        came = self._meeting.meet(f"exception{self._num_meetings}", str(self._trainer.global_step), MEET_SECONDS)
+        self._left_alone = len(came) < world_size() or len(set(came.values())) > 1
+        if self._left_alone:
+            rank_zero_warn(
+                f"alpa: no checkpoint was saved after the exception: only ranks {sorted(came)} of {world_size()} are "
+                "here for it, and every rank holds a part; go on from the last one that was saved before"
+            )
+        return self._left_alone
+
+    # The end
+
+    def run_ends(self) -> None:
+        """Training has ended, parameters are whole again: later checkpoints have the run's last random streams."""
+        if self._run is not None:
+            self._run_state, self._run = self._run.state_dict(), None
+
+    def close(self, interrupted: bool) -> None:
+        """Wait for what is written in the background; after an exception only for a while. Raises what failed."""
+        if self._writer is None:
+            return
+        if not interrupted:
+            self._writer.wait()
+            return
+        try:
+            self._writer.wait(CLOSING_SECONDS)
+        except CheckpointError as error:
+            rank_zero_warn(f"alpa: {error}")
+        self._run = None
+
+
+def _is_torchs(checkpoint_io: Any) -> bool:
+    """Whether the user left it to Lightning how checkpoints are stored."""
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io = checkpoint_io.checkpoint_io
+    return checkpoint_io is None or type(checkpoint_io) is TorchCheckpointIO
+
+
+def _say_nothing_of_positions() -> None:
+    """Lightning warns that the loader cannot resume: it does."""
+    import warnings
+
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")

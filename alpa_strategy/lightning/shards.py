@@ -1,0 +1,161 @@
+"""The state of a sharded training as a checkpoint's tensors, and back: parameters and the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from alpa_strategy.checkpoint.loading import read_held
+from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
+from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.staged_optimizer_state import described_states
+from alpa_strategy.runtime.staged_parameters import StagedParameters
+
+
+class Sharing:
+    """Who writes what: of the ranks that hold the same part, each writes about as many bytes as the others.
+
+    Every rank goes through all parameters in the same order, so that all come to the same shares.
+
+    Args:
+        store: ParameterStore or StagedParameters, None when every rank holds everything.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self._loads: dict[int, list[int]] = {}
+
+    def shards(self, parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
+        """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
+        name = None if self.store is None else self.store.name_of(parameter)
+        if name is None:
+            shape, replica = tensor.shape, (dist.get_rank() if world_size() > 1 else 0, world_size())
+            boxes = [((0,) * tensor.dim(), tensor)]
+        else:
+            shape, replica = self.store.whole_shape(name), self.store.replica(name)
+            boxes = self.store.chunks(name, tensor) if replica is not None else []
+        if replica is None or not self._is_mine(*replica, shape.numel() * tensor.element_size()):
+            boxes = []
+        return LocalShards(shape, tensor.dtype, [Chunk(offsets, view.detach()) for offsets, view in boxes])
+
+    def _is_mine(self, index: int, count: int, num_bytes: int) -> bool:
+        loads = self._loads.setdefault(count, [0] * count)
+        writer = loads.index(min(loads))
+        loads[writer] += num_bytes
+        return writer == index
+
+
+def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
+    """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
+    with _parameters_as_shards(module, sharing):
+        return module.state_dict()
+
+
+@contextmanager
+def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]:
+    places = [(m._parameters, key) for m in module.modules() for key, p in m._parameters.items() if p is not None]
+    own = [parameters[key] for parameters, key in places]
+    shards: dict[nn.Parameter, LocalShards] = {}
+    for parameter in own:
+        if parameter not in shards:
+            shards[parameter] = sharing.shards(parameter, parameter.detach())
+    try:
+        for (parameters, key), parameter in zip(places, own, strict=True):
+            parameters[key] = shards[parameter]
+        yield
+    finally:
+        for (parameters, key), parameter in zip(places, own, strict=True):
+            parameters[key] = parameter
+
+
+def optimizer_state(optimizer: Optimizer, sharing: Sharing) -> dict[str, Any]:
+    """`optimizer.state_dict()` with `LocalShards` in the place of tensors that lie as their parameters do.
+
+    Collective under a pipeline: the stages tell each other which state there is.
+    """
+    result = optimizer.state_dict()
+    numbers = _numbers(optimizer, result)
+    state = dict(result["state"])
+    if isinstance(sharing.store, StagedParameters):
+        state.update(_staged(optimizer, numbers, sharing))
+    else:
+        for parameter, number in numbers.items():
+            if number in state:
+                state[number] = _in_shards(parameter, state[number], sharing)
+    return {**result, "state": {number: state[number] for number in numbers.values() if number in state}}
+
+
+def _staged(
+    optimizer: Optimizer, numbers: Mapping[nn.Parameter, int], sharing: Sharing
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    known = set()
+    for parameter, described in described_states(optimizer, sharing.store):
+        known.add(parameter)
+        own = optimizer.state.get(parameter, {})
+        yield (
+            numbers[parameter],
+            {
+                key: sharing.shards(parameter, own[key] if key in own else torch.empty(0, dtype=detail))
+                if kind == "tensor"
+                else content
+                for key, (kind, content, detail) in described.items()
+            },
+        )
+    for parameter, number in numbers.items():  # those that no stage uses
+        if parameter not in known and parameter in optimizer.state:
+            yield number, _in_shards(parameter, optimizer.state[parameter], sharing)
+
+
+def _in_shards(parameter: nn.Parameter, state: Mapping[str, Any], sharing: Sharing) -> dict[str, Any]:
+    return {
+        key: sharing.shards(parameter, value) if _lies_as(value, parameter) else value for key, value in state.items()
+    }
+
+
+def _lies_as(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[nn.Parameter, int]:
+    """Parameter -> its number in the optimizer's state dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    return dict(zip(parameters, numbers, strict=True))
+
+
+def restore_groups(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    """Learning rates and whatever else the groups hold, as stored; the state is empty afterwards."""
+    optimizer.load_state_dict({**stored, "state": {}})
+
+
+@torch.no_grad()
+def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: Any) -> None:
+    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
+
+    Args:
+        stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
+        store: as for `Sharing`.
+    """
+    now = optimizer.state_dict()
+    state = {}
+    for parameter, number in _numbers(optimizer, now).items():
+        name = None if store is None else store.name_of(parameter)
+        if number in stored and (name is None or store.chunks(name, parameter.detach())):
+            state[number] = {key: _local(value, parameter, name, store) for key, value in stored[number].items()}
+    optimizer.load_state_dict({**now, "state": state})
+
+
+def _local(value: Any, parameter: nn.Parameter, name: str | None, store: Any) -> Any:
+    if name is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == store.whole_shape(name):
+        local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+        read_held(value, name, local, store)
+        return local
+    if isinstance(value, Tensor):
+        return value.whole() if isinstance(value, StoredTensor) else value.clone()
+    return value
