@@ -247,10 +247,6 @@ class ParameterStore:
             return local
         return torch.Size((local[0] * local[1], *local[2:]))
 
-    def whole_shape(self, name: str) -> torch.Size:
-        """Shape of the whole parameter, as the module holds it."""
-        return self._by_name[name].module_shape
-
     def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of the whole parameter that this device holds: (where it begins, a view of `tensor`) each.
 
