@@ -88,9 +88,9 @@ class _Writer:
         received = self._number_given([use for use in uses if use.form == "given"], made)
         for index in kept:
             self._op(index)
-        loss = self._number(self._loss_use())
-        leaving = [*sorted(wanted - self.from_prologue.keys() - {step.loss}), loss]
-        leaving += [step.loss] if loss != step.loss else []
+        loss = self._number(self._loss_use()) if step.loss >= 0 else -1
+        leaving = sorted(wanted - self.from_prologue.keys() - {step.loss})
+        leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
         graph = _bare(self._micro_graph(received), [v for v in leaving if v not in self.from_prologue], loss)
         cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
         estimated = self._estimated(kept)
@@ -150,8 +150,8 @@ class _Writer:
             self.from_prologue |= {value: self.states.state[value] for value in drawn}
 
     def _live(self, wanted: Collection[int]) -> tuple[list[int], list[Use]]:
-        uses = [self._resolve(self._loss_use())]
-        uses += [Use(value) for value in wanted if value not in self.from_prologue]
+        loss = [self._resolve(self._loss_use())] if self.step.loss >= 0 else []
+        uses = loss + [Use(value) for value in wanted if value not in self.from_prologue]
         needed = {use.value for use in uses if use.form != "given"}
         kept: list[int] = []
         for index in sorted(self.states.chosen, reverse=True):
@@ -165,8 +165,8 @@ class _Writer:
                     uses.append(self._resolve(Use(use.value)))
                 elif use.form != "given":
                     needed.add(use.value)
-        if uses[0].form == "share" and uses[0].value in self.from_prologue:
-            uses.append(self._resolve(Use(uses[0].value)))
+        if loss and loss[0].form == "share" and loss[0].value in self.from_prologue:
+            uses.append(self._resolve(Use(loss[0].value)))
         return kept[::-1], list(dict.fromkeys(uses))
 
     def _resolve(self, use: Use) -> Use:

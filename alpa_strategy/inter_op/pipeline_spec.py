@@ -55,7 +55,7 @@ class PipelineSpec:
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
         batch: tensors of the global batch.
         num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: as in `torch.distributed.pipelining`, any case.
+        schedule: as in `torch.distributed.pipelining`, any case; None: forward only, stage by stage.
         loss: value index of the loss, a summand of each micro-batch.
         combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
         cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
@@ -68,7 +68,7 @@ class PipelineSpec:
     metas: Mapping[int, TensorMeta]
     batch: tuple[BatchTensor, ...]
     num_microbatches: int
-    schedule: str
+    schedule: str | None
     loss: int
     combine: Mapping[int, Combine] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)

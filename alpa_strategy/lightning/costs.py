@@ -39,6 +39,11 @@ def measured_costs(
     return RooflineCosts(cluster.device, table)
 
 
+def known_costs(cluster: ClusterSpec, job: Job) -> RooflineCosts:
+    """Costs from the table in `job.folder` as it is."""
+    return RooflineCosts(cluster.device, OpTable.load(job.folder / "costs" / "ops.json"))
+
+
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:
     """Every op of the step as one device runs it under each of its strategies on the mesh."""
     origin = (0,) * len(mesh_shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -57,3 +58,24 @@ def _input(module: Any, given: ParameterInput, store: ParameterStore, pin: Param
             tensor = store.gather(name)
         return tensor.reshape(shape)
     return store.step_input(name).detach()
+
+
+class EvaluationParameters:
+    """The parameters of one pipeline stage as an evaluation step takes them (a `staged_step.StageParameters`)."""
+
+    def __init__(self, module: Any, graph: StepGraph, store: ParameterStore, pins: Mapping[str, ParameterPlan]) -> None:
+        self._module, self._graph, self._store, self._pins = module, graph, store, pins
+
+    def step_inputs(self) -> dict[str, Tensor]:
+        """Name -> what the stage's program takes."""
+        return evaluation_inputs(self._module, self._graph, self._store, self._pins)
+
+    def regather_hooks(self) -> AbstractContextManager[Any]:
+        """Nothing is kept for a backward."""
+        return nullcontext()
+
+    def sync(self, enabled: bool) -> None:
+        """Nothing: there are no gradients."""
+
+    def finish_backward(self) -> None:
+        """Nothing: there are no gradients."""

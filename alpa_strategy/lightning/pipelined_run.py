@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,19 +17,29 @@ from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
+from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.replay import resolve
-from alpa_strategy.lightning.run import Program, TrainingRun, batch_rows
+from alpa_strategy.lightning.run import NO_OPTIMIZER, Program, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import (
     gather_staged_state,
     shard_staged_state,
     staged_state_dict,
 )
+from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.staged_parameters import StagedParameters
-from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_randoms, stage_stores
+from alpa_strategy.runtime.staged_step import (
+    StageParameters,
+    build_pipeline,
+    stage_meshes,
+    stage_randoms,
+    stage_stores,
+)
 from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.localize import is_random
 
@@ -56,6 +65,7 @@ class PipelinedRun(TrainingRun):
 
     def _set_up(self, bucket_bytes: int, backend: str) -> PipelinedStep:
         self._num_steps = 0
+        self._pipelines: list[Pipeline] = []
         self._anchor = torch.zeros((), device=self._job.device, requires_grad=True)
         micro = self._micro(self.step)
         stages = self.plan.stages
@@ -66,46 +76,52 @@ class PipelinedRun(TrainingRun):
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
         self.store.shard()
         shard_staged_state(self._optimizer, self.store)
-        self._targets = _targets(micro.graph)
-        return self._pipelined(micro)
+        return self._training_pipeline(micro, self.plan.stages)
 
     def _micro(self, step: StepGraph) -> MicroStep:
         num_ranks = world_size() if step.batch_scope == "rank" else 1
         return microbatch(step, self.plan.num_microbatches, num_ranks)
 
-    def _pipelined(self, micro: MicroStep) -> PipelinedStep:
+    def _pipelined(
+        self,
+        micro: MicroStep,
+        stages: tuple[StagePlan, ...],
+        schedule: str | None,
+        parameters: Mapping[int, StageParameters],
+    ) -> PipelinedStep:
         pipeline = build_pipeline(
             self.module,
             micro,
-            self.plan.stages,
-            self.plan.schedule if len(self.plan.stages) > 1 else ONE_STAGE_SCHEDULE,
+            stages,
+            schedule,
             self._meshes,
-            self._stores,
+            parameters,
             self._job.device,
             self._seed,
             self._cluster,
             self._randoms,
         )
+        self._pipelines.append(pipeline)
         return PipelinedStep(micro, pipeline)
+
+    def _training_pipeline(self, micro: MicroStep, stages: tuple[StagePlan, ...]) -> PipelinedStep:
+        schedule = self.plan.schedule if len(stages) > 1 else ONE_STAGE_SCHEDULE
+        return self._pipelined(micro, stages, schedule, self._stores)
 
     def _lowered_again(self, step: StepGraph) -> PipelinedStep | WholeStep:
         """The running stages for a batch of another shape; where they cannot run it, the step in one piece."""
         try:
-            micro = self._micro(step)
-        except PlanError:
-            micro = None
-        if micro is not None and self._stages_fit(micro.graph):
-            return self._pipelined(micro)
-        rank_zero_warn(
-            "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole parameters; "
-            "batches of one shape (drop_last=True) avoid that"
-        )
-        return WholeStep()
-
-    def _stages_fit(self, graph: StepGraph) -> bool:
-        """Whether the stages' layouts hold for another micro-batched graph: the same ops, and evenly divided rows."""
-        sizes = [math.prod(stage.logical_mesh) for stage in self.plan.stages]
-        return _targets(graph) == self._targets and graph.batch_size % math.lcm(*sizes) == 0
+            plan = find_or_make_following_plan(
+                step, self.plan, _training_pins, self._job, self._cluster, self._optimizer_info, self._rank_zero
+            )
+        except PlanError as error:
+            rank_zero_warn(
+                "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
+                f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
+            )
+            return WholeStep()
+        num_ranks = world_size() if step.batch_scope == "rank" else 1
+        return self._training_pipeline(microbatch(step, plan.num_microbatches, num_ranks), plan.stages)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
@@ -181,9 +197,31 @@ class PipelinedRun(TrainingRun):
         """Random numbers that are the same on every rank and others at every step; the rank's own go on after it."""
         return _seeded(self._seed * 1_000_003 + self._num_steps)
 
-    def lower_evaluation(self, step: StepGraph) -> Any:
-        """Not there yet: evaluation steps run as they are written."""
-        raise PlanError("evaluation steps do not yet pass through pipeline stages")
+    # Evaluation steps on the running stages
+
+    def lower_evaluation(self, step: StepGraph) -> PipelinedStep:
+        """What runs an evaluation step through the stages. Collective."""
+        plan = find_or_make_following_plan(
+            step, self.plan, _evaluation_pins, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero
+        )
+        micro = microbatch(step, plan.num_microbatches, world_size() if step.batch_scope == "rank" else 1)
+        graphs = [slice_stage(micro.graph, *stage.ops) for stage in plan.stages]
+        pins = [_evaluation_pins(graph, stage) for graph, stage in zip(graphs, self.plan.stages, strict=True)]
+        parameters = {
+            index: EvaluationParameters(self.module, graphs[index], store, pins[index])
+            for index, store in self._stores.items()
+        }
+        return self._pipelined(micro, plan.stages, None, parameters)
+
+    def evaluate(self, step: StepGraph, lowered: PipelinedStep, batch: Any) -> dict[int, Tensor]:
+        """The step's escaping values on every rank. Collective."""
+        micro, pipeline = lowered.micro, lowered.pipeline
+        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        pipeline.set_buffers(buffers)
+        values = self._part(micro.prologue, buffers, batch, {})
+        given = {value: values[source] for value, source in micro.given.items()}
+        values |= pipeline.evaluate(batch_rows(micro.graph, batch), given)
+        return values | self._part(micro.epilogue, buffers, batch, values)
 
     def state_dict(self) -> dict[str, Any]:
         """As of a TrainingRun."""
@@ -210,10 +248,8 @@ class PipelinedRun(TrainingRun):
 
     def close(self) -> None:
         """End what runs beside the main thread. No communication."""
-        lowered = {id(p.lowered): p.lowered for found in self._programs.values() for p in found}
-        for one in lowered.values():
-            if isinstance(one, PipelinedStep):
-                one.pipeline.close()
+        for pipeline in self._pipelines:
+            pipeline.close()
 
 
 class _HandOver(torch.autograd.Function):
@@ -253,8 +289,12 @@ class _seeded:
         self._fork.__exit__(*error)
 
 
-def _targets(graph: StepGraph) -> tuple[str, ...]:
-    return tuple(op.call.target_name for op in graph.ops)
+def _evaluation_pins(graph: StepGraph, stage: StagePlan) -> dict[str, ParameterPlan]:
+    return evaluation_pins(graph, stage.parameter_plans, len(stage.logical_mesh))
+
+
+def _training_pins(graph: StepGraph, stage: StagePlan) -> dict[str, ParameterPlan]:
+    return stage.parameter_plans
 
 
 def _whole_rows(part: StepGraph, batch: Any) -> list[Tensor]:

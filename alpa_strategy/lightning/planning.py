@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,8 +21,11 @@ from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMism
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
-from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.store import PlanStore
+
+if TYPE_CHECKING:
+    from alpa_strategy.inter_op.follow import Pins
 
 Progress = Callable[[str], AbstractContextManager]
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
@@ -190,6 +193,51 @@ def find_or_make_plan(
     return Plan.from_dict(data)
 
 
+def find_or_make_following_plan(
+    step: StepGraph,
+    running: Plan,
+    pins: Pins,
+    job: Job,
+    cluster: ClusterSpec,
+    optimizer: OptimizerInfo,
+    rank_zero: RankZero,
+) -> Plan:
+    """The plan of another step on the stages of `running` (see `follow_plan`), stored or new. Collective."""
+    from alpa_strategy.cost.roofline import RooflineCosts
+    from alpa_strategy.inter_op.follow import follow_fingerprint, follow_plan
+
+    def work() -> dict[str, Any]:
+        wanted = follow_fingerprint(step, running, cluster, job.options, optimizer)
+
+        def make() -> Plan:
+            costs = RooflineCosts(cluster.device)
+            if cluster.measured:
+                from alpa_strategy.lightning.costs import known_costs
+
+                costs = known_costs(cluster, job)
+            return follow_plan(step, running, pins, cluster, job.options, optimizer, costs, wanted)
+
+        return _stored(wanted, job, make).to_dict()
+
+    return Plan.from_dict(rank_zero.result_of(work, "planning"))
+
+
+def _stored(wanted: Fingerprint, job: Job, make: Callable[[], Plan]) -> Plan:
+    """The stored plan of this fingerprint, or a new one that is stored."""
+    store = PlanStore(job.plan_folder)
+    plan = store.find(wanted)
+    if plan is not None:
+        job.say(f"alpa: plan {store.path(wanted)}")
+        return plan
+    job.say(f"alpa: making a plan: {store.explain(wanted)}")
+    plan = make()
+    try:
+        job.say(f"alpa: plan stored in {store.put(plan)}")
+    except OSError as error:
+        job.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
+    return plan
+
+
 def _plan_on_rank_zero(
     step: StepGraph,
     job: Job,
@@ -204,26 +252,20 @@ def _plan_on_rank_zero(
         check_fits(plan, wanted, str(job.plan_file))
         _check_devices(plan, job)
         return plan
-    store = PlanStore(job.plan_folder)
-    plan = store.find(wanted)
-    if plan is not None:
-        job.say(f"alpa: plan {store.path(wanted)}")
-        return plan
-    job.say(f"alpa: making a plan: {store.explain(wanted)}")
-    from alpa_strategy.plan.choose import choose_plan
 
-    costs = None
-    if cluster.measured:
-        from alpa_strategy.lightning.costs import measured_costs
+    def make() -> Plan:
+        from alpa_strategy.plan.choose import choose_plan
 
-        with job.progress("time ops"):
-            costs = measured_costs(step, cluster, options, job, FIRST_BUDGET if pinned is None else LATER_BUDGET)
-    plan = choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
-    try:
-        job.say(f"alpa: plan stored in {store.put(plan)}")
-    except OSError as error:
-        job.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
-    return plan
+        costs = None
+        if cluster.measured:
+            from alpa_strategy.lightning.costs import measured_costs
+
+            with job.progress("time ops"):
+                budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
+                costs = measured_costs(step, cluster, options, job, budget)
+        return choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
+
+    return _stored(wanted, job, make)
 
 
 def _check_divisible(step: StepGraph, job: Job) -> None:

@@ -96,13 +96,11 @@ class Pipeline:
         self._stores = list(stores.values())
         self._connect()
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        self.schedule = Schedule(
-            spec.schedule,
-            [self._workers[index] for index in sorted(own)],
-            [meshes.index(stage.ranks) for stage in spec.stages],
-            spec.num_microbatches,
-            device,
-        )
+        self.schedule = None
+        if spec.schedule is not None:
+            workers = [self._workers[index] for index in sorted(own)]
+            stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
+            self.schedule = Schedule(spec.schedule, workers, stage_meshes, spec.num_microbatches, device)
         self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
         parameters = {index: o.parameters for index, o in own.items()}
@@ -181,9 +179,18 @@ class Pipeline:
         if has_backward:
             for store in self._stores:
                 store.start_step()
-        self.schedule.run(has_backward)
+        if has_backward:
+            self.schedule.run(has_backward)
+        else:
+            self._run_forward()
         self._outbox.drain()
         return self._collect()
+
+    def _run_forward(self) -> None:
+        """All micro-batches of a stage, then those of the next: messages come in the order of the stages."""
+        for index in sorted(self._workers):
+            for microbatch in range(self.spec.num_microbatches):
+                self._workers[index].forward(microbatch)
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""

@@ -7,9 +7,10 @@ shape of batch takes the same meshes and stores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,16 @@ from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.stage_worker import Values
+from alpa_strategy.runtime.stage_worker import Parameters, Values
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.op import TensorMeta
+
+
+class StageParameters(Parameters, Protocol):
+    """What a stage's program asks of its parameters' store."""
+
+    def regather_hooks(self) -> AbstractContextManager[Any]: ...
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
@@ -91,9 +98,9 @@ def build_pipeline(
     module: nn.Module,
     micro: MicroStep,
     stages: Sequence[StagePlan],
-    schedule: str,
+    schedule: str | None,
     meshes: Sequence[TorchMesh | None],
-    stores: Mapping[int, ParameterStore],
+    stores: Mapping[int, StageParameters],
     device: torch.device,
     seed: int,
     cluster: ClusterSpec | None = None,
@@ -106,6 +113,7 @@ def build_pipeline(
 
     Args:
         stages: in order, covering the ops of `micro.graph`.
+        schedule: None: forward only (`Pipeline.evaluate`).
         seed: the run's; random ops of different stages draw different numbers.
         cluster: where given, cross-mesh transfers are chosen by its links.
         randoms: this rank's stages -> random streams (`stage_randoms`) that it shares with other pipelines; by
@@ -167,7 +175,7 @@ class StageCall:
         graph: StepGraph,
         position: Mapping[int, int],
         stage: StagePlan,
-        store: ParameterStore,
+        store: StageParameters,
     ) -> None:
         self.lowered = lowered
         self._batch = tuple(position[leaf.value] for leaf in graph.batch)

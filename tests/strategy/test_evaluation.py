@@ -111,7 +111,7 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
             torch.testing.assert_close(rows, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ONE_STAGE, ids=lambda s: s["parallel"])
+@pytest.mark.parametrize("strategy", [*ONE_STAGE, PIPELINE], ids=lambda s: s.get("parallel", "pipeline"))
 def test_validation_of_several_loaders_with_a_smaller_last_batch(pool, tmp_path: Path, strategy: dict) -> None:
     sizes = [2 * ROWS + 4, ROWS]
     reference = fit("Evaluated", str(tmp_path), None, sizes, {})
@@ -140,13 +140,14 @@ class RefuseGathering(pl.Callback):
         del trainer.strategy.store.gather
 
 
-def fit_without_gathering(root: str) -> dict[str, Any]:
-    return fit("Plain", root, {"parallel": "zero3"}, [ROWS], {}, callbacks=[RefuseGathering()])
+def fit_without_gathering(root: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    return fit("Plain", root, strategy, [ROWS + 2], {}, callbacks=[RefuseGathering()])
 
 
-def test_no_parameter_is_gathered_whole_for_a_captured_step(pool, tmp_path: Path) -> None:
-    reference = fit("Plain", str(tmp_path), None, [ROWS], {})
-    assert_same(pool.run(2, fit_without_gathering, str(tmp_path)), reference)
+@pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, PIPELINE], ids=["zero3", "pipeline"])
+def test_no_parameter_is_gathered_whole_for_a_captured_step(pool, tmp_path: Path, strategy: dict) -> None:
+    reference = fit("Plain", str(tmp_path), None, [ROWS + 2], {})
+    assert_same(pool.run(2, fit_without_gathering, str(tmp_path), strategy), reference)
 
 
 class Uncapturable(MLP):
