@@ -8,6 +8,7 @@ from html import escape
 from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
 from alpa_strategy.display.numbers import format_bytes, format_seconds
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
+from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
 from alpa_strategy.plan.plan import Plan, StagePlan
 
 WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
@@ -26,6 +27,9 @@ def plan_svg(plan: Plan) -> str:
             body.append(f'<path d="M{WIDTH / 2} {y - 14} v10 m-4 -4 l4 4 l4 -4" stroke="{SOFT}" fill="none"/>')
         y = _stage(body, plan, index, stage, y)
     y = _legend(body, plan, y + 8)
+    if (clock := plan_timeline(plan, MAX_DRAWN["picture"])) is not None:
+        drawn, height = timeline_svg(clock, MARGIN, y + 8, WIDTH - 2 * MARGIN)
+        body, y = body + drawn, y + height + 24
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" width="{WIDTH}" height="{y:.0f}" '
         f'font-family="{FONT}" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="#f6f8fa"/>\n'
@@ -67,7 +71,7 @@ def _text(x: float, y: float, text: str, extra: str = "") -> str:
 
 
 def _header(body: list[str], plan: Plan, y: float) -> float:
-    devices = sum(math.prod(stage.submesh) for stage in plan.stages)
+    devices = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     where = f" on {plan.cluster_name}" if plan.cluster_name else ""
     p = plan.predicted
     body.append(_text(MARGIN, y, f"{devices} device{'s' * (devices != 1)}{where}", 'font-size="20" font-weight="600"'))
@@ -121,7 +125,7 @@ def _stage(body: list[str], plan: Plan, index: int, stage: StagePlan, y: float) 
         f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{height:.0f}" rx="8" fill="{CARD}" '
         f'stroke="{LINE}"/>'
     )
-    title = f"Stage {index}" if len(plan.stages) > 1 else "Mesh"
+    title = f"Stage {index}  {stage.layers}".rstrip() if len(plan.stages) > 1 else "Mesh"
     body.append(_text(MARGIN + 20, y + 30, title, 'font-weight="600"'))
     _grid(body, stage, MARGIN + 20, y + 48, cell, rows, columns)
     left = MARGIN + 20 + GRID + 40

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from alpa_strategy.display.groups import Shape, parameter_groups
 from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds
+from alpa_strategy.display.stages import device_range, stage_overview
+from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_text
 from alpa_strategy.plan.plan import Collective, Plan, StagePlan
 
 BAR_WIDTH = 40
@@ -30,6 +32,10 @@ def plan_table(
 ) -> RenderableType:
     """The whole plan. `shapes`: parameter name -> global shape, `memory_limit` in bytes; both are shown where known."""
     parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit)]
+    if len(plan.stages) > 1:
+        parts += [Text(), stage_overview(plan)]
+    if (clock := plan_timeline(plan, MAX_DRAWN["text"])) is not None:
+        parts += [Text(), timeline_text(clock)]
     for index, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
             parts += [Text(), _stage_line(index, stage)]
@@ -132,8 +138,7 @@ def _bar(parts: list[tuple[str, float, str]]) -> Text:
 
 
 def _stage_line(index: int, stage: StagePlan) -> Text:
-    first, count = stage.first_device, math.prod(stage.submesh)
-    devices = f"device {first}" if count == 1 else f"devices {first}-{first + count - 1}"
+    devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}"
     text = Text.assemble((f"Stage {index}", "bold"), f"  {devices}, mesh {_grid(stage.logical_mesh)}, ")
     text.append(f"{format_seconds(stage.predicted.step_seconds)}, {format_bytes(stage.predicted.peak_bytes)}")
     return text.append(", activations recomputed" if stage.remat else "")

@@ -125,6 +125,8 @@ class StagePlan:
             "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
         forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0 where not known.
+        boundary_seconds: of one micro-batch's values to the next stage and their gradients back; 0 where not known.
+        layers: the modules whose ops it holds, for display: `embed to blocks.3`.
     """
 
     submesh: tuple[int, int]
@@ -141,6 +143,8 @@ class StagePlan:
     sent: dict[int, str] = field(default_factory=dict)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    boundary_seconds: float = 0.0
+    layers: str = ""
 
     @property
     def parameters(self) -> dict[str, Layout]:

@@ -161,9 +161,11 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "first_device": stage.first_device,
         "logical_mesh": list(stage.logical_mesh),
         "ops": list(stage.ops),
+        "layers": stage.layers,
         "remat": stage.remat,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
+        "boundary_seconds": stage.boundary_seconds,
         "predicted": _predicted_to_data(stage.predicted),
         "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
         "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
@@ -198,8 +200,9 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         sent=_boundary_from_data(fields, "sent", len(mesh)),
         **{
             name: fields.get(name, float) if fields.has(name) else 0.0
-            for name in ("forward_seconds", "backward_seconds")
+            for name in ("forward_seconds", "backward_seconds", "boundary_seconds")
         },
+        layers=fields.get("layers", str) if fields.has("layers") else "",
     )
 
 

@@ -1,0 +1,42 @@
+"""The stages of a pipeline as one table: layers, devices, mesh, time, memory, waiting."""
+
+from __future__ import annotations
+
+import math
+
+from rich import box
+from rich.table import Table
+
+from alpa_strategy.display.numbers import format_bytes, format_seconds
+from alpa_strategy.display.timeline import plan_timeline
+from alpa_strategy.plan.plan import Plan, StagePlan
+
+
+def stage_overview(plan: Plan) -> Table:
+    """One row a stage; seconds of one micro-batch, `idle` is the share of the step in which its devices wait."""
+    clock = plan_timeline(plan)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("layers", overflow="fold")
+    for name in ("devices", "mesh"):
+        table.add_column(name, no_wrap=True)
+    names = ("forward", "backward", "boundary", "memory", *(("idle",) if clock else ()))
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, stage in enumerate(plan.stages):
+        seconds = (stage.forward_seconds, stage.backward_seconds, stage.boundary_seconds)
+        row = [str(index), stage.layers, device_range(stage), " x ".join(map(str, stage.logical_mesh))]
+        row += [format_seconds(each) if each else "" for each in seconds]
+        row[5] += " (recomputes)" if stage.remat else ""
+        row.append(format_bytes(stage.predicted.peak_bytes))
+        if clock:
+            mesh = next(m for m, stages in enumerate(clock.stages) if index in stages)
+            row.append(f"{clock.idle_share(mesh):.0%}")
+        table.add_row(*row)
+    return table
+
+
+def device_range(stage: StagePlan) -> str:
+    """`3`, or `0-3`."""
+    first, count = stage.first_device, math.prod(stage.submesh)
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"

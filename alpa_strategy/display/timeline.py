@@ -1,0 +1,167 @@
+"""A pipeline's schedule on the clock: who works when, who waits; as lines for a terminal and as a piece of an SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from alpa_strategy.display.numbers import format_seconds
+from alpa_strategy.inter_op.schedules import ONE_STAGE, SCHEDULES, Slot, timeline, why_not
+from alpa_strategy.plan.plan import Plan
+
+MAX_DRAWN = {"text": 8, "picture": 24}  # micro-batches: more make the pieces too small to see
+STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ"}  # by micro-batch
+COLOURS = {"F": "#7fa8d1", "B": "#8fc7a4", "I": "#8fc7a4", "W": "#e3c878"}
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
+SHADES = (1.0, 0.72, 0.5, 0.35)  # of the first, second, ... stage of a mesh
+ROW, GAP, LABEL = 22, 4, 92
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """Slots of every mesh (`Slot.rank`) in seconds, for the first `num_drawn` of the plan's micro-batches.
+
+    meshes: name of each mesh, such as `0-3`.
+    stages: per mesh, its stages.
+    seconds: from the first start to the last end.
+    """
+
+    slots: tuple[Slot, ...]
+    meshes: tuple[str, ...]
+    stages: tuple[tuple[int, ...], ...]
+    num_drawn: int
+    num_microbatches: int
+    seconds: float
+
+    def idle_share(self, mesh: int) -> float:
+        """The share of the time in which a mesh has nothing to do."""
+        busy = sum(slot.end - slot.start for slot in self.slots if slot.rank == mesh)
+        return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
+
+    def kinds(self) -> list[str]:
+        return [kind for kind in MEANINGS if any(slot.kind == kind for slot in self.slots)]
+
+    def title(self) -> str:
+        """What is drawn: all of the step or its shape with fewer micro-batches."""
+        if self.num_drawn == self.num_microbatches:
+            return f"{self.num_microbatches} micro-batches, {format_seconds(self.seconds)} without the optimizer"
+        return f"drawn with {self.num_drawn} of {self.num_microbatches} micro-batches"
+
+
+def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTimeline | None:
+    """The plan's schedule with its stages' own seconds; None where there is none, or no stage's seconds are known.
+
+    Args:
+        max_microbatches: draw no more than so many (or the fewest that the schedule can run).
+    """
+    if len(plan.stages) < 2 or plan.schedule not in SCHEDULES or not any(s.forward_seconds for s in plan.stages):
+        return None
+    firsts = list(dict.fromkeys(stage.first_device for stage in plan.stages))
+    num_drawn = _num_drawn(plan.schedule, len(firsts), plan.num_microbatches, max_microbatches)
+    slots = timeline(
+        plan.schedule,
+        [stage.forward_seconds for stage in plan.stages],
+        [stage.backward_seconds for stage in plan.stages],
+        num_drawn,
+        len(firsts),
+        [stage.boundary_seconds / 2 for stage in plan.stages[:-1]],
+    )
+    sizes = {stage.first_device: math.prod(stage.submesh) for stage in plan.stages}
+    meshes = tuple(str(f) if sizes[f] == 1 else f"{f}-{f + sizes[f] - 1}" for f in firsts)
+    stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in firsts)
+    return ScheduleTimeline(
+        tuple(slots), meshes, stages, num_drawn, plan.num_microbatches, max(slot.end for slot in slots)
+    )
+
+
+def _num_drawn(schedule: str, num_ranks: int, count: int, most: int | None) -> int:
+    """The largest number up to `most` that fills the pipeline and that the schedule can run, else all."""
+    if most is None or count <= most:
+        return count
+    least = num_ranks + 1 if schedule in ONE_STAGE else num_ranks
+    tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
+    return next((n for n in tried if n < count and why_not(schedule, num_ranks, n) is None), count)
+
+
+def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
+    """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it; `·` is waiting.
+
+    With several stages on a mesh, later ones are printed in reverse.
+    """
+    label = max(len(mesh) for mesh in drawn.meshes) + len("devices ")
+    room = max(20, width - label - 8)
+    text = Text(f"schedule  {drawn.title()}\n", style="dim", no_wrap=True)
+    for mesh, name in enumerate(drawn.meshes):
+        text.append(f"devices {name}".ljust(label + 1), style="default")
+        for slot in _cells(drawn, mesh, room):
+            if slot is None:
+                text.append("·", style="dim")
+                continue
+            late = " reverse" if drawn.stages[mesh].index(slot.stage) % 2 else ""
+            text.append(SIGNS[slot.kind][slot.microbatch % 10], style=STYLES[slot.kind] + late)
+        text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n", style="dim")
+    for kind in drawn.kinds():
+        text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
+    text.append("· waiting", style="dim")
+    if max(map(len, drawn.stages)) > 1:
+        text.append("  (reversed: the mesh's other stages)", style="dim")
+    return text
+
+
+def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[Slot | None]:
+    """What the mesh does in the middle of each of `room` equal moments."""
+    own = [slot for slot in drawn.slots if slot.rank == mesh]
+    cells: list[Slot | None] = []
+    at = 0
+    for column in range(room):
+        moment = (column + 0.5) * drawn.seconds / room
+        while at < len(own) and own[at].end <= moment:
+            at += 1
+        cells.append(own[at] if at < len(own) and own[at].start <= moment else None)
+    return cells
+
+
+def timeline_svg(drawn: ScheduleTimeline, left: float, top: float, width: float) -> tuple[list[str], float]:
+    """SVG elements of the schedule in a box of `width`, and the height that they take."""
+    soft = 'font-size="12" fill="#6b7785"'
+    body = [f'<text x="{left:.1f}" y="{top + 12:.1f}" font-weight="600">Schedule</text>']
+    body.append(f'<text x="{left + LABEL:.1f}" y="{top + 12:.1f}" {soft}>{drawn.title()}</text>')
+    first, right = left + LABEL, width - LABEL - 64
+    scale = right / drawn.seconds
+    y = top + 26
+    for mesh, name in enumerate(drawn.meshes):
+        body.append(f'<text x="{left:.1f}" y="{y + 15:.1f}" {soft}>devices {name}</text>')
+        body.append(f'<rect x="{first:.1f}" y="{y:.1f}" width="{right:.1f}" height="{ROW}" fill="#eef1f4"/>')
+        for slot in drawn.slots:
+            if slot.rank == mesh:
+                body += _piece(slot, drawn.stages[mesh], first + slot.start * scale, y, scale)
+        idle = f"{drawn.idle_share(mesh):.0%} idle"
+        body.append(f'<text x="{first + right + 8:.1f}" y="{y + 15:.1f}" {soft}>{idle}</text>')
+        y += ROW + GAP
+    x = first
+    for kind in drawn.kinds():
+        body.append(f'<rect x="{x:.1f}" y="{y + 4:.1f}" width="9" height="9" rx="2" fill="{COLOURS[kind]}"/>')
+        body.append(f'<text x="{x + 15:.1f}" y="{y + 13:.1f}" {soft}>{MEANINGS[kind]}</text>')
+        x += 42 + 6.4 * len(MEANINGS[kind])
+    if max(map(len, drawn.stages)) > 1:
+        body.append(f'<text x="{x:.1f}" y="{y + 13:.1f}" {soft}>paler: the later stages of a mesh</text>')
+    return body, y + 28 - top
+
+
+def _piece(slot: Slot, stages: Sequence[int], x: float, y: float, scale: float) -> list[str]:
+    width = (slot.end - slot.start) * scale
+    shade = SHADES[min(stages.index(slot.stage), len(SHADES) - 1)]
+    what = f"stage {slot.stage}, {MEANINGS[slot.kind]}, micro-batch {slot.microbatch}"
+    when = f"{format_seconds(slot.start)} to {format_seconds(slot.end)}"
+    found = [
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(0.2, width - 0.6):.2f}" height="{ROW}" fill="{COLOURS[slot.kind]}" '
+        f'fill-opacity="{shade}"><title>{what}, {when}</title></rect>'
+    ]
+    if width >= 7 * len(str(slot.microbatch)) + 2:
+        place = f'x="{x + width / 2:.1f}" y="{y + 15:.1f}"'
+        found.append(f'<text {place} font-size="11" text-anchor="middle">{slot.microbatch}</text>')
+    return found

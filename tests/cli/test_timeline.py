@@ -1,0 +1,89 @@
+"""The timeline of a schedule: what is drawn is what runs, in a terminal and in a picture."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from cli.test_display import as_text, gpt_plan
+
+from alpa_strategy.display import plan_html, plan_svg, plan_table
+from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
+from alpa_strategy.inter_op.schedules import FOLDED, LOOPED, SCHEDULES, num_actions, rank_of
+
+
+def staged(schedule, num_microbatches=8, num_meshes=2):
+    """A plan with equal stages: backward is twice the forward, boundaries are free."""
+    v = 1 if schedule not in (*LOOPED, *FOLDED) else 2
+    plan = gpt_plan(num_meshes * v)
+    stages = tuple(
+        replace(
+            stage,
+            first_device=8 * rank_of(schedule, num_meshes, i),
+            forward_seconds=0.001,
+            backward_seconds=0.002,
+            layers=f"blocks.{i}",
+        )
+        for i, stage in enumerate(plan.stages)
+    )
+    return replace(plan, stages=stages, schedule=schedule, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_actions_of_a_step_are_on_the_clock(schedule):
+    plan = staged(schedule)
+    drawn = plan_timeline(plan)
+    v = len(plan.stages) // 2
+    assert drawn.num_drawn == 8
+    assert len(drawn.slots) == 2 * num_actions(schedule, 8, v)
+    for mesh in range(2):
+        own = [slot for slot in drawn.slots if slot.rank == mesh]
+        assert all(a.end <= b.start + 1e-12 for a, b in pairwise(own))
+        assert {slot.stage for slot in own} == set(drawn.stages[mesh])
+
+
+def test_gpipes_bubble_is_the_known_one():
+    """(S - 1) / (B + S - 1) of the step, for equal stages."""
+    drawn = plan_timeline(staged("GPipe", 6, 3))
+    assert [drawn.idle_share(mesh) for mesh in range(3)] == pytest.approx([2 / 8] * 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lines_show_every_mesh_and_micro_batch(schedule):
+    plan = staged(schedule)
+    lines = as_text(timeline_text(plan_timeline(plan, 8), 110), 110).splitlines()
+    rows = [line for line in lines if line.startswith("devices ")]
+    assert [row.split()[1] for row in rows] == ["0-7", "8-15"]
+    assert max(map(len, lines)) <= 110
+    for row in rows:
+        assert set(SIGNS["F"][:8]) <= set(row.split()[2])
+        assert set(SIGNS["B"][:8]) <= set(row.split()[2])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_micro_batches_are_drawn_with_fewer(schedule):
+    drawn = plan_timeline(staged(schedule, 512), 8)
+    assert 2 <= drawn.num_drawn <= 8
+    assert "of 512 micro-batches" in drawn.title()
+    assert plan_timeline(staged(schedule, 512)).num_drawn == 512
+
+
+def test_a_plan_without_stages_or_times_has_none():
+    assert plan_timeline(gpt_plan(1)) is None
+    assert plan_timeline(gpt_plan(2)) is None
+
+
+def test_table_and_pictures_show_stages_and_schedule():
+    plan = staged("Interleaved1F1B")
+    text = as_text(plan_table(plan), 120)
+    for expected in ("blocks.3", "8-15", "2 x 4", "1.00 ms", "idle", "schedule  8 micro-batches"):
+        assert expected in text
+    assert max(map(len, as_text(plan_table(plan), 80).splitlines())) <= 80
+    picture = plan_svg(plan)
+    assert "16 devices" in picture
+    titles = [node.text for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 4 * 8 * 2
+    assert "stage 3, backward, micro-batch 7" in " ".join(titles)
+    assert "Schedule" in plan_html(plan)
