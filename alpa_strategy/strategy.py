@@ -24,7 +24,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -38,6 +37,7 @@ from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_module, check_optimizers
+from alpa_strategy.lightning.launcher import Launcher
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 from alpa_strategy.runtime.failure import FailureWatch, job_store
 
@@ -172,7 +172,7 @@ class AlpaStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -196,7 +196,7 @@ class AlpaStrategy(ParallelStrategy):
             timeout=timedelta(seconds=self.limits.collective_timeout_seconds),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        launched_here = isinstance(self._launcher, _SubprocessScriptLauncher)
+        launched_here = isinstance(self._launcher, Launcher)
         self._watch = FailureWatch(
             job_store(),
             self.global_rank,

@@ -1,7 +1,8 @@
 """FailureWatch: an exception on one rank ends the job on all ranks within seconds, with the first cause shown last.
 
 The failing rank writes its traceback into the job's store (the one that formed the process group); a thread on every
-rank looks there once a second. No collectives, so it also works while the main thread hangs in one.
+rank looks there once a second. No collectives, so it also works while the main thread hangs in one. A rank that was
+killed says nothing: it is named by the others, as the one that gives no sign of life.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from alpa_strategy.errors import LostRankError
+
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 3.0
 LOST_SECONDS = 20.0
+_NO_STORE = "rank 0 is gone, and the job's store with it"
 _CAUSE, _SEEN = "alpa/failure/cause", "alpa/failure/seen"
 
 
@@ -66,25 +70,42 @@ class FailureWatch:
         """
         self._stopped.set()
         message = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, LostRankError):  # at once: whoever launched the job may end it any moment
+            print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
         text = f"{self._rank}\n{message}\n" + "".join(traceback.format_exception(error))
         try:
             first = self._main_store.compare_set(self._cause_key, "", text).decode()
-            self._main_store.add(self._seen_key, 1)
+            self._main_store.set(self._sign(self._rank), "seen")
             if first == text:
-                self._wait_until_seen()
+                self._name_the_silent(self._main_store)
+                time.sleep(0.2)  # the store may end with this process: let the last answer arrive
                 end_children(self._children(), GRACE_SECONDS)
                 return
-        except RuntimeError:  # the store went with rank 0: nobody is left to tell
+        except RuntimeError:  # nobody is left to tell
+            print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
             return
         rank, first_message, _ = _parse(first)
         if rank != self._rank and first_message != message:
-            self._end_because_of(first)
+            self._end_because_of(first, self._main_store)
 
-    def _wait_until_seen(self) -> None:
+    def _sign(self, rank: int) -> str:
+        """Key of a rank's sign of life."""
+        return f"{self._seen_key}/{rank}"
+
+    def _name_the_silent(self, store: Any) -> None:
+        """Wait until every rank has seen the cause; name those that never do: they are what was lost."""
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
-        while self._main_store.add(self._seen_key, 0) < self._world_size and time.monotonic() < deadline:
+        silent = list(range(self._world_size))
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not store.check([self._sign(rank)])]
             time.sleep(0.05)
-        time.sleep(0.2)  # the store may end with this process: let the last answer arrive
+        if silent:
+            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            print(
+                f"\nalpa: rank {self._rank}: no sign of life from {ranks}: killed (out of memory is a common reason)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
@@ -93,23 +114,25 @@ class FailureWatch:
                 first = self._watch_store.get(self._cause_key).decode() if failed else ""
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
                 if not self._stopped.wait(LOST_SECONDS):
-                    print(f"\nalpa: rank {self._rank} ends because rank 0 is gone", file=sys.stderr, flush=True)
+                    print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
                     self._exit()
                 return
             if failed:
+                with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
+                    self._watch_store.set(self._sign(self._rank), "seen")
                 # An error that all ranks raise together reaches this rank's main thread by itself.
                 if self._stopped.wait(GRACE_SECONDS / 2):
                     return
-                with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
-                    self._watch_store.add(self._seen_key, 1)
-                self._end_because_of(first)
+                self._end_because_of(first, self._watch_store)
 
-    def _end_because_of(self, text: str) -> None:
+    def _end_because_of(self, text: str, store: Any) -> None:
         """Show another rank's traceback and end; whichever of the two threads comes first."""
         self._ending.acquire()  # never released: the process ends
         rank, _, trace = _parse(text)
         sys.stdout.flush()
         print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):
+            self._name_the_silent(store)
         self._exit()
 
     def _exit(self) -> None:

@@ -1,0 +1,82 @@
+"""kill -9 of one rank in the middle of a schedule: all others end soon, the lost rank is named, no process is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import os, signal, sys, time
+import lightning.pytorch as pl
+import torch
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.runtime.stage_worker import StageWorker
+from models import MLP
+
+root, lost, world, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+run, calls = StageWorker.backward, []
+
+def backward(worker, microbatch):
+    calls.append(microbatch)
+    if len(calls) == 10 and torch.distributed.get_rank() == lost:
+        open(root + "/killed", "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(worker, microbatch)
+
+StageWorker.backward = backward
+model = MLP(num_layers=4)
+rows = torch.utils.data.TensorDataset(*model.example_batch(4 * 4 * world))
+strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_microbatches=4, schedule="1F1B", **options)
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=world, max_epochs=50, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=root)
+trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+print("FINISHED", flush=True)
+"""
+PIPELINE = {"num_stages": 3}
+INSIDE = {"num_stages": 2, "parallel": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world", "options", "lost"),
+    [
+        ("own", 3, PIPELINE, 1),
+        pytest.param("own", 3, PIPELINE, 0, marks=pytest.mark.slow),
+        pytest.param("own", 4, INSIDE, 3, marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, PIPELINE, 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, INSIDE, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    start = [sys.executable]
+    if launcher == "torchrun":
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [*start, str(script), str(tmp_path), str(lost), str(world), repr(options)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    ended = time.time()
+    left = "?"
+    while left and time.time() < ended + 40:  # where rank 0 is killed, the ranks that it launched outlive it
+        left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout
+        time.sleep(0.2)
+    assert left == "", done.stderr
+    assert done.returncode != 0
+    assert "FINISHED" not in done.stdout
+    assert time.time() - float((tmp_path / "killed").read_text()) < 60
+    named = rf"rank {lost} \(process \d+\) was ended by SIGKILL|no sign of life from rank {lost}|rank {lost} is gone"
+    assert re.search(named, done.stderr), done.stderr
+    for rank in set(range(world)) - {lost}:
+        assert re.search(rf"alpa: rank {rank}\b", done.stderr), done.stderr
