@@ -1,7 +1,7 @@
 """Channels: which values go from which stage to which other, forward and back. Data for the pipeline's runtime.
 
 A value that several stages need goes to each of them straight from the stage that makes it, over as many stages as lie
-between. No process groups.
+between; to a mesh that has it already for an earlier stage, it goes from that one. No process groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class StageSpec:
     Attributes:
         ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
         mesh_shape: logical mesh.
-        received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given.
+        received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage
+            may have to pass it on to a later one on its mesh.
         sent: value -> layout in which the stage makes it.
         batch: index of a batch tensor -> layout in which the stage wants a micro-batch of it.
         escaping: values that leave the step from here, whole on every device of the stage.
@@ -83,7 +84,7 @@ def plan_channels(
         for value in stage.received:
             if value in given:
                 continue
-            source = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
+            source = _source(value, stages, target)
             if source is None:
                 raise PlanError(f"stage {target} needs value {value}, which no earlier stage sends", "plan again")
             needs.setdefault((source, target), []).append(value)
@@ -97,7 +98,8 @@ def plan_channels(
     channels = []
     for source, target in sorted(needs):
         values = tuple(sorted(needs[source, target]))
-        starts = {v: stages[source].side(stages[source].sent[v]) for v in values}
+        held = {**stages[source].received, **stages[source].sent}
+        starts = {v: stages[source].side(held[v]) for v in values}
         ends = {v: stages[target].side(stages[target].received[v]) for v in values}
         differentiable = tuple(v for v in values if metas[v].requires_grad)
         channels.append(
@@ -113,3 +115,13 @@ def plan_channels(
             )
         )
     return tuple(channels)
+
+
+def _source(value: int, stages: Sequence[StageSpec], target: int) -> int | None:
+    """The stage that hands `value` to stage `target`: its maker, or the first that got it on the target's mesh."""
+    maker = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
+    if maker is None or stages[maker].ranks == stages[target].ranks:
+        return maker
+    between = range(maker + 1, target)
+    on_mesh = (s for s in between if stages[s].ranks == stages[target].ranks and value in stages[s].received)
+    return next(on_mesh, maker)

@@ -144,6 +144,9 @@ class GradientReducer:
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and take the first device's order for all."""
+        if not self._entries:  # a stage of frozen layers
+            self._buckets = []
+            return
         last = len(self._entries)
         seen = {name: i for i, name in enumerate(self._seen)}
         used, order = [], []
@@ -151,8 +154,7 @@ class GradientReducer:
             used.append(int(entry.has_gradient()))
             order.append(seen.get(entry.name, last + i))
         is_first = not any(self._mesh.coordinate)
-        device = self._entries[0].device if self._entries else torch.device("cpu")
-        table = torch.tensor([used, order if is_first else [-1] * len(order)], device=device)
+        table = torch.tensor([used, order if is_first else [-1] * len(order)], device=self._entries[0].device)
         used, order = all_reduce_over(self._mesh, table, "max").tolist()
         in_order = sorted(range(last), key=order.__getitem__)
         self._unused = [self._entries[i] for i in in_order if not used[i]]

@@ -212,7 +212,9 @@ class StageWorker:
         self, buffers: Mapping[str, Tensor], batch: Mapping[int, Tensor], received: Values, with_grad: bool
     ) -> tuple[Values, Values]:
         with torch.set_grad_enabled(with_grad):
-            return self._program(self.store.store.step_inputs(), buffers, batch, received)
+            escaping, sent = self._program(self.store.store.step_inputs(), buffers, batch, received)
+        passed_on = {v: received[v] for port in self._outgoing for v in port.channel.values if v in received}
+        return escaping, {**passed_on, **sent}
 
     def _find_roots(self, flight: _InFlight, escaping: Values, sent: Values) -> None:
         wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})

@@ -19,6 +19,7 @@ from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
+from alpa_strategy.runtime.gradients import GradientReducer
 from alpa_strategy.runtime.parameters import ParameterStore, use_layout
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.runtime.torch_comm import build_mesh
@@ -290,6 +291,16 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
 
     for bias, weight, unused in run_on_threads((3,), work):
         assert (bias.item(), weight.item(), unused) == (3.0, 3.0, None)
+
+
+def test_a_stage_without_trainable_parameters_has_nothing_to_agree_on():
+    def work(mesh):
+        reducer = GradientReducer(mesh, [], bucket_bytes=1)
+        for _ in range(2):
+            reducer.finish()
+        return True
+
+    assert all(run_on_threads((2,), work))
 
 
 def test_misuse_is_an_error():
