@@ -20,11 +20,14 @@ import numpy as np
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
 from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
+from alpa_strategy.inter_op.explain import largest_need
 from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, layer_names
 from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.pins import check_pins
 from alpa_strategy.inter_op.schedules import (
     ONE_STAGE,
     SCHEDULES,
@@ -100,11 +103,12 @@ def plan_pipeline(
     costs = costs or RooflineCosts(cluster.device)
     limit = memory_limit(options, cluster)
     spent: dict[str, float] = defaultdict(float)
-    _check_pins(step, cluster, options)
+    check_pins(step, cluster, options)
     meshes = submeshes(cluster)
     best: list[_Candidate] = []
     failures: list[str] = []
     untried: list[int] = []
+    last_job: CostJob | None = None  # of which nothing fitted
     without_gain = 0
     begun = time.perf_counter()
     counts = microbatch_counts(step, cluster, options)
@@ -115,7 +119,13 @@ def plan_pipeline(
             break
         with progress(f"{count} micro-batches"):
             ranks = cluster.num_devices if step.batch_scope == "rank" else 1
-            graph = microbatch(step, count, ranks).graph
+            try:
+                graph = microbatch(step, count, ranks).graph
+            except PlanError as error:
+                if len(counts) == 1:
+                    raise
+                failures.append(f"{count} micro-batches: {error.problem}")
+                continue
             job = CostJob(graph, _cuts(graph, options), count, cluster, costs, options, optimizer, limit, options.remat)
             spent["micro-batches and layers"] += time.perf_counter() - started
             started = time.perf_counter()
@@ -125,7 +135,8 @@ def plan_pipeline(
             found = _solve_schedules(job, meshes, runs, min((c.seconds for c in best), default=math.inf))
             spent["stage DP"] += time.perf_counter() - started
         if not found:
-            failures.append(f"{count} micro-batches: no stages fit into {limit:.3g} bytes a device")
+            failures.append(f"{count} micro-batches: no stages fit into {format_bytes(limit)} a device")
+            last_job = job
         gained = bool(found) and (not best or found[0].seconds < min(c.seconds for c in best))
         without_gain = 0 if gained or not best else without_gain + 1
         best = sorted([*best, *found], key=lambda c: c.seconds)[:4]
@@ -145,6 +156,8 @@ def plan_pipeline(
         if untried:
             notes.append(f"numbers of micro-batches not tried for lack of time: {', '.join(map(str, untried))}")
         return replace(plan, fingerprint=fingerprint, notes=tuple(notes), solver_seconds=dict(spent))
+    if last_job is not None and (largest := largest_need(last_job, meshes)):
+        failures.append(largest)
     raise PlanError(
         "no pipeline fits:\n    " + "\n    ".join(failures),
         "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",
@@ -162,22 +175,6 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
         if rows % divisor == 0 and (not counts or 2 * divisor <= counts[-1]):
             counts.append(divisor)
     return counts or [1]
-
-
-def _check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    wanted = options.num_stages
-    if wanted is None:
-        return
-    most = sum(1 for op in step.ops if op.operands)
-    if wanted > most:
-        raise PlanError(f"num_stages={wanted}, but the step has only {most} ops", "ask for fewer stages")
-    schedules = [options.schedule] if options.schedule else SEARCHED
-    per_mesh = max(v for s in schedules for v in stages_per_rank(s))
-    if wanted > per_mesh * cluster.num_devices:
-        raise PlanError(
-            f"num_stages={wanted} on {cluster.num_devices} devices: a device holds at most {per_mesh} stages",
-            f"ask for at most {per_mesh * cluster.num_devices} stages",
-        )
 
 
 def _cuts(graph: StepGraph, options: PlanOptions) -> tuple[int, ...]:
@@ -352,7 +349,14 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         solved.append(solver.solve(wish))
         stored[first].update(solved[-1].plan.parameter_plans)
     names = layer_names(job.graph, job.cuts)
-    stages = tuple(replace(s.plan, first_device=f) for s, f in zip(solved, first_devices, strict=True))
+    spans = [
+        names[s.first] if s.last == s.first + 1 else f"{names[s.first]} to {names[s.last - 1]}"
+        for s in candidate.choice.stages
+    ]
+    stages = tuple(
+        replace(s.plan, first_device=first, layers=span, boundary_seconds=wire)
+        for s, first, span, wire in zip(solved, first_devices, spans, candidate.wires, strict=True)
+    )
     seconds = [
         s.cost.seconds(remat) + wire for s, remat, wire in zip(solved, candidate.remat, candidate.wires, strict=True)
     ]
@@ -364,15 +368,10 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
     for s, f in zip(solved, first_devices, strict=True):
         peaks[f] += s.plan.predicted.peak_bytes
     if max(peaks.values()) > job.memory_limit:
-        raise PlanError(f"the stages of one mesh need {max(peaks.values()):.3g} bytes of {job.memory_limit:.3g}")
+        raise PlanError(
+            f"the stages of one mesh need {format_bytes(max(peaks.values()))} of {format_bytes(job.memory_limit)}"
+        )
     worst = stages[slowest].predicted
-    bubble = max(0.0, 1 - B * candidate.per_rank * (seconds[slowest] - candidate.wires[slowest]) / step_seconds)
-    spans = ", ".join(
-        names[s.first] if s.last == s.first + 1 else f"{names[s.first]} to {names[s.last - 1]}"
-        for s in candidate.choice.stages
-    )
-    notes = [f"stages: {spans}"] if len(stages) > 1 else []
-    notes += [f"bubble and boundaries: {bubble:.1%} of the step"] if len(stages) > 1 else []
     return Plan(
         fingerprint=_no_fingerprint(),
         stages=stages,
@@ -386,7 +385,6 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         num_microbatches=B,
         schedule=candidate.schedule if len(stages) > 1 else "none",
         gap=max(s.gap for s in solved),
-        notes=tuple(notes),
         cluster_name=job.cluster.name,
     )
 

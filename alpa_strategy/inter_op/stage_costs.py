@@ -125,7 +125,7 @@ def stage_costs(
 
 def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     """Candidates of all runs on one submesh, over all logical shapes that the options allow."""
-    shapes = tuple(s for s in job.cluster.logical_shapes(submesh) if _allowed(s, job.options))
+    shapes = allowed_shapes(job, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape)
@@ -137,6 +137,11 @@ def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
         return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool))
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
     return _prune(shapes, stacked, job)
+
+
+def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Logical shapes of a submesh that the options allow."""
+    return tuple(s for s in job.cluster.logical_shapes(submesh) if _allowed(s, job.options))
 
 
 def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:

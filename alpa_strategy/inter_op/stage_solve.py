@@ -3,9 +3,11 @@ flight."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
@@ -93,7 +95,8 @@ class StageSolver:
             if solution.num_bytes + working <= limit:
                 return solution, working
             reserve = max(reserve, working)
-        raise PlanError(f"a stage needs {solution.num_bytes + working:.3g} bytes of {limit:.3g}")
+        needed = format_bytes(solution.num_bytes + working)
+        raise PlanError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
 
     def _plan(self, intra: IntraOp, solution: Solution, cost: StageCost, wish: StageWish) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""

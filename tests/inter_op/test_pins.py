@@ -1,0 +1,91 @@
+"""Pins of a pipeline that cannot be met: each is one clear error, before anything is solved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import MODELS
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.schedules import SCHEDULES
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.plan.make import make_plan
+
+
+def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
+    torch.manual_seed(0)
+    module = MODELS[model]()
+    cluster = cluster or ClusterSpec.load("pcie_8gpu").with_devices(devices)
+    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "fix"),
+    [
+        ({"num_stages": 40}, "num_stages=40, but training_step has only 4 ops", "at most 4 stages"),
+        ({"model": "gpt", "num_stages": 17, "devices": 4}, "num_stages=17 cannot be met on 4 devices", "16"),
+        (
+            {"model": "gpt", "num_stages": 5, "schedule": "1F1B"},
+            "num_stages=5 cannot be met by schedule='1F1B' on 4 devices: it puts 1 stage on each mesh",
+            "1, 2, 3, 4",
+        ),
+        (
+            {"num_stages": 2, "schedule": "ZBVZeroBubble", "devices": 2},
+            "it puts 2 stages on each mesh, and all meshes are of one size",
+            "one of 4",
+        ),
+        ({"schedule": "Interleaved1F1B", "devices": 1}, "need at least 2 devices", "leave them out"),
+        (
+            {"model": "gpt", "num_stages": 4, "num_microbatches": 2, "schedule": "ZBVZeroBubble", "devices": 2},
+            "num_microbatches=2 cannot be met: ZBVZeroBubble on 2 meshes needs at least 3",
+            "1F1B",
+        ),
+        ({"num_microbatches": 3}, "num_microbatches=3 does not divide the 8 rows", ""),
+    ],
+)
+def test_the_error_says_which_pin_and_what_can_be_had(options, problem, fix):
+    with pytest.raises(PlanError) as caught:
+        plan(**options)
+    assert problem in caught.value.problem
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_the_error_offers_can_be_had(schedule):
+    """Every number of stages that is offered is planned as asked."""
+    with pytest.raises(PlanError) as caught:
+        plan("gpt", devices=2, num_stages=9, schedule=schedule)
+    offered = caught.value.fix.removeprefix("ask for one of ").partition(", or")[0]
+    for number in map(int, offered.split(", ")):
+        made = plan("gpt", devices=2, num_stages=number, schedule=schedule, num_microbatches=4)
+        assert len(made.stages) == number
+
+
+def test_a_stage_that_does_not_fit_is_named():
+    with pytest.raises(PlanError) as caught:
+        plan("gpt", num_stages=2, memory_limit="4KiB")
+    text = str(caught.value)
+    assert "no stages fit into 4.00 KiB a device" in text
+    assert "of all layers, " in text
+    assert "KiB a device on its best submesh" in text
+    assert "raise memory_limit" in text
+
+
+def test_recomputation_makes_fit_what_else_would_not():
+    """Activations bind: with remat left open the solver recomputes, pinned to False nothing fits."""
+    small = ClusterSpec.load("pcie_8gpu").with_devices(2)
+    options = {"num_stages": 2, "num_microbatches": 8, "schedule": "GPipe", "rows": 64, "model": "gpt"}
+    free = plan(cluster=small, memory_limit=float("inf"), remat=False, **options)
+    kept = plan(cluster=small, memory_limit=float("inf"), remat=True, **options)
+    assert not any(stage.remat for stage in free.stages)
+    assert all(stage.remat for stage in kept.stages)
+    assert kept.predicted.peak_bytes < free.predicted.peak_bytes
+    between = (kept.predicted.peak_bytes + free.predicted.peak_bytes) / 2
+    solved = plan(cluster=small, memory_limit=between, **options)
+    assert any(stage.remat for stage in solved.stages)
+    assert solved.predicted.peak_bytes <= between
+    assert solved.predicted.step_seconds <= kept.predicted.step_seconds * (1 + 1e-3)
+    assert replace(solved, stages=()).num_microbatches == 8
