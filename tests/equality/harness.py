@@ -64,8 +64,13 @@ def record(
     accumulate: int = 1,
     root: str = ".",
     precision: str = "64-true",
+    num_microbatches: int = 1,
 ) -> dict[str, Any]:
-    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and buffers, modes used."""
+    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and buffers, modes used.
+
+    `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of every global batch, the
+    reference where statistics are those of a micro-batch. Lightning divides their losses by their number: they add up.
+    """
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.set_default_dtype(dtype)
     try:
@@ -86,13 +91,15 @@ def record(
         "enable_model_summary": False,
         "callbacks": [recorder],
         "gradient_clip_val": clip,
-        "accumulate_grad_batches": accumulate,
+        "accumulate_grad_batches": accumulate * num_microbatches,
         "default_root_dir": root,
     }
     data = Rows(rows)
     if strategy_kwargs is None:
         trainer = pl.Trainer(devices=1, **common)
-        loader = DataLoader(data, batch_sampler=_global_batches(len(data), world_size, SAMPLES_PER_STEP))
+        batches = _global_batches(len(data), world_size, SAMPLES_PER_STEP)
+        parts = [_part(batch, world_size, num_microbatches, m) for batch in batches for m in range(num_microbatches)]
+        loader = DataLoader(data, batch_sampler=parts)
     else:
         from alpa_strategy import AlpaStrategy
 
@@ -106,7 +113,7 @@ def record(
     trainer.fit(model, loader)
     plan = getattr(trainer.strategy, "plan", None)
     return {
-        "losses": recorder.losses,
+        "losses": torch.tensor(recorder.losses, dtype=torch.float64).view(-1, num_microbatches).sum(1).tolist(),
         "gradients": recorder.gradients,
         "metrics": recorder.metrics,
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
@@ -123,6 +130,12 @@ def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[i
     for start in range(0, num_samples, size):
         batches.append([start + r + world_size * i for r in range(world_size) for i in range(per_rank)])
     return batches
+
+
+def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> list[int]:
+    """The m-th part of every rank's rows."""
+    rows = torch.tensor(batch).view(world_size, num_microbatches, -1)
+    return rows[:, m].flatten().tolist()
 
 
 def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-9) -> None:

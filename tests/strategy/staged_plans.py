@@ -1,0 +1,71 @@
+"""Plans with given stages: which ranks each stage has, how it is parallel inside, whether it recomputes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from equality.harness import SAMPLES_PER_STEP
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.layers import cluster_layers
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.optimizer_info import optimizer_info_of
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.plan.fingerprint import fingerprint_of
+from alpa_strategy.plan.plan import Plan, Predicted
+
+Places = tuple[tuple[int, ...], ...]  # ranks per stage
+
+
+def staged_plan(
+    model: str,
+    kwargs: dict[str, Any],
+    places: Places,
+    schedule: str,
+    num_microbatches: int,
+    inside: str = "auto",
+    remat: bool = False,
+    batch_scope: str = "rank",
+) -> Plan:
+    """The plan of a `record` run of the model; stages have about equal work, layouts are the solver's."""
+    world = 1 + max(max(ranks) for ranks in places)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = MODELS[model](**kwargs)
+        rows = SAMPLES_PER_STEP if batch_scope == "global" else SAMPLES_PER_STEP // world
+        batch = module.example_batch(rows, torch.Generator().manual_seed(3))
+        step = capture_step(module, batch, world_size=world, batch_scope=batch_scope)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step = replace(step, batch_scope=batch_scope)
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(world)
+    options = PlanOptions.from_user(parallel=inside, batch_scope=batch_scope)
+    optimizer = optimizer_info_of(module)
+    graph = microbatch(step, num_microbatches, world if batch_scope == "rank" else 1).graph
+    cuts = cluster_layers(graph, len(places))
+    costs = RooflineCosts(cluster.device)
+    solver = StageSolver(CostJob(graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat))
+    stored: dict[tuple[int, ...], dict] = {ranks: {} for ranks in places}
+    stages = []
+    for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
+        size = len(ranks)
+        wish = StageWish(first, last, (1, size), (size,), remat, num_microbatches, places.count(ranks), stored[ranks])
+        plan = solver.solve(wish).plan
+        stored[ranks].update(plan.parameter_plans)
+        stages.append(replace(plan, first_device=ranks[0]))
+    return Plan(
+        fingerprint_of(step, cluster, options, optimizer),
+        tuple(stages),
+        Predicted(1.0, 1),
+        num_microbatches,
+        schedule,
+    )

@@ -1,0 +1,122 @@
+"""Every schedule x equal and unequal stages x every kind of parallelism inside, on many models: one device's training.
+
+A representative selection by default, all of it in the slow suite.
+"""
+
+from __future__ import annotations
+
+import pipeline_models
+import pytest
+from equality.harness import assert_same, record
+from strategy.staged_plans import staged_plan
+
+from alpa_strategy.inter_op.schedules import FOLDED, LOOPED, SCHEDULES
+
+STEPS = 3
+assert pipeline_models.MODELS  # adds to the models that `record` knows
+MODELS = {
+    "gpt": {"ignore_fraction": 0.4, "num_layers": 3, "vocab_size": 33},
+    "llama": {"num_layers": 2},
+    "bert": {"num_layers": 2},
+    "unet": {},
+    "convnet": {},
+    "resnet": {},
+    "translator": {},
+    "twice": {},
+}
+BATCH_NORM = ("convnet", "resnet")  # statistics per micro-batch, as under plain gradient accumulation
+INSIDE = ("tensor", "data", "zero2", "zero3")
+FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,), (3,))}
+
+
+def places_of(schedule, split):
+    """Ranks per stage as the schedule lays them."""
+    meshes = FLAT[split]
+    if schedule in LOOPED:
+        return (*meshes, *meshes)
+    return (*meshes, *reversed(meshes)) if schedule in FOLDED else meshes
+
+
+def run(model, kwargs, options, *arguments):
+    return record(model, kwargs, options, *arguments)
+
+
+@pytest.fixture(scope="session")
+def plain(pool):
+    """Runs of a plain single-process Trainer, computed once."""
+    found = {}
+
+    def get(model, kwargs, num_ranks, clip, accumulate, num_microbatches):
+        key = (model, str(kwargs), num_ranks, clip, accumulate, num_microbatches)
+        if key not in found:
+            arguments = (STEPS, num_ranks, clip, accumulate, ".", "64-true", num_microbatches)
+            found[key] = pool.run(1, run, model, kwargs, None, *arguments, init_group=False)[0]
+        return found[key]
+
+    return get
+
+
+def check(
+    pool, plain, tmp_path, model, schedule, split, inside, optimizer="adamw", clip=0.1, accumulate=1, remat=False
+):
+    places = places_of(schedule, split)
+    world, num_microbatches = 4, 2 if len(places) == 2 else 4 if len(places) == 4 else 8
+    kwargs = {**MODELS[model], "optimizer": optimizer}
+    scope = "rank" if num_microbatches == 2 else "global"  # 8 rows on 4 ranks
+    plan = staged_plan(model, kwargs, places, schedule, num_microbatches, inside, remat, scope)
+    plan.save(tmp_path / "plan.json")
+    options = {
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path),
+        "plan": str(tmp_path / "plan.json"),
+        "verbose": False,
+        "batch_scope": scope,
+    }
+    runs = pool.run(world, run, model, kwargs, options, STEPS, world, clip, accumulate)
+    parts = num_microbatches if model in BATCH_NORM else 1
+    reference = plain(model, kwargs, world if scope == "rank" else 1, clip, accumulate, parts)
+    if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
+        reference = {**reference, "metrics": runs[0]["metrics"]}
+    for one in runs:
+        assert one["pipeline"] == (len(places), num_microbatches, schedule)
+        assert_same(one, reference)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "split", "inside", "optimizer", "accumulate", "remat"),
+    [
+        ("unet", "1F1B", "1+3", "zero3", "sgd", 2, False),
+        ("translator", "GPipe", "2+1+1", "tensor", "adamw", 1, True),
+        ("resnet", "1F1B", "2+2", "data", "adamw", 1, True),
+        ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, False),
+        ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
+        ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
+        ("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False),
+    ],
+)
+def test_pipelines_train_as_one_device(
+    pool, plain, tmp_path, model, schedule, split, inside, optimizer, accumulate, remat
+):
+    check(pool, plain, tmp_path, model, schedule, split, inside, optimizer, 0.1, accumulate, remat)
+
+
+def cases():
+    """(optimizer, clip, accumulate, remat) go round with the case's number."""
+    rounds = [("adamw", 0.1, 1, False), ("sgd", None, 2, False), ("adamw", None, 1, True), ("sgd", 0.1, 2, True)]
+    number = 0
+    for model in MODELS:
+        for schedule in SCHEDULES:
+            for split in FLAT:
+                for inside in INSIDE:
+                    if split == "2+1+1" and schedule in (*LOOPED, *FOLDED):
+                        continue  # six stages: more than the small models' micro-batches and layers allow
+                    yield (model, schedule, split, inside, *rounds[(number + number // len(rounds)) % len(rounds)])
+                    number += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "schedule", "split", "inside", "optimizer", "clip", "accumulate", "remat"), list(cases())
+)
+def test_the_whole_matrix(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat):
+    check(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat)
