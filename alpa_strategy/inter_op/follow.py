@@ -63,6 +63,12 @@ def follow_plan(
 
     micro = follow_microbatches(step, running, cluster.num_devices)
     graph, count, stages = micro.graph, micro.num_microbatches, running.stages
+    held = {name for stage in stages for name in stage.parameter_plans}
+    if step.loss >= 0 and (new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]):
+        raise PlanError(
+            f"the step trains {', '.join(new)}, which the running pipeline's stages do not have",
+            "use the same parameters in every step",
+        )
     cuts = stage_cuts(graph, stages)
     free = replace(options, placements=(), parallel="auto", logical_mesh=None)
     limit = memory_limit(options, cluster)

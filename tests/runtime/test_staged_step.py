@@ -229,8 +229,8 @@ def test_micro_batches_without_a_pipeline(pool, name, schedule):
     pool.run(2, run_model, name, ((0, 1),), schedule, 2, 0)
 
 
-def test_dropout_is_reproducible_and_recomputed_alike(pool):
-    places = ((0,), (1,))
+@pytest.mark.parametrize("places", [((0,), (1,)), ((0, 1),)], ids=["two stages", "two devices"])
+def test_dropout_is_reproducible_and_recomputed_alike(pool, places):
     first, again, recomputed = (pool.run(2, run_with_dropout, places, "1F1B", remat) for remat in (False, False, True))
     assert len(set(first[0][0])) == 3
     assert first == again
