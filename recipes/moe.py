@@ -147,6 +147,7 @@ class MoE(lightning.LightningModule):
         capacity_factor: an expert takes so many times its even share of a group; None: all that choose it (dropless).
         balance_weight: of the load-balancing loss (mean over the blocks with experts).
         dropout, init_std, lr, weight_decay, betas: as in gpt.py.
+        optimizer: `adamw`, or `sgd` without momentum, which keeps no state.
         block_size: of dropless routing.
     """
 
@@ -167,6 +168,7 @@ class MoE(lightning.LightningModule):
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
+        optimizer: str = "adamw",
         block_size: int = 16,
     ) -> None:
         super().__init__()
@@ -176,6 +178,8 @@ class MoE(lightning.LightningModule):
             raise ValueError(f"group_size ({group_size}) must be whole rows or equal parts of one ({sequence_length})")
         if capacity_factor is None and NUM_CHOICES * group_size % block_size:
             raise ValueError(f"block_size ({block_size}) must divide {NUM_CHOICES} x group_size ({group_size})")
+        if optimizer not in ("adamw", "sgd"):
+            raise ValueError(f"optimizer is {optimizer!r}; use 'adamw' or 'sgd'")
         self.save_hyperparameters()
         self.embed = nn.Embedding(vocab_size, hidden)
         self.position = nn.Embedding(sequence_length, hidden)
@@ -221,4 +225,6 @@ class MoE(lightning.LightningModule):
         decayed = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": h.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        if h.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=h.lr)
         return torch.optim.AdamW(groups, lr=h.lr, betas=tuple(h.betas))
