@@ -17,6 +17,7 @@ from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import BoundaryChoice
 from alpa_strategy.intra_op.elimination import Factor, Network, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.ordering import elimination_order
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 
@@ -71,7 +72,7 @@ def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_m
             continue
         kept = (joined.entering, joined.leaving)
         if order is None:
-            order = _order(network, kept)
+            order = [v for v, _ in elimination_order(network.sizes, (f.scope for f in network.factors), kept)]
         objective[k], values = _eliminate_onto(network, kept, order)
         parts[k] = _sum_parts(joined, values, shape[1:])
     return LayerMatrix(objective, parts)
@@ -154,36 +155,6 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
     if not price.price:
         return seconds
     return [s + price.price * b for s, b in zip(seconds, num_bytes, strict=True)]
-
-
-def _order(network: Network, kept: tuple[int, int]) -> list[int]:
-    """Greedy by the size of the joined table; the kept variables stay."""
-    around: list[set[int]] = [set() for _ in network.sizes]
-    for factor in network.factors:
-        for v in factor.scope:
-            around[v].update(factor.scope)
-    for v, others in enumerate(around):
-        others.discard(v)
-    left = set(range(len(network.sizes))) - set(kept)
-    sizes = {v: _table_size(network, around, v) for v in left}
-    order = []
-    while left:
-        v = min(left, key=sizes.__getitem__)
-        order.append(v)
-        left.discard(v)
-        for u in around[v]:
-            around[u] |= around[v]
-            around[u] -= {u, v}
-        for u in around[v] & left:
-            sizes[u] = _table_size(network, around, u)
-    return order
-
-
-def _table_size(network: Network, around: Sequence[set[int]], v: int) -> float:
-    size = float(network.sizes[v])
-    for u in around[v]:
-        size *= network.sizes[u]
-    return size
 
 
 def _eliminate_onto(

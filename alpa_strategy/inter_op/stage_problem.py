@@ -62,7 +62,7 @@ class StageCost:
 
     def num_bytes(self, in_flight: int, remat: bool = False) -> float:
         """Peak of one device."""
-        kept = self.boundary * in_flight + self.saved if remat else self.saved * in_flight
+        kept = self.boundary * (in_flight - 1) + self.saved if remat else self.saved * in_flight
         return self.always + kept + self.working
 
 

@@ -1,17 +1,17 @@
 """Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with dense numpy tables.
 
 It minimises seconds + price * bytes; the memory limit itself is not seen here (see solve.py for the price).
-The order is greedy by table size, planned on sizes alone, so an instance that is too wide costs no time to decline.
+The order (ordering.py) is planned on sizes alone, so an instance that is too wide costs little time to decline.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from alpa_strategy.intra_op.ordering import elimination_order
 from alpa_strategy.intra_op.problem import Problem, Transfer
 
 MAX_TABLE_ENTRIES = 40_000_000
@@ -56,45 +56,12 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
 
 
 def plan_order(network: Network) -> list[int] | None:
-    """The elimination order, smallest joined table first; None when it would need tables above the caps."""
-    neighbours: list[set[int]] = [set() for _ in network.sizes]
-    for factor in network.factors:
-        for v in factor.scope:
-            neighbours[v].update(factor.scope)
-    for v, around in enumerate(neighbours):
-        around.discard(v)
-
-    def joined(v: int) -> float:
-        size = float(network.sizes[v])
-        for u in neighbours[v]:
-            size *= network.sizes[u]
-        return size
-
-    heap = [(joined(v), v) for v in range(len(network.sizes))]
-    heapq.heapify(heap)
-    done = [False] * len(network.sizes)
-    order: list[int] = []
-    total = 0.0
-    while heap:
-        size, v = heapq.heappop(heap)
-        if done[v]:
-            continue
-        now = joined(v)
-        if now > size:
-            heapq.heappush(heap, (now, v))
-            continue
-        total += now
-        if now > MAX_TABLE_ENTRIES or total > MAX_TOTAL_ENTRIES:
-            return None
-        done[v] = True
-        order.append(v)
-        around = neighbours[v]
-        for u in around:
-            neighbours[u] |= around
-            neighbours[u] -= {u, v}
-        for u in around:
-            heapq.heappush(heap, (joined(u), u))
-    return order
+    """The elimination order; None when it would need tables above the caps."""
+    order = elimination_order(network.sizes, (factor.scope for factor in network.factors))
+    entries = [size for _, size in order]
+    if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_TOTAL_ENTRIES:
+        return None
+    return [v for v, _ in order]
 
 
 def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]:

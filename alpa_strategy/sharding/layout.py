@@ -101,9 +101,11 @@ class Layout:
         return tuple(stop - start for start, stop in self.slices(shape, mesh_shape, coordinate))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DualPlacement:
     """A value's placement on one axis together with its gradient's.
+
+    There is one object of each (below, and `shard(dim)`), compared by identity: planning hashes them by the million.
 
     Four kinds exist, written as in plans (design section 5, "dual of a strategy"):
 
@@ -115,6 +117,7 @@ class DualPlacement:
 
     value: Placement
     grad: Placement
+    shard_dim: int | None = None  # the sharded dim, or None
 
     def __str__(self) -> str:
         if isinstance(self.value, Replicate) and isinstance(self.grad, Partial):
@@ -123,10 +126,8 @@ class DualPlacement:
 
     __repr__ = __str__
 
-    @property
-    def shard_dim(self) -> int | None:
-        """The sharded dim, or None."""
-        return self.value.dim if isinstance(self.value, Shard) else None
+    def __reduce__(self) -> tuple:
+        return DualPlacement.parse, (str(self),)
 
     @classmethod
     @cache
@@ -149,7 +150,7 @@ PARTIAL = DualPlacement(Partial("sum"), Replicate())
 @cache
 def shard(dim: int) -> DualPlacement:
     """The dual placement `S<dim>`."""
-    return DualPlacement(Shard(dim), Shard(dim))
+    return DualPlacement(Shard(dim), Shard(dim), dim)
 
 
 DualLayout = tuple[DualPlacement, ...]  # one per mesh axis

@@ -19,7 +19,7 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
 from alpa_strategy.sharding.op import TensorMeta
 
 # Bytes sent by a device per byte of the full tensor, for n devices (design section 6): only orders steps, no times.
@@ -149,11 +149,21 @@ def _counted_table(
     return list(index), counts[0], counts[1]
 
 
+def _pattern(src: DualLayout, dst: DualLayout) -> tuple[DualLayout, DualLayout]:
+    """The same resharding with dims numbered as they first occur: which dims they are changes no collective."""
+    number: dict[int, int] = {}
+    named = [p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number))) for p in (*src, *dst)]
+    return tuple(named[: len(src)]), tuple(named[len(src) :])
+
+
 @lru_cache(maxsize=1 << 16)
 def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
     """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward collectives."""
+    pattern = _pattern(src, dst)
+    if pattern != (src, dst):
+        return _collectives(*pattern, mesh_shape)
     current = list(src)
     forward, backward = [], []
     for axis, placement in _axis_changes(src, dst, mesh_shape):

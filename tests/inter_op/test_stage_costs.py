@@ -95,8 +95,7 @@ def test_the_parts_of_a_stage_add_up():
             cost = cost_of(stage, assignment)
             seconds, num_bytes = evaluate(problem, assignment)
             assert seconds == pytest.approx(8 * cost.seconds(remat) + cost.once)
-            kept = cost.boundary * 3 + cost.saved - cost.boundary if remat else 3 * cost.saved
-            assert num_bytes == pytest.approx(cost.always + kept)
+            assert num_bytes == pytest.approx(cost.num_bytes(3, remat))
 
 
 def test_more_micro_batches_in_flight_are_paid_with_time():
