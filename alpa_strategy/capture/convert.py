@@ -22,6 +22,7 @@ from alpa_strategy.capture.mutation import Write, new_value, write_of
 from alpa_strategy.capture.number import number
 from alpa_strategy.capture.results import check_loss, loss_of
 from alpa_strategy.capture.step_graph import (
+    Check,
     ConstantInput,
     LogRecord,
     MetricRecord,
@@ -367,6 +368,7 @@ class _Converter:
         loss = self._loss(result["output"], step) if step == TRAINING else -1
         logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
         metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
+        checks = tuple(Check(ref.index, expected, source) for ref, expected, source in result["checks"])
         updates: dict[int, int] = {}
         for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
             if entry.kind == "buffer" and view.storage.version:
@@ -374,7 +376,16 @@ class _Converter:
             if entry.kind == "buffer" and entry.names[0] in result["buffers"]:
                 updates[index] = self._detached(result["buffers"][entry.names[0]]).index
         return number(
-            self.trace, self.builder, self.inputs, self.constants, loss, result["output"], logs, metrics, updates
+            self.trace,
+            self.builder,
+            self.inputs,
+            self.constants,
+            loss,
+            result["output"],
+            logs,
+            metrics,
+            updates,
+            checks,
         )
 
     def _loss(self, output: Any, step: str) -> int:

@@ -11,6 +11,7 @@ from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.step_graph import (
     BatchInput,
     BufferInput,
+    Check,
     ConstantInput,
     LogRecord,
     MetricRecord,
@@ -33,9 +34,10 @@ def number(
     logs: tuple[LogRecord, ...],
     metrics: tuple[MetricRecord, ...],
     updates: dict[int, int],
+    checks: tuple[Check, ...],
 ) -> StepGraph:
     """Drop ops and constants without effect, number values anew, name the ops. loss: -1 when the step makes none."""
-    needed = {*updates.values()} if loss < 0 else {loss, *updates.values()}
+    needed = {*updates.values(), *(check.value for check in checks)} | ({loss} if loss >= 0 else set())
     for ref in pytree.tree_leaves((output, [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])):
         if isinstance(ref, ValueRef):
             needed.add(ref.index)
@@ -93,5 +95,7 @@ def number(
         batch_size=trace.batch_size,
         guards=tuple(trace.recording.guards),
         attributes=trace.recording.attributes,
+        leaves=trace.read_leaves,
+        checks=tuple(replace(check, value=new_index[check.value]) for check in checks),
         notes=tuple(trace.recording.notes),
     )

@@ -35,6 +35,7 @@ class Recording:
     guards: list[Guard] = field(default_factory=list)
     attributes: tuple[AttributeGuard, ...] = ()
     notes: list[str] = field(default_factory=list)
+    checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
 
     def guard(self, guard: Guard) -> None:
         if guard not in self.guards:
@@ -249,6 +250,12 @@ def _recording_class(
 def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterator[None]:
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+        if any(isinstance(leaf, str) for arg in args for leaf in pytree.tree_leaves(arg)):
+            raise CaptureError(
+                f"metric {name!r} is given texts ({user_frame()}): the captured step sees the tensors of all ranks, "
+                "but the texts of one",
+                "update it in a hook such as on_train_batch_end, with what the step returns",
+            )
         record.metrics.append((name, method, args, kwargs))
 
     def value() -> MetricValue | dict[str, MetricValue]:

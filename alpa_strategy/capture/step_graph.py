@@ -29,6 +29,22 @@ class ValueRef:
 
 
 @dataclass(frozen=True)
+class LeafRef:
+    """Stands in an output structure for leaf `leaf` of the batch, no tensor, as the batch at hand has it."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """A branch of the step that only raises: value `value`, as a truth, must be `expected`. `source`: the line."""
+
+    value: int
+    expected: bool
+    source: str
+
+
+@dataclass(frozen=True)
 class ParameterInput:
     """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
 
@@ -175,6 +191,8 @@ class StepGraph:
         notes: things that the user should know (shown with the plan).
         guards: what the step's Python asked of its counters; when one no longer holds, capture again.
         attributes: the module's attributes that the step read; when one changed, capture again.
+        leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
+        checks: conditions that must hold whenever the step has run.
     """
 
     values: tuple[TensorMeta, ...]
@@ -194,6 +212,8 @@ class StepGraph:
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
     attributes: tuple[AttributeGuard, ...] = ()
+    leaves: tuple[tuple[int, str], ...] = ()
+    checks: tuple[Check, ...] = ()
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -206,8 +226,10 @@ class StepGraph:
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave the graph: loss, outputs, logs, metric arguments, buffer updates (each once, ascending)."""
+        """Values that leave the graph: loss, outputs, logs, metric arguments, checks, buffer updates (each once,
+        ascending)."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
+        found.update(check.value for check in self.checks)
 
         def visit(node: Any) -> None:
             if isinstance(node, ValueRef):
@@ -231,7 +253,7 @@ class StepGraph:
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
-        lines += [stable_text((self.loss, self.output, self.logs, self.metrics))]
+        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks))]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -30,9 +30,19 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.blame import user_frame, user_line, user_position
+from alpa_strategy.capture.checks import passing_answer
 from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
+from alpa_strategy.capture.leaves import (
+    UnreadLeaf,
+    index_of,
+    is_tensor,
+    may_be_unread,
+    traced_with_leaves,
+    value_text,
+)
 from alpa_strategy.capture.recorder import Recording, recording
+from alpa_strategy.capture.step_graph import LeafRef
 from alpa_strategy.errors import CaptureError
 
 TRAINING = "training_step"  # every other step is an evaluation
@@ -54,7 +64,8 @@ class TracedInput:
 @dataclass(frozen=True)
 class Trace:
     """The raw trace. `results` are, in graph output order, the tensor leaves of the pytree `results_spec`, which holds
-    {"output", "logs", "metrics", "buffers"}; non-tensor leaves stand in `constants` by leaf index.
+    {"output", "logs", "metrics", "buffers", "checks"}; other leaves stand in `leaves` as they are. `read_leaves`:
+    leaves of the batch that the step's Python looked at, with their values as text.
     """
 
     graph: fx.Graph
@@ -66,6 +77,7 @@ class Trace:
     origins: Mapping[fx.Node, tuple[str, str]]
     device: torch.device
     batch_size: int
+    read_leaves: tuple[tuple[int, str], ...] = ()
 
 
 class TensorLeaf:
@@ -83,6 +95,36 @@ def trace_step(
     context: Callable[[], AbstractContextManager[Any]] | None,
 ) -> Trace:
     """Trace `module.<step>(batch, batch_idx)` with batched leaves `rows_factor` times as long."""
+
+    def trace(read: frozenset[int], seen: set[int]) -> Trace:
+        return _trace_once(
+            module,
+            batch,
+            rows_factor=rows_factor,
+            step=step,
+            batch_idx=batch_idx,
+            dataloader_idx=dataloader_idx,
+            context=context,
+            read=read,
+            seen=seen,
+        )
+
+    return traced_with_leaves(batch, trace)
+
+
+def _trace_once(
+    module: LightningModule,
+    batch: Any,
+    *,
+    rows_factor: int,
+    step: str,
+    batch_idx: int,
+    dataloader_idx: int | None,
+    context: Callable[[], AbstractContextManager[Any]] | None,
+    read: frozenset[int],
+    seen: set[int],
+) -> Trace:
+    """One trace. read: leaves that enter with their values; `seen` gets those that the step looks at besides."""
     device = _capture_device(module, context)
     leaves, batch_spec = pytree.tree_flatten(batch)
     batch_size = _batch_size(leaves)
@@ -109,42 +151,57 @@ def trace_step(
 
     origins: dict[fx.Node, tuple[str, str]] = {}
     known = KnownValues({i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"})
-    seen: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+
+    def given(index: int, leaf: Any) -> Any:
+        return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
 
     def run(*tensors: Tensor) -> list[Tensor]:
         state = {n: t for entry, t in zip(inputs, tensors, strict=False) for n in _one_name_per_owner(module, entry)}
         rest = iter(tensors[num_state:])
-        rows = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], batch_spec)
+        rows = pytree.tree_unflatten(
+            [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)], batch_spec
+        )
         with (
             torch.nn.utils.stateless._reparametrize_module(module, state),
             context() if context is not None else nullcontext(),
-            _Origins(module, origins, device, known),
+            _Origins(module, origins, device, known, record),
         ):
             arguments = _step_arguments(module, step, rows, batch_idx, dataloader_idx, record)
             with attribute_reads() as reads:
                 output = getattr(module, step)(*arguments)
-            seen["reads"] = reads
+            made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
         result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
-        result_leaves, seen["spec"] = pytree.tree_flatten(result)
-        seen["leaves"] = tuple(TensorLeaf() if isinstance(x, Tensor) else x for x in result_leaves)
-        return [x for x in result_leaves if isinstance(x, Tensor)]
+        result["checks"] = record.checks
+        result_leaves, made["spec"] = pytree.tree_flatten(result)
+        made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
+        return [x for x in result_leaves if is_tensor(x)]
 
     grad_mode = torch.enable_grad() if step == TRAINING else torch.no_grad()
     with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, grad_mode:
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
-    record.attributes = attribute_guards(module, seen["reads"]) + buffer_guards(module, known.asked_buffers)
+    record.attributes = attribute_guards(module, made["reads"]) + buffer_guards(module, known.asked_buffers)
     return Trace(
         module_graph.graph,
         module_graph,
         tuple(inputs),
-        seen["leaves"],
-        seen["spec"],
+        made["leaves"],
+        made["spec"],
         record,
         origins,
         device,
         batch_size * rows_factor,
+        tuple((index, value_text(leaves[index])) for index in sorted(read) if may_be_unread(leaves[index])),
     )
+
+
+def _placeholder(leaf: Any) -> Any:
+    """What stands in the structure of results for one of its leaves."""
+    index = index_of(leaf)
+    if index is not None:
+        return LeafRef(index)
+    return TensorLeaf() if isinstance(leaf, Tensor) else leaf
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -291,20 +348,41 @@ def _clear_errors(step: str) -> Iterator[None]:
         ) from error
 
 
+_TRUTH = Tensor.__bool__
+
+
 class _Origins(TorchFunctionMode):
     """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
 
     def __init__(
-        self, module: nn.Module, origins: dict[fx.Node, tuple[str, str]], device: torch.device, known: KnownValues
+        self,
+        module: nn.Module,
+        origins: dict[fx.Node, tuple[str, str]],
+        device: torch.device,
+        known: KnownValues,
+        record: Recording,
     ) -> None:
         super().__init__()
+        self.record = record
         self.device, self.known = device, known
         self.origins = origins
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
         self.last: fx.Node | None = None
 
+    def _truth(self, tensor: Tensor) -> bool:
+        """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
+        answer = self.known.answer(_TRUTH, (tensor,), {})
+        if answer is not UNKNOWN:
+            return answer
+        answer = passing_answer(sys._getframe(2))
+        if answer is None:
+            return _TRUTH(tensor)
+        self.record.checks.append((tensor.clone(), answer, user_frame()))
+        return answer
+
     def __enter__(self) -> _Origins:
+        Tensor.__bool__ = lambda tensor: self._truth(tensor)
         self.hooks = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -314,6 +392,7 @@ class _Origins(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         for hook in self.hooks:
             hook.remove()
+        del Tensor.__bool__  # torch's own is the base class's
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from alpa_strategy.capture.guards import AttributeCheck
+from alpa_strategy.capture.leaves import leaves_hold
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
@@ -26,7 +27,7 @@ from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import Job, capture
-from alpa_strategy.lightning.replay import fill, replay_records, write_buffers
+from alpa_strategy.lightning.replay import output_of, replay_records, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 
@@ -65,9 +66,10 @@ class EvaluationProgram:
     attributes: AttributeCheck
     cuts: Mapping[int, Cut]
 
-    def fits(self, counters: dict[str, int]) -> bool:
+    def fits(self, counters: dict[str, int], batch: Any) -> bool:
         """True when the step's Python would take the same path."""
-        return all(guard.holds(**counters) for guard in self.step.guards) and self.attributes.changed() is None
+        holds = all(guard.holds(**counters) for guard in self.step.guards)
+        return holds and leaves_hold(self.step.leaves, batch) and self.attributes.changed() is None
 
 
 class Evaluation:
@@ -120,7 +122,7 @@ class Evaluation:
         which = (name, dataloader_idx)
         key = (*which, shape_key(batch))
         counters = self._counters(batch_idx)
-        found = self._find(which, key, counters)
+        found = self._find(which, key, counters, batch)
         decision = self._agree(name, key, found)
         if decision == CAPTURE:
             decision = self._capture(which, key, args, batch_idx)
@@ -137,12 +139,12 @@ class Evaluation:
             "current_epoch": trainer.current_epoch,
         }
 
-    def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int]) -> int:
+    def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int], batch: Any) -> int:
         failed = self._failed_at.get(which, set())
         if len(failed) >= MAX_FAILURES or counters["batch_idx"] in failed:
             return EAGER
         programs = self._programs.get(key, [])
-        fitting = (i for i in reversed(range(len(programs))) if programs[i].fits(counters))
+        fitting = (i for i in reversed(range(len(programs))) if programs[i].fits(counters, batch))
         return next(fitting, CAPTURE)
 
     def _agree(self, name: str, key: tuple[Any, ...], found: int) -> int:
@@ -190,10 +192,11 @@ class Evaluation:
         with torch.inference_mode(False), torch.no_grad(), self._paused():
             values = self._home.evaluate(step, program.lowered, batch)
             write_buffers(module, step, values)
+        verify(step, values)
         with self._job.context():
             replay_records(module, step, values, is_training=False)
         rank = dist.get_rank() if world_size() > 1 else 0
-        return fill(step.output, own_rows(values, program.cuts, world_size(), rank))
+        return output_of(step, own_rows(values, program.cuts, world_size(), rank), batch)
 
     def _paused(self) -> Any:
         return nullcontext() if self._whole is None else self._whole.paused()

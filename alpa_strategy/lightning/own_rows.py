@@ -47,4 +47,5 @@ def _only(step: StepGraph, wanted: list[int]) -> StepGraph:
     """The part of a step that some values of its output need, without loss and records."""
     ops = tuple(step.ops[index] for index in ancestors(step, wanted))
     buffers = tuple(replace(b, update=None) for b in step.buffers)
-    return replace(step, ops=ops, output=tuple(map(ValueRef, wanted)), logs=(), metrics=(), loss=-1, buffers=buffers)
+    output = tuple(map(ValueRef, wanted))
+    return replace(step, ops=ops, output=output, logs=(), metrics=(), checks=(), loss=-1, buffers=buffers)

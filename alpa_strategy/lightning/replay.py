@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torchmetrics import MetricCollection
 
-from alpa_strategy.capture.step_graph import MetricRef, StepGraph, ValueRef
+from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import world_size
 
 
-def fill(structure: Any, values: Mapping[int, Tensor]) -> Any:
-    """`structure` with every ValueRef replaced by its tensor."""
-    if isinstance(structure, ValueRef):
-        return values[structure.index]
-    if type(structure) is dict:
-        return {key: fill(item, values) for key, item in structure.items()}
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*(fill(item, values) for item in structure))
-    if type(structure) in (list, tuple):
-        return type(structure)(fill(item, values) for item in structure)
-    return structure
+def fill(structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = ()) -> Any:
+    """`structure` with every ValueRef replaced by its tensor, every LeafRef by its leaf of the batch."""
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, ValueRef):
+            return values[leaf.index]
+        return leaves[leaf.leaf] if isinstance(leaf, LeafRef) else leaf
+
+    return pytree.tree_map(filled, structure)
+
+
+def output_of(step: StepGraph, values: Mapping[int, Tensor], batch: Any) -> Any:
+    """What the step returned."""
+    return fill(step.output, values, pytree.tree_leaves(batch))
+
+
+def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
+    """RuntimeMismatchError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
+    for check in step.checks:
+        if bool(values[check.value]) != check.expected:
+            raise RuntimeMismatchError(f"a check in the step failed: {check.source}", "look at the data of this batch")
 
 
 def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.guards import AttributeCheck
+from alpa_strategy.capture.leaves import leaves_hold
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
-from alpa_strategy.lightning.replay import fill, replay_records, resolve, write_buffers
+from alpa_strategy.lightning.replay import output_of, replay_records, resolve, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key, shapes_text
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lower.lower import LoweredStep, lower
@@ -114,10 +115,11 @@ class TrainingRun:
         program = self._program(batch, batch_idx)
         step = program.step
         values = self._values(program, batch)
+        verify(step, values)
         write_buffers(self.module, step, values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
             replay_records(self.module, step, values)
-        return fill(step.output, values)
+        return output_of(step, values, batch)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's escaping values; the loss can be differentiated."""
@@ -208,6 +210,8 @@ class TrainingRun:
         for program in reversed(programs):
             if program.fits(counters):
                 changed = program.attributes.changed()
+                if not leaves_hold(program.step.leaves, batch):
+                    changed = "a value in the batch that is no tensor"
                 if changed is None:
                     return program
         if not programs:

@@ -1,24 +1,30 @@
-"""What tells one captured program's batches from another's: structure, shapes, dtypes, values of the other leaves."""
+"""What tells the batches of one captured program from another's: structure, shapes and dtypes.
+
+Leaves that are no tensors count by their type only; those that the step reads are guarded (capture/leaves.py).
+"""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.leaves import may_be_unread
+
 
 def shape_key(batch: Any) -> tuple[Any, ...]:
-    """What a program depends on: shapes and dtypes of the tensors, the other leaves themselves, the structure."""
+    """Equal for batches that one program may serve."""
     leaves, spec = pytree.tree_flatten(batch)
-    described = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return (spec, *described)
+    return (spec, *map(_described, leaves))
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf).__qualname__ if may_be_unread(leaf) else leaf
 
 
 def shapes_text(batch: Any) -> str:
-    """The same for people."""
-    leaves = pytree.tree_leaves(batch)
-    others = hashlib.sha256(repr([x for x in leaves if not isinstance(x, Tensor)]).encode()).hexdigest()[:6]
-    text = ", ".join(str(list(x.shape)) for x in leaves if isinstance(x, Tensor))
-    return text if all(isinstance(x, Tensor) for x in leaves) else f"{text} and values #{others}"
+    """The shapes of the batch's tensors, for people."""
+    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

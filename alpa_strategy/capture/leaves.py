@@ -1,0 +1,118 @@
+"""Leaves of the batch that are no tensors (texts, ids, numbers) while the step is captured: which does it read?
+
+A leaf enters the step as an `UnreadLeaf`, which can be handed on and returned but not looked at. Looking at one ends
+the trace; it is taken again with the real value, and the graph is then good for that value only. All other leaves may
+change from batch to batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+ALWAYS_READ = (bool, type(None))
+
+
+class LeafRead(BaseException):
+    """The step looks at leaf `index`. No Exception: the user's own handlers are not meant."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+class UnreadLeaf:
+    """Stands for leaf `index` of the batch; whatever is done with it, except handing it on, raises LeafRead."""
+
+    __slots__ = ("_index", "_seen")
+
+    def __init__(self, index: int, seen: set[int]) -> None:
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_seen", seen)
+
+    def __getattribute__(self, name: str) -> Any:
+        _look(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _look(self)
+
+
+def _look(leaf: UnreadLeaf, *_: Any, **__: Any) -> NoReturn:
+    index = object.__getattribute__(leaf, "_index")
+    object.__getattribute__(leaf, "_seen").add(index)  # a bare `except:` of the user's may swallow the exception
+    raise LeafRead(index)
+
+
+_OPERATIONS = (
+    "add radd iadd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand or "
+    "ror xor rxor lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge hash bool int float complex index "
+    "str repr format bytes len iter next contains getitem setitem delitem call enter exit round trunc floor ceil "
+    "divmod rdivmod reversed fspath dir length_hint array copy deepcopy reduce reduce_ex"
+)
+for _name in _OPERATIONS.split():
+    setattr(UnreadLeaf, f"__{_name}__", _look)
+
+
+def index_of(value: Any) -> int | None:
+    """The leaf that `value` stands for, None when it is something else."""
+    return object.__getattribute__(value, "_index") if type(value) is UnreadLeaf else None
+
+
+def is_tensor(value: Any) -> bool:
+    """`isinstance(value, Tensor)` that may be asked of anything."""
+    return type(value) is not UnreadLeaf and isinstance(value, Tensor)
+
+
+def may_be_unread(leaf: Any) -> bool:
+    """Whether a leaf can enter the step as an UnreadLeaf."""
+    return not isinstance(leaf, (Tensor, *ALWAYS_READ))
+
+
+def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], Any]) -> Any:
+    """`trace(read, seen)` with as few leaves read as possible.
+
+    Args:
+        trace: takes the leaves that enter with their values; adds to `seen` what it looks at besides.
+    """
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    read: frozenset[int] = frozenset()
+    while True:
+        seen: set[int] = set()
+        try:
+            result = trace(read, seen)
+            if not seen:
+                return result
+        except LeafRead as error:
+            seen.add(error.index)
+        except Exception:  # the user's, or of C code that was given an UnreadLeaf and only said that it is no text
+            unread = {index for index, (_, leaf) in enumerate(leaves) if may_be_unread(leaf)} - read
+            if not unread:
+                raise
+            seen |= unread
+        # Who looks at one item of a list will look at the others.
+        lists = {_list_of(*leaves[index]) for index in seen} - {None}
+        read |= seen | {index for index, leaf in enumerate(leaves) if _list_of(*leaf) in lists}
+
+
+def _list_of(path: tuple[Any, ...], leaf: Any) -> tuple[str, type] | None:
+    """What a leaf in a list has in common with the others there; None for a leaf that is no item of a list."""
+    return (str(path[:-1]), type(leaf)) if path and isinstance(path[-1], pytree.SequenceKey) else None
+
+
+def value_text(value: Any) -> str:
+    """A value that the step read, so that equal texts mean equal values."""
+    array = getattr(value, "tobytes", None)
+    if array is not None and hasattr(value, "dtype"):
+        return f"{value.dtype}{getattr(value, 'shape', '')}{array()!r}"
+    return f"{type(value).__qualname__} {value!r}"
+
+
+def leaves_hold(guards: Sequence[tuple[int, str]], batch: Any) -> bool:
+    """Whether the leaves that a step read have the values that it read. guards: (leaf, `value_text`)."""
+    if not guards:
+        return True
+    leaves = pytree.tree_leaves(batch)
+    return all(value_text(leaves[index]) == text for index, text in guards)
