@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from alpa_strategy.capture.guards import AttributeCheck
 from alpa_strategy.capture.leaves import leaves_hold
@@ -25,6 +26,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
+from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import Job, capture
 from alpa_strategy.lightning.replay import output_of, replay_records, verify, write_buffers
@@ -43,6 +45,7 @@ class Home(Protocol):
 
     module: Any
     store: Any
+    metrics: MetricStates
 
     def lower_evaluation(self, step: StepGraph) -> Any:
         """What runs an evaluation step. Collective. AlpaError when it cannot be planned around the parameters."""
@@ -81,6 +84,7 @@ class Evaluation:
         self._failed_at: dict[Which, set[int]] = {}
         self._warned: set[str] = set()
         self._whole: WholeParameters | None = None
+        self._global_metrics: list[Metric] = []  # those that the steps of this loop made so
 
     def start(self, hooks_look: bool) -> None:
         """Begin a loop over evaluation batches. hooks_look: user code around the steps may use the module."""
@@ -89,6 +93,7 @@ class Evaluation:
 
     def end(self) -> None:
         """The loop has ended."""
+        self._make_metrics_local()
         if self._whole is not None:
             self._whole.__exit__(None, None, None)
             self._whole = None
@@ -127,8 +132,7 @@ class Evaluation:
         if decision == CAPTURE:
             decision = self._capture(which, key, args, batch_idx)
         if decision == EAGER:
-            self.make_whole()
-            return eager(*args)
+            return self._run_eagerly(eager, args)
         return self._run(self._programs[key][decision], batch)
 
     def _counters(self, batch_idx: int) -> dict[str, int]:
@@ -194,9 +198,21 @@ class Evaluation:
             write_buffers(module, step, values)
         verify(step, values)
         with self._job.context():
-            replay_records(module, step, values, is_training=False)
+            self._global_metrics += replay_records(module, step, values, self._home.metrics, is_training=False)
         rank = dist.get_rank() if world_size() > 1 else 0
         return output_of(step, own_rows(values, program.cuts, world_size(), rank), batch)
+
+    def _run_eagerly(self, eager: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self.make_whole()
+        if self._job.options.batch_scope == "global":  # every rank brings all rows
+            self._global_metrics += self._home.metrics.make_all_global(self._home.module)
+        else:
+            self._make_metrics_local()
+        return eager(*args)
+
+    def _make_metrics_local(self) -> None:
+        self._home.metrics.make_local(self._global_metrics)
+        self._global_metrics.clear()
 
     def _paused(self) -> Any:
         return nullcontext() if self._whole is None else self._whole.paused()

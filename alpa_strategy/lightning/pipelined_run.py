@@ -243,6 +243,7 @@ class PipelinedRun(TrainingRun):
 
     def release(self) -> None:
         """Give the module and the optimizer their whole tensors back, for good. Collective."""
+        self.metrics.make_local()
         gather_staged_state(self._optimizer, self.store)
         self.store.unshard()
 

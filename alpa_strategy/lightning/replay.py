@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torchmetrics import MetricCollection
+from torchmetrics import Metric
 
 from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.metric_state import MetricStates
 
 
 def fill(structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = ()) -> Any:
@@ -46,17 +47,19 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
                 resolve(module, buffer.name).copy_(values[buffer.update])
 
 
-def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor], is_training: bool = True) -> None:
+def replay_records(
+    module: Any, step: StepGraph, values: Mapping[int, Tensor], metrics: MetricStates, is_training: bool = True
+) -> list[Metric]:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
-    the state of metrics.
+    the state of metrics. Returns the metrics whose state stands for all ranks' rows from now on.
     """
+    changed: list[Metric] = []
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        for each in metric.values() if isinstance(metric, MetricCollection) else (metric,):
-            each.sync_on_compute = False
+        changed += metrics.make_global(metric)
         kwargs = {key: fill(value, values) for key, value in record.kwargs}
         with torch.no_grad():
             metric_values[record.metric] = getattr(metric, record.method)(*fill(record.args, values), **kwargs)
@@ -71,6 +74,7 @@ def replay_records(module: Any, step: StepGraph, values: Mapping[int, Tensor], i
         elif kwargs.get("sync_dist") and step.batch_scope == "rank":
             value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
         module.log(record.name, value, **kwargs)
+    return changed
 
 
 def _shared_out(value: Any, reduce_fx: Any) -> Any:

@@ -20,6 +20,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
+from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.replay import output_of, replay_records, resolve, verify, write_buffers
@@ -87,6 +88,7 @@ class TrainingRun:
         program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
         self._programs: dict[tuple[Any, ...], list[Program]] = {shape_key(batch): [program]}
         self._num_captures_for_attributes = 0
+        self.metrics = MetricStates()
         self._step_starts: list[float] = []
 
     def _set_up(self, bucket_bytes: int, backend: str) -> Any:
@@ -118,7 +120,7 @@ class TrainingRun:
         verify(step, values)
         write_buffers(self.module, step, values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            replay_records(self.module, step, values)
+            replay_records(self.module, step, values, self.metrics)
         return output_of(step, values, batch)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
@@ -192,6 +194,7 @@ class TrainingRun:
 
     def release(self) -> None:
         """Give the module and the optimizer their whole tensors back, for good. Collective."""
+        self.metrics.make_local()
         unshard_state(self._optimizer, self.store)
         self.store.unshard()
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from models import MLP
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -62,7 +63,12 @@ def loaders(model: MLP, sizes: list[int], world_size: int, rank: int) -> list[Da
 
 
 def fit(
-    kind: str, root: str, strategy: dict[str, Any] | None, sizes: list[int], kwargs: dict[str, Any], **arguments: Any
+    kind: str,
+    root: str,
+    strategy: dict[str, Any] | str | None,
+    sizes: list[int],
+    kwargs: dict[str, Any],
+    **arguments: Any,
 ) -> dict[str, Any]:
     """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain Trainer."""
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
@@ -75,7 +81,9 @@ def fit(
     finally:
         torch.set_default_dtype(torch.float32)
     parallel: dict[str, Any] = {"devices": 1}
-    if strategy is not None:
+    if isinstance(strategy, str):
+        parallel = {"devices": world_size, "strategy": strategy}
+    elif strategy is not None:
         options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
     trainer = pl.Trainer(
@@ -95,6 +103,7 @@ def fit(
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         "seen": getattr(model, "seen", []),
         "weights": getattr(model, "weights", []),
+        "syncs": [m.sync_on_compute for m in model.modules() if isinstance(m, torchmetrics.Metric)],
     }
 
 
@@ -183,3 +192,60 @@ def test_what_cannot_be_captured_runs_as_it_is_written(pool, tmp_path: Path, alw
     assert len(warned) == 1
     assert "loss.item()" in warned[0]
     assert not silent
+
+
+class Metrics(MLP):
+    """Torchmetrics of every kind of state, in training and validation; one step of each loop cannot be captured."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.written = written  # whether the second validation step must run as it is written
+        kinds = {"mean": torchmetrics.MeanMetric, "sum": torchmetrics.SumMetric, "cat": torchmetrics.CatMetric}
+        kinds |= {"max": torchmetrics.MaxMetric, "mse": torchmetrics.MeanSquaredError}
+        self.kinds = torch.nn.ModuleDict(
+            {f"{loop}_{name}": kind().set_dtype(torch.float64) for loop in ("t", "v") for name, kind in kinds.items()}
+        )
+        pair = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        self.pair = torchmetrics.MetricCollection(pair, prefix="pair_").set_dtype(torch.float64)
+
+    def update(self, loop: str, batch: Any) -> Tensor:
+        x, y = batch
+        prediction = self.net(x)
+        errors = (prediction - y).abs().mean(1)
+        for name in ("mean", "sum", "cat", "max"):
+            self.kinds[f"{loop}_{name}"].update(errors)
+        self.kinds[f"{loop}_mse"].update(prediction, y)
+        for name in ("mean", "sum", "max", "mse"):
+            self.log(f"{loop}_{name}", self.kinds[f"{loop}_{name}"], on_step=False, on_epoch=True)
+        return torch.nn.functional.mse_loss(prediction, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.update("t", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.update("v", batch)
+        self.pair.update(self.net(batch[0]), batch[1])
+        self.log_dict(self.pair, on_step=False, on_epoch=True)
+        if self.written and batch_idx == 1:
+            assert loss.item() > 0
+            float(loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("v_cat_sum", self.kinds["v_cat"].compute().sum())
+        self.kinds["v_cat"].reset()
+
+
+def fit_with_ddp(root: str, sizes: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return fit("Metrics", root, "ddp", sizes, kwargs)
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, PIPELINE], ids=["zero3", "pipeline"])
+def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, written: bool) -> None:
+    sizes, kwargs = [3 * ROWS], {"written": written}
+    expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
+    found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
+    assert {"t_sum", "v_mse", "v_cat_sum", "pair_rmse"} <= expected[0]["metrics"].keys()
+    for run in found:
+        assert run["metrics"] == pytest.approx(expected[0]["metrics"], rel=TOLERANCE)
+        assert run["syncs"] == [True] * len(run["syncs"])

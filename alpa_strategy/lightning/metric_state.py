@@ -1,0 +1,82 @@
+"""Whose rows the state of a torchmetrics object stands for: this rank's, as users write them, or all ranks'.
+
+Captured steps update metrics with the rows of all ranks, on every rank: nothing is to be summed over ranks then. Steps
+that run as they are written add their own rank's rows, and the metric sums over ranks when it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
+
+from alpa_strategy.capture.attributes import outermost_metrics
+from alpa_strategy.lightning.agree import world_size
+
+
+class MetricStates:
+    """The metrics of a module whose state stands for all ranks' rows at the moment. All methods are collective."""
+
+    def __init__(self) -> None:
+        # By id, as the hash of a metric changes with its state: the metric and its own `sync_on_compute`.
+        self._global: dict[int, tuple[Metric, bool]] = {}
+
+    def make_global(self, metric: nn.Module) -> list[Metric]:
+        """Let the state stand for all ranks' rows, as a captured step updates it; the metrics that did not before."""
+        changed = [each for each in metric.modules() if isinstance(each, Metric) and id(each) not in self._global]
+        if changed and isinstance(metric, MetricCollection):
+            metric.values()  # metrics that share one state get one each
+        for each in changed:
+            self._global[id(each)] = each, each.sync_on_compute
+            if each.sync_on_compute and each.update_called and world_size() > 1:
+                _keep_synced(each)
+            _set_sync(each, False)
+        return changed
+
+    def make_all_global(self, module: nn.Module) -> list[Metric]:
+        """The same for every metric of a module."""
+        return [each for _, metric in outermost_metrics(module) for each in self.make_global(metric)]
+
+    def make_local(self, metrics: Iterable[Metric] | None = None) -> None:
+        """Let the states stand for each rank's own rows again, None: all; their sum over the ranks stays the same."""
+        is_first = world_size() == 1 or dist.get_rank() == 0
+        wanted = [metric for metric, _ in self._global.values()] if metrics is None else metrics
+        for each in wanted:
+            if id(each) not in self._global:
+                continue
+            _set_sync(*self._global.pop(id(each)))
+            if not is_first and each.sync_on_compute:
+                _empty_sums(each)
+
+
+def _set_sync(metric: Metric, sync: bool) -> None:
+    """Whether the metric sums over ranks when it computes; `_to_sync` is what `compute` looks at."""
+    metric.sync_on_compute = metric._to_sync = sync
+
+
+def _keep_synced(metric: Metric) -> None:
+    """Every rank's state becomes that of all ranks."""
+    metric.sync()
+    for name, default in metric._defaults.items():
+        state = getattr(metric, name)
+        if isinstance(default, list) and not isinstance(state, list):
+            setattr(metric, name, [state])
+    metric._is_synced, metric._cache = False, None
+
+
+def _empty_sums(metric: Metric) -> None:
+    """Forget what other ranks hold too and the ranks' sum would count again; means and extremes stay."""
+    for name, reduction in metric._reductions.items():
+        if reduction in (dim_zero_sum, dim_zero_cat):
+            setattr(metric, name, _default(metric, name))
+    metric._computed = None
+
+
+def _default(metric: Metric, name: str) -> Any:
+    default = metric._defaults[name]
+    return default.detach().clone().to(metric.device) if isinstance(default, torch.Tensor) else []
