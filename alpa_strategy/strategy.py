@@ -353,10 +353,7 @@ class AlpaStrategy(ParallelStrategy):
 
     def _start_evaluation(self, kind: str) -> None:
         if self._evaluation is not None:
-            from alpa_strategy.lightning.evaluation import hooks_look
-
-            assert self.lightning_module is not None
-            self._evaluation.start(hooks_look(self.lightning_module.trainer, kind))
+            self._evaluation.start(kind)
 
     def _evaluate(self, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step before the training's first batch, or after it, runs as it is written: the module is whole then."""

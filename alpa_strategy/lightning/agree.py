@@ -45,6 +45,19 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
     return result, [value for value, _ in reports]
 
 
+def all_texts(text: str, device: torch.device, max_bytes: int = 256) -> list[str]:
+    """`text`, cut to `max_bytes`, of every rank: one small collective."""
+    if world_size() == 1:
+        return [text]
+    own = torch.zeros(max_bytes, dtype=torch.uint8)
+    data = text.encode()[:max_bytes]
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own = own.to(device)
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own)
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
+
+
 class RankZero:
     """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
 

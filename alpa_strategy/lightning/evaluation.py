@@ -26,6 +26,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
+from alpa_strategy.lightning.loops import hooks_look, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import Job, capture
@@ -53,6 +54,10 @@ class Home(Protocol):
 
     def evaluate(self, step: StepGraph, lowered: Any, batch: Any) -> dict[int, Tensor]:
         """The step's escaping values, whole on every rank. Collective."""
+        ...
+
+    def drop(self, lowered: Any) -> None:
+        """A program is not used any more."""
         ...
 
     def whole_fits(self) -> str | None:
@@ -84,11 +89,19 @@ class Evaluation:
         self._failed_at: dict[Which, set[int]] = {}
         self._warned: set[str] = set()
         self._whole: WholeParameters | None = None
+        self._runs_eagerly = False
         self._global_metrics: list[Metric] = []  # those that the steps of this loop made so
 
-    def start(self, hooks_look: bool) -> None:
-        """Begin a loop over evaluation batches. hooks_look: user code around the steps may use the module."""
-        if hooks_look and self._home.whole_fits() is None:
+    def start(self, kind: str) -> None:
+        """Begin a loop over evaluation batches of `kind` (`validation`, `test` or `predict`)."""
+        trainer = self._home.module.trainer
+        against, uneven = self._home.whole_fits(), why_uneven(trainer)
+        self._runs_eagerly = uneven is not None and against is None
+        if self._runs_eagerly:
+            self._warn(str(uneven), f"{kind}_step")
+        elif uneven is not None:
+            rank_zero_warn(f"alpa: {uneven}: without whole parameters ({against}) the others would wait for it forever")
+        if against is None and (self._runs_eagerly or hooks_look(trainer, kind)):
             self.make_whole()
 
     def end(self) -> None:
@@ -123,6 +136,8 @@ class Evaluation:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
             eager: runs the step as the user wrote it.
         """
+        if self._runs_eagerly:
+            return self._run_eagerly(eager, args)
         batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
         which = (name, dataloader_idx)
         key = (*which, shape_key(batch))
@@ -133,6 +148,7 @@ class Evaluation:
             decision = self._capture(which, key, args, batch_idx)
         if decision == EAGER:
             return self._run_eagerly(eager, args)
+        self._programs.move_to_end(key)
         return self._run(self._programs[key][decision], batch)
 
     def _counters(self, batch_idx: int) -> dict[str, int]:
@@ -188,7 +204,8 @@ class Evaluation:
         programs.append(program)
         del programs[:-MAX_PROGRAMS]
         while len(self._programs) > MAX_SHAPES:
-            self._programs.popitem(last=False)
+            for dropped in self._programs.popitem(last=False)[1]:
+                home.drop(dropped.lowered)
         return len(programs) - 1
 
     def _run(self, program: EvaluationProgram, batch: Any) -> Any:
@@ -225,17 +242,3 @@ class Evaluation:
                 f"alpa: {name} runs as it is written, each rank on its own rows with whole parameters, which takes "
                 f"memory for them, and time to gather them at every evaluation: {why}"
             )
-
-
-def hooks_look(trainer: Any, kind: str) -> bool:
-    """Whether the user's own hooks run between the steps of an evaluation, where they may call the module.
-
-    kind: `validation`, `test` or `predict`. Hooks of Lightning's own callbacks only look at results.
-    """
-    names = [f"on_{kind}_{when}" for when in ("epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
-    owners = (trainer.lightning_module, *trainer.callbacks)
-    methods = (getattr(type(owner), name, None) for owner in owners for name in names)
-    return any(method is not None and not method.__module__.startswith(_LIGHTNING) for method in methods)
-
-
-_LIGHTNING = ("lightning.", "pytorch_lightning.")

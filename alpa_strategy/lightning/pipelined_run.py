@@ -247,6 +247,12 @@ class PipelinedRun(TrainingRun):
         gather_staged_state(self._optimizer, self.store)
         self.store.unshard()
 
+    def drop(self, lowered: PipelinedStep | WholeStep) -> None:
+        """A program is not used any more. No communication."""
+        if isinstance(lowered, PipelinedStep) and lowered.pipeline in self._pipelines:
+            lowered.pipeline.close()
+            self._pipelines.remove(lowered.pipeline)
+
     def close(self) -> None:
         """End what runs beside the main thread. No communication."""
         for pipeline in self._pipelines:

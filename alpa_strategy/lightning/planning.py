@@ -128,7 +128,7 @@ def capture(
 _PARTS = (
     (
         "the shapes of their batches",
-        "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
+        "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length",
     ),
     ("the parameters of the module", "build the same module on every rank"),
     ("what {} computes", "do not let the step depend on the rank"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from alpa_strategy.capture.guards import AttributeCheck
 from alpa_strategy.capture.leaves import leaves_hold
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.agree import RankZero, world_size
+from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
@@ -35,8 +36,13 @@ from alpa_strategy.runtime.torch_comm import build_mesh
 
 MEET_SECONDS = 60.0
 MEASURED_STEPS = range(5, 25)
+MAX_SHAPES = 64  # of which programs are kept
 MAX_PROGRAMS = 16  # of one batch shape
 MANY_CAPTURES = 5
+SAME_SHAPES = (
+    "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
+    "batches of all ranks are one batch of the step"
+)
 NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
 
 
@@ -86,10 +92,11 @@ class TrainingRun:
         with job.progress("lower"):
             lowered = self._set_up(bucket_bytes, backend)
         program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
-        self._programs: dict[tuple[Any, ...], list[Program]] = {shape_key(batch): [program]}
+        self._programs: OrderedDict[tuple[Any, ...], list[Program]] = OrderedDict({shape_key(batch): [program]})
         self._num_captures_for_attributes = 0
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
+        self._num_shapes = 1
 
     def _set_up(self, bucket_bytes: int, backend: str) -> Any:
         """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
@@ -198,6 +205,9 @@ class TrainingRun:
         unshard_state(self._optimizer, self.store)
         self.store.unshard()
 
+    def drop(self, lowered: Any) -> None:
+        """A program is not used any more. No communication."""
+
     def close(self) -> None:
         """End what runs beside the main thread. No communication."""
 
@@ -208,7 +218,11 @@ class TrainingRun:
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
         }
-        programs = self._programs.setdefault(shape_key(batch), [])
+        key = shape_key(batch)
+        if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
+            self._check_same_shapes(batch)
+        programs = self._programs.setdefault(key, [])
+        self._programs.move_to_end(key)
         changed: str | None = None
         for program in reversed(programs):
             if program.fits(counters):
@@ -219,7 +233,7 @@ class TrainingRun:
                     return program
         if not programs:
             self._meet_for_shape(batch)
-            rank_zero_info(f"alpa: a batch of another shape, planned once more: {shapes_text(batch)}")
+            self._report_shape(batch)
         elif changed is not None:
             self._meet_for_attribute(changed)
         with shapes_only(self.store):
@@ -230,16 +244,36 @@ class TrainingRun:
         program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
         programs.append(program)
         del programs[:-MAX_PROGRAMS]
+        while len(self._programs) > MAX_SHAPES:
+            for dropped in self._programs.popitem(last=False)[1]:
+                self.drop(dropped.lowered)
         return program
+
+    def _check_same_shapes(self, batch: Any) -> None:
+        """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
+        shapes = all_texts(shapes_text(batch), self._job.device)
+        if len(set(shapes)) > 1:
+            shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)
+
+    def _report_shape(self, batch: Any) -> None:
+        self._num_shapes += 1
+        text = f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
+        rank_zero_info(text)
+        if self._num_shapes == MAX_SHAPES:
+            rank_zero_warn(
+                f"{text}. Only the last {MAX_SHAPES} used shapes are kept, any other is captured again when it comes: "
+                "pad batches to a few lengths (pad_to_multiple_of)"
+            )
 
     def _meet_for_shape(self, batch: Any) -> None:
         """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
-        came, missing = self._meet(f"shape{len(self._programs)}", shapes_text(batch))
+        came, missing = self._meet(f"shape{self._num_shapes}", shapes_text(batch))
         if missing:
             raise RuntimeMismatchError(
                 f"batches differ between ranks: {'; '.join(f'rank {r}: {s}' for r, s in came.items())}, "
                 f"ranks {missing} go on with the shape of before",
-                "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
+                SAME_SHAPES,
             )
 
     def _meet_for_attribute(self, name: str) -> None:

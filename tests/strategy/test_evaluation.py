@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torchmetrics
 from models import MLP
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
@@ -68,6 +69,7 @@ def fit(
     strategy: dict[str, Any] | str | None,
     sizes: list[int],
     kwargs: dict[str, Any],
+    stream: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain Trainer."""
@@ -80,6 +82,8 @@ def fit(
         train, *validation = loaders(model, [3 * ROWS, *sizes], world_size, rank)
     finally:
         torch.set_default_dtype(torch.float32)
+    if stream:
+        validation = [DataLoader(Rows(v.dataset, world_size, rank), batch_size=ROWS // world_size) for v in validation]
     parallel: dict[str, Any] = {"devices": 1}
     if isinstance(strategy, str):
         parallel = {"devices": world_size, "strategy": strategy}
@@ -249,3 +253,25 @@ def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, wr
     for run in found:
         assert run["metrics"] == pytest.approx(expected[0]["metrics"], rel=TOLERANCE)
         assert run["syncs"] == [True] * len(run["syncs"])
+
+
+class Rows(IterableDataset):
+    """A stream that gives each rank other rows, and the last rank fewer."""
+
+    def __init__(self, data: TensorDataset, world_size: int, rank: int) -> None:
+        self.data, self.world_size, self.rank = data, world_size, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        last = len(self.data) - ROWS if self.rank == self.world_size - 1 else len(self.data)
+        return (self.data[i] for i in range(self.rank, last, self.world_size))
+
+
+def fit_on_a_stream(root: str, strategy: dict[str, Any] | str) -> dict[str, Any]:
+    return fit("Metrics", root, strategy, [3 * ROWS], {"written": False}, stream=True)
+
+
+def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
+    expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
+    found = pool.run(2, fit_on_a_stream, str(tmp_path), {"parallel": "zero3"})
+    for run, other in zip(found, expected, strict=True):
+        assert run["metrics"] == pytest.approx(other["metrics"], rel=TOLERANCE)

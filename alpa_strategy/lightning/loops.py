@@ -1,0 +1,44 @@
+"""What an evaluation loop of the Trainer is like: who looks at the module in it, do all ranks take as many steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from alpa_strategy.lightning.agree import world_size
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+def hooks_look(trainer: Any, kind: str) -> bool:
+    """Whether the user's own hooks run between the steps of an evaluation, where they may call the module.
+
+    kind: `validation`, `test` or `predict`. Hooks of Lightning's own callbacks only look at results.
+    """
+    names = [f"on_{kind}_{when}" for when in ("epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
+    owners = (trainer.lightning_module, *trainer.callbacks)
+    methods = (getattr(type(owner), name, None) for owner in owners for name in names)
+    return any(method is not None and not method.__module__.startswith(_LIGHTNING) for method in methods)
+
+
+def why_uneven(trainer: Any) -> str | None:
+    """Why some rank may have fewer batches than others in the evaluation loop that runs, or None. Collective."""
+    loop = trainer._active_loop
+    given = loop.max_batches
+    lengths = list(given) if isinstance(given, list) else [given]
+    loaders = loop._combined_loader.flattened
+    if any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders) or math.inf in lengths:
+        own = "an iterable dataset may end sooner on one rank than on another"
+    else:
+        own = str(lengths)
+    if world_size() == 1:
+        return None
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, own)
+    streams = [text for text in found if not text.startswith("[")]
+    if streams:
+        return streams[0]
+    return None if len(set(found)) == 1 else f"the ranks have different numbers of batches: {', '.join(found)}"
