@@ -8,7 +8,7 @@ import numpy as np
 
 from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.inter_op.layer_matrix import WORKING
-from alpa_strategy.inter_op.layers import layer_names
+from alpa_strategy.inter_op.layers import span_name
 from alpa_strategy.inter_op.stage_costs import CostJob, allowed_shapes, run_parts
 
 
@@ -28,7 +28,7 @@ def largest_need(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
     if not np.isfinite(least).all():
         return None
     worst = int(least.argmax())
-    name = layer_names(job.graph, job.cuts)[worst]
+    name = span_name(job.graph, *job.cuts[worst : worst + 2])
     alone = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
     if least[worst] <= job.memory_limit:
         alone += (

@@ -18,6 +18,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.layers import span_name
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.schedules import in_flight, rank_of, why_not
 from alpa_strategy.inter_op.slice import last_readers, makers, stage_on
@@ -89,7 +90,10 @@ def follow_plan(
             pins(own, stage),
         )
         solved.append(solver.solve(wish))
-    plans = tuple(replace(s.plan, first_device=stage.first_device) for s, stage in zip(solved, stages, strict=True))
+    plans = tuple(
+        replace(s.plan, first_device=stage.first_device, layers=span_name(graph, *s.plan.ops))
+        for s, stage in zip(solved, stages, strict=True)
+    )
     seconds = max(s.predicted.step_seconds for s in plans)
     return Plan(
         fingerprint=fingerprint,

@@ -19,6 +19,7 @@ from alpa_strategy.inter_op.slice import last_readers, makers
 
 EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
 MAX_LAYERS = 64
+MAX_NAMES = 4  # of a stage's modules that are listed
 PLAIN_LAYERS = 16  # where the model has no repeated blocks
 
 
@@ -90,32 +91,25 @@ def default_num_layers(step: StepGraph) -> int:
     return max(1, min(count, sum(op_flops(op.call) > 0 for op in step.ops)))
 
 
-def layer_names(step: StepGraph, cuts: Sequence[int]) -> tuple[str, ...]:
-    """A name for each run of ops: the module that holds them, or the first and last where it is several."""
-    names = []
-    for first, last in pairwise(cuts):
-        paths = [op.module.split(".") for op in step.ops[first:last] if op.module]
-        common: list[str] = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        heads = list(dict.fromkeys(_head(path, len(common)) for path in paths if len(path) > len(common)))
-        # Ops of the LightningModule itself have no module path: the first of them names the layer.
-        whole = ".".join(common) or step.ops[first].name
-        inside_block = bool(common) and (common[-1].isdigit() or len(heads) == 0)
-        names.append(
-            whole if inside_block or not heads else heads[0] if len(heads) == 1 else f"{heads[0]}..{heads[-1]}"
-        )
-    return tuple(names)
+def span_name(step: StepGraph, first: int, last: int) -> str:
+    """The modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to layer2.0` where many.
 
-
-def _head(path: Sequence[str], depth: int) -> str:
-    """The path one component below `depth`, with the index of a block where that follows."""
-    end = depth + 1
-    if end < len(path) and path[end].isdigit():
-        end += 1
-    return ".".join(path[:end])
+    Numbered modules of one list are named by the first and the last.
+    """
+    runs: list[list[str]] = []  # each the modules of one list, or a single one
+    owners: list[str | None] = []
+    for module in dict.fromkeys(op.module for op in step.ops[first:last] if op.module):
+        block = _block(module)
+        owner, name = (None, module) if block is None else (block[0], f"{block[0]}.{block[1]}")
+        if owner is not None and owner in owners:
+            runs[owners.index(owner)].append(name)
+        elif [name] not in runs:
+            runs.append([name])
+            owners.append(owner)
+    if not runs:  # ops of the LightningModule itself
+        return step.ops[first].name if last == first + 1 else f"{step.ops[first].name} to {step.ops[last - 1].name}"
+    names = [run[0] if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{runs[0][0]} to {runs[-1][-1]}"
 
 
 def _block(module: str) -> tuple[str, int] | None:

@@ -25,7 +25,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
 from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
 from alpa_strategy.inter_op.explain import largest_need
-from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, layer_names
+from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.pins import check_pins
 from alpa_strategy.inter_op.schedules import (
@@ -348,11 +348,7 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         )  # fmt: skip
         solved.append(solver.solve(wish))
         stored[first].update(solved[-1].plan.parameter_plans)
-    names = layer_names(job.graph, job.cuts)
-    spans = [
-        names[s.first] if s.last == s.first + 1 else f"{names[s.first]} to {names[s.last - 1]}"
-        for s in candidate.choice.stages
-    ]
+    spans = [span_name(job.graph, job.cuts[s.first], job.cuts[s.last]) for s in candidate.choice.stages]
     stages = tuple(
         replace(s.plan, first_device=first, layers=span, boundary_seconds=wire)
         for s, first, span, wire in zip(solved, first_devices, spans, candidate.wires, strict=True)
