@@ -181,4 +181,23 @@ class Twice(TestModel):
         return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
 
-MODELS.update({"unet": UNet, "resnet": ResNet, "translator": Translator, "twice": Twice})
+class Frozen(TestModel):
+    """The first layers do not train. Batch: (x [B, D], y [B, D])."""
+
+    def __init__(self, width: int = 6, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+        super().__init__(optimizer, lr)
+        self.width = width
+        self.backbone = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.head = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.backbone.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.head(self.backbone(x)), y)
+
+    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        shape, dtype = (batch_size, self.width), self.head[0].weight.dtype
+        return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
+
+
+MODELS.update({"unet": UNet, "resnet": ResNet, "translator": Translator, "twice": Twice, "frozen": Frozen})

@@ -5,6 +5,8 @@ A representative selection by default, all of it in the slow suite.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pipeline_models
 import pytest
 from equality.harness import assert_same, record
@@ -24,6 +26,7 @@ MODELS = {
     "translator": {},
     "twice": {},
 }
+EXTRA = {"frozen": {}}
 BATCH_NORM = ("convnet", "resnet")  # statistics per micro-batch, as under plain gradient accumulation
 INSIDE = ("tensor", "data", "zero2", "zero3")
 FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,), (3,))}
@@ -61,9 +64,11 @@ def check(
 ):
     places = places_of(schedule, split)
     world, num_microbatches = 4, 2 if len(places) == 2 else 4 if len(places) == 4 else 8
-    kwargs = {**MODELS[model], "optimizer": optimizer}
+    kwargs = {**(MODELS | EXTRA)[model], "optimizer": optimizer}
     scope = "rank" if num_microbatches == 2 else "global"  # 8 rows on 4 ranks
-    plan = staged_plan(model, kwargs, places, schedule, num_microbatches, inside, remat, scope)
+    plan = staged_plan(model, kwargs, places, schedule, num_microbatches, inside, remat is True, scope)
+    if remat == "first":
+        plan = replace(plan, stages=(replace(plan.stages[0], remat=True), *plan.stages[1:]))
     plan.save(tmp_path / "plan.json")
     options = {
         "cluster": "pcie_8gpu",
@@ -73,12 +78,18 @@ def check(
         "batch_scope": scope,
     }
     runs = pool.run(world, run, model, kwargs, options, STEPS, world, clip, accumulate)
-    parts = num_microbatches if model in BATCH_NORM else 1
-    reference = plain(model, kwargs, world if scope == "rank" else 1, clip, accumulate, parts)
+    for one in runs:
+        assert one["pipeline"] == (len(places), num_microbatches, schedule)
+    compare(plain, runs, model, kwargs, world if scope == "rank" else 1, clip, accumulate)
+
+
+def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
+    """With one device; where BatchNorm is, with its accumulation over the same micro-batches."""
+    parts = runs[0]["pipeline"][1] if model in BATCH_NORM else 1
+    reference = plain(model, kwargs, num_ranks, clip, accumulate, parts)
     if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
         reference = {**reference, "metrics": runs[0]["metrics"]}
     for one in runs:
-        assert one["pipeline"] == (len(places), num_microbatches, schedule)
         assert_same(one, reference)
 
 
@@ -92,12 +103,33 @@ def check(
         ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
         ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
         ("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False),
+        ("gpt", "1F1B", "2+1+1", "tensor", "adamw", 1, "first"),
+        ("frozen", "1F1B", "2+2", "data", "adamw", 1, False),
     ],
 )
 def test_pipelines_train_as_one_device(
     pool, plain, tmp_path, model, schedule, split, inside, optimizer, accumulate, remat
 ):
     check(pool, plain, tmp_path, model, schedule, split, inside, optimizer, 0.1, accumulate, remat)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "options"),
+    [
+        ("unet", 3, {"num_stages": 3, "num_microbatches": 4, "batch_scope": "global"}),
+        ("translator", 2, {"num_stages": 2, "schedule": "GPipe"}),
+        ("resnet", 2, {"num_stages": 2, "num_microbatches": 2, "remat": True}),
+        ("twice", 4, {"num_stages": 2}),
+        ("gpt", 2, {"num_stages": 1, "num_microbatches": 4, "remat": True}),
+    ],
+    ids=str,
+)
+def test_the_solvers_plans_train_as_one_device(pool, plain, tmp_path, model, world, options):
+    kwargs = {**MODELS[model], "optimizer": "sgd"}
+    settings = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False, **options}
+    runs = pool.run(world, run, model, kwargs, settings, STEPS, world, 0.1, 1)
+    assert runs[0]["pipeline"][0] == options["num_stages"]
+    compare(plain, runs, model, kwargs, 1 if "batch_scope" in options else world, 0.1, 1)
 
 
 def cases():
