@@ -196,12 +196,11 @@ class AlpaStrategy(ParallelStrategy):
             timeout=timedelta(seconds=self.limits.collective_timeout_seconds),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
-        launched_here = isinstance(self._launcher, Launcher)
         self._watch = FailureWatch(
             job_store(),
             self.global_rank,
             self.world_size,
-            children=lambda: self._launcher.procs if launched_here else (),
+            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
         )
         self._watch.start()
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,10 @@ REPORT_SECONDS = 15.0  # that the other ranks have to say what they know and to 
 class Launcher(_SubprocessScriptLauncher):
     """Starts the script again for every other rank of this node, and ends them all when one is lost."""
 
+    def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._ending = threading.Event()
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -32,30 +35,41 @@ class Launcher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
             watch = threading.Thread(
-                target=watch_children, args=(self.procs, first_rank), daemon=True, name="alpa-child-watch"
+                target=watch_children,
+                args=(self.procs, first_rank, self._ending),
+                daemon=True,
+                name="alpa-child-watch",
             )
             watch.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
+    @override
+    def kill(self, signum: Any) -> None:
+        self._ending.set()
+        super().kill(signum)
 
-def watch_children(children: Sequence[subprocess.Popen], first_rank: int) -> None:
+    def children_to_end(self) -> Sequence[subprocess.Popen]:
+        """The children, for a caller that ends them: what becomes of them from here on is no news."""
+        self._ending.set()
+        return self.procs
+
+
+def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending: threading.Event) -> None:
     """Until all have ended well, or one has not: name it, and after `REPORT_SECONDS` kill the rest and this process.
 
     Args:
         first_rank: global rank of the first child.
+        ending: set by who ends the children: nothing is left to watch.
     """
-    while True:
-        codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes):
+    while not any(codes := [child.poll() for child in children]):
+        if all(code == 0 for code in codes) or ending.wait(CHILD_POLL_SECONDS):
             return
-        if any(codes):
-            break
-        time.sleep(CHILD_POLL_SECONDS)
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code < 0:
             print(f"\nalpa: rank {rank} (process {child.pid}) {_how(-code)}", file=sys.stderr, flush=True)
-    time.sleep(REPORT_SECONDS)
+    if ending.wait(REPORT_SECONDS):
+        return
     for child in children:
         if child.poll() is None:
             child.kill()
