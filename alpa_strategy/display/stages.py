@@ -20,11 +20,11 @@ def stage_overview(plan: Plan) -> Table:
     table.add_column("layers", overflow="fold")
     for name in ("devices", "mesh"):
         table.add_column(name, no_wrap=True)
-    names = ("forward", "backward", "boundary", "memory", *(("idle",) if clock else ()))
+    names = ("forward", "backward", "memory", *(("idle",) if clock else ()))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for index, stage in enumerate(plan.stages):
-        seconds = (stage.forward_seconds, stage.backward_seconds, stage.boundary_seconds)
+        seconds = (stage.forward_seconds, stage.backward_seconds)
         row = [str(index), stage.layers, device_range(stage), " x ".join(map(str, stage.logical_mesh))]
         row += [format_seconds(each) if each else "" for each in seconds]
         row[5] += " (recomputes)" if stage.remat else ""
