@@ -279,7 +279,7 @@ class StageWorker:
         flight = self._in_flight[microbatch]
         if self._bookmark is not None:  # what is recomputed is not kept for a later half
             self._whole_backward(microbatch, flight)
-            flight.roots_used = [], []
+            self._in_flight[microbatch] = _InFlight({}, roots_used=([], []))
             return
         if not flight.inputs:
             return

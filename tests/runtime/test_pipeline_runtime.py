@@ -6,6 +6,7 @@ import gc
 import os
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -66,7 +67,7 @@ def test_torch_runs_the_actions_that_were_planned(pool, schedule):
     assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
 
 
-def run_watched(schedule):
+def run_watched(schedule, recomputes=False):
     """Most activations alive at once, and how many are left after three steps without the garbage collector."""
     stages = STAGES[schedule]
     _, pipeline, own = build(stages, schedule, 6, len(stages))
@@ -91,7 +92,10 @@ def run_watched(schedule):
             sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
             return escaping, sent
 
-        pipeline._workers[next(i for i, o in own.items() if o is stage)]._program = program
+        worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
+        worker._program = program
+        if recomputes:
+            worker._bookmark = lambda: nullcontext  # nothing random to draw again
     gc.collect()
     gc.disable()
     try:
@@ -111,6 +115,14 @@ def test_nothing_is_left_after_a_step(pool, schedule):
     assert all(left == 0 for _, left in results)
     if schedule == "1F1B":  # stage 0 sends h1 and stage 1 h2, one Watched each
         assert [most for most, _ in results[:2]] == [3, 2]
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_recomputation_keeps_the_activations_of_one_micro_batch(pool, schedule):
+    num_ranks = len({stage.ranks for stage in STAGES[schedule]})
+    results = pool.run(num_ranks, run_watched, schedule, True)
+    assert [most for most, _ in results[:-1]] == [1] * (num_ranks - 1)  # the last stage sends nothing
+    assert all(left == 0 for _, left in results)
 
 
 def keep_grads_and_scale():

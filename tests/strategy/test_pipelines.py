@@ -256,11 +256,16 @@ print("FINISHED", flush=True)
 """
 
 
-def test_dropout_is_reproducible(pool, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, PIPELINE), (4, {**PIPELINE, "parallel": "tensor", "remat": True})],
+    ids=["", "recomputed"],
+)
+def test_dropout_is_reproducible(pool, tmp_path, world, options):
     """Same seed, same plan: the same losses, bit by bit, and the same on all ranks."""
     kwargs = {**CASES["gpt"], "dropout": 0.2}
-    options = {**PIPELINE, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
-    first, again = (pool.run(2, record, "gpt", kwargs, options, STEPS, 2) for _ in range(2))
+    options = {**options, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
+    first, again = (pool.run(world, record, "gpt", kwargs, options, STEPS, world) for _ in range(2))
     assert len(set(first[0]["losses"])) == STEPS
     assert [run["losses"] for run in first] == [run["losses"] for run in again]
-    assert first[0]["losses"] == first[1]["losses"]
+    assert len({tuple(run["losses"]) for run in first}) == 1
