@@ -121,11 +121,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     import torch
     from rich.console import Console
 
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
+    from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.plan.make import make_plan, memory_limit
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
@@ -138,7 +141,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
-    plan = make_plan(model, batch, cluster, options, progress=progress, context=context)
+    store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
+    plan = make_plan(model, batch, cluster, options, progress=progress, context=context, store=store)
+    store.done()
     console = Console()
     console.print(plan_table(plan, memory_limit=memory_limit(options, cluster)))
     console.print(plan_timing(plan, peak_rss_bytes()))

@@ -1,4 +1,4 @@
-"""Tokens per second on an emulated cluster of 2 nodes x 2 ranks, 200 Mbit/s between nodes: alpa against what else there is.
+"""Tokens per second on an emulated cluster, 2 nodes x 2 ranks and 200 Mbit/s between: alpa against what else there is.
 
     python scripts/bench_cluster.py                    # every case of cluster_cases.py; root and iproute2 needed
     python scripts/bench_cluster.py gpt mlp --rounds 3 --rate 200 --strategies ddp alpa
@@ -149,7 +149,9 @@ def main() -> int:
         found = run_case(args, name, strategies)
         seconds = {s: statistics.median(found[s]) for s in strategies}
         best = min((seconds[s] for s in strategies if not s.startswith("alpa")), default=None)
-        table = Table(title=f"{name}: {case.what}; {args.nodes} x {args.ranks} ranks, {args.rate} Mbit/s", title_justify="left")
+        table = Table(
+            title=f"{name}: {case.what}; {args.nodes} x {args.ranks} ranks, {args.rate} Mbit/s", title_justify="left"
+        )
         for column in ("strategy", "step", "tokens/s", "x best other", "predicted", "plan"):
             table.add_column(column, justify="left" if column in ("strategy", "plan") else "right")
         for s in strategies:

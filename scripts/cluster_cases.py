@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -79,11 +79,11 @@ class Block(nn.Module):
 class GPT(Net):
     """Tokens [B, T] to logits [B * T, V]."""
 
-    block_plan = {
+    block_plan: Mapping[str, Any] = {
         "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
         "up": ColwiseParallel(), "down": RowwiseParallel(),
     }  # fmt: skip
-    outer_plan = {
+    outer_plan: Mapping[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
@@ -115,7 +115,7 @@ class Pair(nn.Module):
 class Tower(Net):
     """An MLP tower, [B, D] to [B, D]."""
 
-    block_plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    block_plan: Mapping[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def __init__(self, pairs: int, width: int) -> None:
         super().__init__()
@@ -201,7 +201,9 @@ def tower(pairs: int, width: int, rows: int) -> Case:
     def row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(width, generator=generator), torch.randn(width, generator=generator)
 
-    return Case(lambda: Task(Tower(pairs, width), F.mse_loss), row, rows, 1, True, f"MLP tower {pairs} x {width}, {rows} rows")
+    return Case(
+        lambda: Task(Tower(pairs, width), F.mse_loss), row, rows, 1, True, f"MLP tower {pairs} x {width}, {rows} rows"
+    )
 
 
 def images(widths: tuple[int, ...], per_width: int, size: int, rows: int) -> Case:

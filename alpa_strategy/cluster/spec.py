@@ -37,6 +37,8 @@ class DeviceSpec:
     """One kind of device. peak_flops: dtype name (`float32`, `bfloat16`, ...) -> FLOP/s.
 
     efficiency is the share of peak that large matrix products reach (from measurement or experience, 0..1).
+    slowdown: how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that
+    share CPU cores). The other figures are those of one device alone.
     """
 
     name: str
@@ -45,6 +47,7 @@ class DeviceSpec:
     peak_flops: tuple[tuple[str, float], ...]
     launch_seconds: float
     efficiency: float = 1.0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ class ClusterSpec:
                 "peak_flops": dict(device.peak_flops),
                 "launch_seconds": device.launch_seconds,
                 "efficiency": device.efficiency,
+                **({"slowdown": device.slowdown} if device.slowdown != 1.0 else {}),
             },
             "intra_node": {"latency": self.intra_node.latency, "bandwidth": self.intra_node.bandwidth},
             "inter_node": {"latency": self.inter_node.latency, "bandwidth": self.inter_node.bandwidth},
@@ -261,7 +265,7 @@ CLUSTER_FIELDS = (
     "tables",
     "measured",
 )
-DEVICE_FIELDS = ("name", "memory_bytes", "memory_bandwidth", "peak_flops", "launch_seconds", "efficiency")
+DEVICE_FIELDS = ("name", "memory_bytes", "memory_bandwidth", "peak_flops", "launch_seconds", "efficiency", "slowdown")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 # One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before it is measured.
@@ -291,6 +295,9 @@ def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
         peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.names()),
         launch_seconds=device.number("launch_seconds", "seconds to start one op, for example 5e-6", zero=True),
         efficiency=device.number("efficiency", efficiency, maximum=1.0) if "efficiency" in device else 1.0,
+        slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5")
+        if "slowdown" in device
+        else 1.0,
     )
 
 

@@ -77,7 +77,9 @@ class RooflineCosts:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
         found = self._seconds.get(call)
         if found is None:
-            found = self._seconds[call] = self._op_seconds(call)
+            forward, backward = self._op_seconds(call)
+            slowdown = self.device.slowdown  # measured times and the device's rates are those of one device alone
+            found = self._seconds[call] = (slowdown * forward, slowdown * backward)
         return found
 
     def saved(self, call: OpCall) -> Saved:
@@ -95,7 +97,7 @@ class RooflineCosts:
 
         Fused and foreach optimizers start a few kernels for all parameters together.
         """
-        return optimizer_seconds(num_elements, itemsize, optimizer, self.device, num_kernels=0)
+        return self.device.slowdown * optimizer_seconds(num_elements, itemsize, optimizer, self.device, num_kernels=0)
 
     def roofline(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds without measurements."""

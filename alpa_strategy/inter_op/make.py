@@ -37,6 +37,7 @@ from alpa_strategy.inter_op.schedules import (
     rank_of,
     stages_per_rank,
     terms,
+    timeline,
     why_not,
 )
 from alpa_strategy.inter_op.slice import crossing_values
@@ -49,8 +50,9 @@ from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
+RUNTIME_LAUNCHES = 100  # of small ops, as long as the runtime takes for a micro-batch (0.3 to 0.8 ms on CPUs)
 PATIENCE = 2  # numbers of micro-batches tried without getting better
-SEARCH_SECONDS = 60.0  # no further number of micro-batches is begun that would likely end later than this
+SEARCH_SECONDS = 15.0  # no further number of micro-batches is begun that would likely end later than this
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
 SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 
@@ -85,6 +87,7 @@ def plan_pipeline(
     costs: OpCosts | None = None,
     progress: Progress | None = None,
     store: CostStore | None = None,
+    known: float = math.inf,
 ) -> Plan:
     """The best plan with micro-batches and stages (one stage included); op indices are those of the
     micro-batched graph.
@@ -92,6 +95,7 @@ def plan_pipeline(
     Args:
         costs: op costs; the roofline of `cluster.device` when None.
         store: where stage costs are kept as they come, so that interrupted planning resumes.
+        known: seconds of a step that is there already: only what the DP prices below it is looked at.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
@@ -132,10 +136,11 @@ def plan_pipeline(
             runs = stage_costs(job, meshes, store)
             spent["stage costs"] += time.perf_counter() - started
             started = time.perf_counter()
-            found = _solve_schedules(job, meshes, runs, min((c.seconds for c in best), default=math.inf))
+            found = _solve_schedules(job, meshes, runs, min((c.seconds for c in best), default=known))
             spent["stage DP"] += time.perf_counter() - started
         if not found:
-            failures.append(f"{count} micro-batches: no stages fit into {format_bytes(limit)} a device")
+            faster = "" if known == math.inf else f" in less than {known:.3g} s"
+            failures.append(f"{count} micro-batches: no stages fit into {format_bytes(limit)} a device{faster}")
             last_job = job
         gained = bool(found) and (not best or found[0].seconds < min(c.seconds for c in best))
         without_gain = 0 if gained or not best else without_gain + 1
@@ -278,13 +283,19 @@ def _tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunC
 
     return StageTables(
         np.array([math.prod(mesh) for mesh in meshes]),
-        stack("seconds", np.inf),
+        stack("seconds", np.inf) + _overhead(job),
         stack("once", 0.0),
         stack("always", 0.0),
         stack("in_flight", 0.0),
         _boundaries(job, meshes),
         stage_fits(job.cluster, tuple(meshes)),
     )
+
+
+def _overhead(job: CostJob) -> float:
+    """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages, bookkeeping."""
+    device = job.cluster.device
+    return RUNTIME_LAUNCHES * device.launch_seconds * device.slowdown
 
 
 def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -353,13 +364,10 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         replace(s.plan, first_device=first, layers=span, boundary_seconds=wire)
         for s, first, span, wire in zip(solved, first_devices, spans, candidate.wires, strict=True)
     )
-    seconds = [
-        s.cost.seconds(remat) + wire for s, remat, wire in zip(solved, candidate.remat, candidate.wires, strict=True)
-    ]
-    weights, B = candidate.terms, job.num_microbatches
-    busy = [weights.run * t + candidate.per_rank * s.cost.once for t, s in zip(seconds, solved, strict=True)]
+    B = job.num_microbatches
+    busy = [B * s.cost.seconds(remat) + s.cost.once for s, remat in zip(solved, candidate.remat, strict=True)]
     slowest = int(np.argmax(busy))
-    step_seconds = weights.fill * sum(seconds) + busy[slowest]
+    step_seconds = _step_seconds(candidate, solved)
     peaks: dict[int, int] = defaultdict(int)
     for s, f in zip(solved, first_devices, strict=True):
         peaks[f] += s.plan.predicted.peak_bytes
@@ -383,6 +391,24 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         gap=max(s.gap for s in solved),
         cluster_name=job.cluster.name,
     )
+
+
+def _step_seconds(candidate: _Candidate, solved: Sequence[SolvedStage]) -> float:
+    """A step on the clock: the schedule's actions in their order, messages one after the other on each boundary, then
+    what is once per step. The DP's closed form holds messages for work of the sender, and is exact for equal stages."""
+    job, overhead = candidate.job, _overhead(candidate.job)
+    once = max(candidate.per_rank * s.cost.once for s in solved)
+    if len(solved) == 1:
+        (stage,), (remat,) = solved, candidate.remat
+        return job.num_microbatches * (stage.cost.seconds(remat) + overhead) + once
+    forward = [s.cost.forward + overhead / 2 for s in solved]
+    backward = [
+        s.cost.backward + (s.cost.forward if remat else 0.0) + overhead / 2
+        for s, remat in zip(solved, candidate.remat, strict=True)
+    ]
+    wires = [wire / 2 for wire in candidate.wires]  # values one way, gradients the other
+    slots = timeline(candidate.schedule, forward, backward, job.num_microbatches, candidate.num_ranks, wires)
+    return max(slot.end for slot in slots) + once
 
 
 def _no_fingerprint():

@@ -147,7 +147,8 @@ def timeline(
     Args:
         forward, backward: seconds of one micro-batch per stage, in pipeline order.
         num_ranks: meshes (default: one per stage); stages are laid on them as the schedule does.
-        boundary: seconds between stage s and s + 1, each way.
+        boundary: seconds between stage s and s + 1, each way. One message after the other: a link that takes longer
+            than its stages holds them up.
     """
     num_stages = len(forward)
     ranks = num_ranks or num_stages
@@ -160,6 +161,8 @@ def timeline(
     }
     orders = actions(schedule, ranks, num_microbatches, num_stages // ranks)
     ended: dict[tuple[str, int, int], float] = {}  # (F | B | W, stage, micro-batch) -> time
+    arrived: dict[tuple[str, int, int], float] = {}  # at the stage after (F) or before (B) the sender
+    link_free: dict[tuple[str, int], float] = defaultdict(float)
     position, clock = [0] * ranks, [0.0] * ranks
     slots: list[Slot] = []
     waiting = sum(map(len, orders))
@@ -168,13 +171,18 @@ def timeline(
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 action = order[position[rank]]
-                ready = _ready(action, num_stages, ended, wire)
+                ready = _ready(action, num_stages, ended, arrived)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
                 end = start + seconds[action.kind][action.stage]
                 clock[rank] = end
-                ended["B" if action.kind == "I" else action.kind, action.stage, action.microbatch] = end
+                kind, stage = "B" if action.kind == "I" else action.kind, action.stage
+                ended[kind, stage, action.microbatch] = end
+                if kind != "W":
+                    link = stage if kind == "F" else stage - 1
+                    link_free[kind, link] = max(link_free[kind, link], end) + wire[link]
+                    arrived[kind, stage, action.microbatch] = link_free[kind, link]
                 slots.append(Slot(rank, start, end, action.kind, action.microbatch, action.stage))
                 position[rank] += 1
                 waiting -= 1
@@ -184,21 +192,20 @@ def timeline(
 
 
 def _ready(
-    action: Action, num_stages: int, ended: dict[tuple[str, int, int], float], wire: Sequence[float]
+    action: Action,
+    num_stages: int,
+    ended: dict[tuple[str, int, int], float],
+    arrived: dict[tuple[str, int, int], float],
 ) -> float | None:
     """When an action's inputs are there; None while they are not made."""
     s, m = action.stage, action.microbatch
     if action.kind == "F":
-        return 0.0 if s == 0 else _after(ended.get(("F", s - 1, m)), wire[s - 1])
+        return 0.0 if s == 0 else arrived.get(("F", s - 1, m))
     if action.kind == "W":
         return ended.get(("B", s, m))
     if s == num_stages - 1:
         return ended.get(("F", s, m))
-    return _after(ended.get(("B", s + 1, m)), wire[s])
-
-
-def _after(time: float | None, delay: float) -> float | None:
-    return None if time is None else time + delay
+    return arrived.get(("B", s + 1, m))
 
 
 def _alive(order: Sequence[Action]) -> int:

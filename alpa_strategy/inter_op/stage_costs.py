@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from alpa_strategy.intra_op.build import OptionTables, boundary_layouts, build
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.layout import REPLICATE
+
+logger = logging.getLogger(__name__)
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
@@ -96,10 +99,20 @@ class CostStore:
 
     def put(self, key: str, runs: RunCosts) -> None:
         self._known[key] = data = _runs_to_data(runs)
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "runs": data}) + "\n")
+        except OSError as error:  # costs the next planning its time, not this one
+            logger.warning("stage costs cannot be stored in %s: %s", self.path, error)
+            self.path = None
+
+    def done(self) -> None:
+        """The planning has come to its end: nothing is left to resume."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def stage_costs(

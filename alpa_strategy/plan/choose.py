@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -11,11 +13,15 @@ from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.make import microbatch_counts, plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.make import plan_step
 from alpa_strategy.plan.plan import ParameterPlan, Plan
 
 Progress = Callable[[str], AbstractContextManager]
+MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
+SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
+BACKWARD_SHARE = 2 / 3  # of compute
 
 
 def choose_plan(
@@ -26,12 +32,13 @@ def choose_plan(
     progress: Progress | None = None,
     pinned: Mapping[str, ParameterPlan] | None = None,
     costs: OpCosts | None = None,
+    store: CostStore | None = None,
 ) -> Plan:
-    """A plan of one stage, or a pipeline; arguments as for `plan_step`.
+    """A plan of one stage, or a pipeline; arguments as for `plan_step` and `plan_pipeline`.
 
-    A pipeline is made when the options ask for one, and where no single stage fits and micro-batches give exactly the
-    whole batch's result. It does not yet compete with a single stage that fits: that waits until predicted and measured
-    times of pipelines have been compared.
+    A pipeline is made when the options ask for one. Else it is where micro-batches give exactly the whole batch's
+    result, and no single stage fits or the pipeline is predicted to be faster by `MARGIN` than the best one, whose
+    reduction of gradients is taken to hide behind the backward as far as it can.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
@@ -42,17 +49,72 @@ def choose_plan(
                 "num_microbatches, num_stages, schedule and remat need at least 2 devices",
                 "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
             )
-        return plan_pipeline(step, cluster, options, optimizer, costs, progress)
+        return plan_pipeline(step, cluster, options, optimizer, costs, progress, store)
+    may_be_pipelined = pinned is None and _may_be_pipelined(step, cluster, options)
     try:
-        return plan_step(step, cluster, options, optimizer, progress, pinned, costs)
+        one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
-        if pinned is not None or not _may_be_pipelined(step, cluster, options):
-            raise
-        try:
-            return plan_pipeline(step, cluster, options, optimizer, costs, progress)
-        except PlanError:
-            pass
+        if may_be_pipelined:
+            try:
+                return plan_pipeline(step, cluster, options, optimizer, costs, progress, store)
+            except PlanError:
+                pass
         raise
+    return _faster(one, step, cluster, options, optimizer, progress, costs, store) if may_be_pipelined else one
+
+
+def _faster(
+    one: Plan,
+    step: StepGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    progress: Progress | None,
+    costs: OpCosts | None,
+    store: CostStore | None,
+) -> Plan:
+    """The single stage, or a pipeline that is clearly faster; a note says why."""
+    from alpa_strategy.cost.roofline import RooflineCosts
+
+    seconds = hidden_seconds(one)
+    waiting = max(0.0, 1 - divided_seconds(step, cluster, costs or RooflineCosts(cluster.device)) / seconds)
+    if waiting < SCREEN:
+        return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
+    started = time.perf_counter()
+    try:
+        limit = seconds * (1 - MARGIN)
+        many = plan_pipeline(step, cluster, options, optimizer, costs, progress, store, known=limit)
+    except PlanError:
+        many = None
+    spent = {"pipelines": time.perf_counter() - started}
+    if many is None or not many.is_pipelined or many.predicted.step_seconds > limit:
+        found = f"none is faster by {MARGIN:.0%}"
+        return _with_note(replace(one, solver_seconds={**one.solver_seconds, **spent}), f"no pipeline: {found}")
+    many = replace(
+        many,
+        baselines={"one stage": one.predicted.step_seconds, **one.baselines},
+        solver_seconds={**one.solver_seconds, **many.solver_seconds},
+    )
+    return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
+
+
+def hidden_seconds(one: Plan) -> float:
+    """Seconds of a single stage's step where its reduction of gradients runs beside the backward."""
+    reduction = sum(
+        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
+    )
+    return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
+
+
+def divided_seconds(step: StepGraph, cluster: ClusterSpec, costs: OpCosts) -> float:
+    """Seconds of the step's ops if the devices shared them and nothing else took time; an op starts on every device."""
+    launch = cluster.device.launch_seconds * cluster.device.slowdown
+    whole = [seconds for op in step.ops for seconds in costs.op_seconds(op.call)]
+    return sum(max(seconds / cluster.num_devices, min(seconds, launch)) for seconds in whole)
+
+
+def _with_note(plan: Plan, note: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -20,6 +20,9 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.sharding import rule_origin
+
+if TYPE_CHECKING:
+    from alpa_strategy.inter_op.stage_costs import CostStore
 
 Progress = Callable[[str], AbstractContextManager]
 BASELINES = ("data", "zero2", "zero3", "tensor")
@@ -46,6 +49,7 @@ def make_plan(
     optimizer: OptimizerInfo | None = None,
     progress: Progress | None = None,
     context: Callable[[], AbstractContextManager] | None = None,
+    store: CostStore | None = None,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
@@ -53,6 +57,7 @@ def make_plan(
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None.
         context: what surrounds the step, such as autocast (see `capture_step`).
+        store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -69,7 +74,8 @@ def make_plan(
             module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope, context=context
         )
     capture_seconds = time.perf_counter() - started
-    plan = choose_plan(step, cluster, options, optimizer or optimizer_info_of(module), progress)
+    optimizer = optimizer or optimizer_info_of(module)
+    plan = choose_plan(step, cluster, options, optimizer, progress, store=store)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 

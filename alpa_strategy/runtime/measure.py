@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
+NO_SLOWDOWN = 1.1  # up to here it is noise
 
 
 def measure_collectives(
@@ -94,6 +96,7 @@ def measure_cluster(
         assert found is not None
         return found
     spec = _agreed_device(whole, measure_device(device, devices_per_node), device)
+    spec = replace(spec, slowdown=measure_slowdown(whole, device))
     tables: list[CommTable] = []
     done: set[tuple[int, int]] = set()
     for shape in shapes:
@@ -206,6 +209,33 @@ def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> li
     for axis in mesh.axes:
         tensor = axis.all_reduce(tensor, "max")
     return tensor.tolist()
+
+
+def measure_slowdown(mesh: MeshComm, device: torch.device | str = "cpu", seconds: float = 0.2) -> float:
+    """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or one machine.
+
+    Rates over a whole window each, not best times: ranks that take turns on a core are fast for moments. 1 on GPUs.
+    """
+    device = torch.device(device)
+    if device.type != "cpu" or math.prod(mesh.shape) == 1:
+        return 1.0
+    matrix = torch.rand(256, 256)
+
+    def rate() -> float:
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            matrix @ matrix
+            count += 1
+        return count / (time.perf_counter() - started)
+
+    first = not any(mesh.coordinate)
+    alone, together = 0.0, 0.0
+    for _ in range(2):  # the better of two: a burst of other load passes
+        alone = max(alone, _agreed_max(mesh, [rate() if first else 0.0], device)[0])
+        _agreed_max(mesh, [0.0], device)
+        together = max(together, -_agreed_max(mesh, [-rate()], device)[0])
+    found = max(1.0, alone / together)
+    return found if found > NO_SLOWDOWN else 1.0
 
 
 def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:

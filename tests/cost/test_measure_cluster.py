@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.runtime.measure import ClusterStore, measure_cluster, measure_collectives
+from alpa_strategy.runtime.measure import ClusterStore, measure_cluster, measure_collectives, measure_slowdown
 from alpa_strategy.sharding.thread_mesh import run_on_threads
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
@@ -35,6 +35,15 @@ def test_every_rank_finds_the_same_times_for_every_axis(shape: tuple[int, ...]):
 
 def test_an_axis_of_one_device_is_not_measured():
     assert run_on_threads((1,), lambda mesh: measure_collectives(mesh, **QUICK)) == [[]]
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+def test_every_rank_finds_the_same_slowdown(shape: tuple[int, ...]):
+    """On threads that share this machine's cores: nothing is ever faster together."""
+    found = run_on_threads(shape, lambda mesh: measure_slowdown(mesh, seconds=0.02))
+    assert all(slowdown == found[0] for slowdown in found)
+    assert found[0] >= 1
+    assert shape != (1,) or found[0] == 1
 
 
 def test_the_budget_leaves_out_large_sizes():

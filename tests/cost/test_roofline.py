@@ -210,3 +210,10 @@ def test_costs_are_cheap_to_ask():
         costs.op_seconds(made)
     first = time.process_time() - started
     assert first / len(calls) < 300e-6  # about 30 us on an idle core
+
+
+def test_devices_that_share_cores_are_slower_together():
+    call = linear(64, 64, 64)
+    alone = RooflineCosts(DEVICE).op_seconds(call)
+    together = RooflineCosts(replace(DEVICE, slowdown=2.0)).op_seconds(call)
+    assert together == pytest.approx((2 * alone[0], 2 * alone[1]))

@@ -1,0 +1,71 @@
+"""One stage or several: what is predicted to be faster, unless the options say; interrupted planning goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import MODELS
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.inter_op.stage_costs import CostStore
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.plan.choose import MARGIN, hidden_seconds
+from alpa_strategy.plan.make import make_plan
+
+
+def cluster(bandwidth: float) -> ClusterSpec:
+    """2 nodes of 1 device with `bandwidth` bytes/s between them."""
+    spec = ClusterSpec.load("pcie_8gpu").with_nodes(2, 1)
+    return replace(spec, inter_node=replace(spec.inter_node, bandwidth=bandwidth))
+
+
+def plan(rows: int, bandwidth: float, store: CostStore | None = None, **options):
+    """A tower of wide linears; `rows` of the global batch."""
+    with torch.device("meta"):
+        module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
+        batch = (torch.empty(rows, 2048), torch.empty(rows, 2048))
+    return make_plan(module, batch, cluster(bandwidth), PlanOptions(batch_scope="global", **options), store=store)
+
+
+def test_a_pipeline_wins_where_the_network_binds():
+    one, best = plan(512, 1e10, num_stages=1), plan(512, 1e10)
+    assert (len(one.stages), one.num_microbatches) == (1, 1)
+    assert len(best.stages) == 2
+    assert best.predicted.step_seconds <= (1 - MARGIN) * hidden_seconds(one)
+    assert best.baselines["one stage"] == pytest.approx(one.predicted.step_seconds)
+    assert any("a pipeline" in note for note in best.notes)
+
+
+def test_one_stage_stays_where_the_network_is_fast():
+    best = plan(16384, 1e12)
+    assert (len(best.stages), best.num_microbatches) == (1, 1)
+    assert any("no pipeline" in note for note in best.notes)
+    assert "pipelines" not in best.solver_seconds, "no time is spent on what cannot win"
+
+
+@pytest.mark.parametrize("options", [{"parallel": "data"}, {"logical_mesh": (2,)}, {"num_microbatches": 1}], ids=str)
+def test_options_that_speak_of_one_stage_keep_it(options):
+    best = plan(512, 1e10, **options)
+    assert (len(best.stages), best.num_microbatches) == (1, 1)
+
+
+@pytest.mark.parametrize("bandwidth", [1e11, 1.5e10])
+def test_reduction_hides_behind_the_backward_at_most(bandwidth):
+    data = plan(4096, bandwidth, parallel="data", logical_mesh=(2,))
+    reduction = sum(c.seconds for c in data.collectives() if c.phase == "step")
+    hidden = data.predicted.step_seconds - hidden_seconds(data)
+    assert reduction > 0
+    assert hidden == pytest.approx(min(reduction, 2 / 3 * data.predicted.compute_seconds))
+
+
+def test_planning_that_was_interrupted_resumes(tmp_path):
+    path = tmp_path / "stages.jsonl"
+    first = plan(512, 1e10, CostStore(path))
+    stored = path.read_text()
+    again = plan(512, 1e10, CostStore(path))
+    assert path.read_text() == stored, "nothing was worked out twice"
+    assert again.stages == first.stages
+    CostStore(path).done()
+    assert not path.exists()
