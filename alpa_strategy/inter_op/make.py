@@ -50,7 +50,8 @@ from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-RUNTIME_LAUNCHES = 100  # of small ops, as long as the runtime takes for a micro-batch (0.3 to 0.8 ms on CPUs)
+# Small ops that take as long as the runtime does for a micro-batch: 0.3 to 0.8 ms on CPUs; accelerators work meanwhile.
+RUNTIME_LAUNCHES, RUNTIME_LAUNCHES_BESIDE = 100, 10
 PATIENCE = 2  # numbers of micro-batches tried without getting better
 SEARCH_SECONDS = 15.0  # no further number of micro-batches is begun that would likely end later than this
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
@@ -295,7 +296,8 @@ def _tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunC
 def _overhead(job: CostJob) -> float:
     """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages, bookkeeping."""
     device = job.cluster.device
-    return RUNTIME_LAUNCHES * device.launch_seconds * device.slowdown
+    launches = RUNTIME_LAUNCHES if device.name.lower().startswith("cpu") else RUNTIME_LAUNCHES_BESIDE
+    return launches * device.launch_seconds * device.slowdown
 
 
 def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -30,7 +30,7 @@ def plan(rows: int, bandwidth: float, store: CostStore | None = None, **options)
 
 
 def test_a_pipeline_wins_where_the_network_binds():
-    one, best = plan(512, 1e10, num_stages=1), plan(512, 1e10)
+    one, best = plan(2048, 2e10, num_stages=1), plan(2048, 2e10)
     assert (len(one.stages), one.num_microbatches) == (1, 1)
     assert len(best.stages) == 2
     assert best.predicted.step_seconds <= (1 - MARGIN) * hidden_seconds(one)
@@ -47,7 +47,7 @@ def test_one_stage_stays_where_the_network_is_fast():
 
 @pytest.mark.parametrize("options", [{"parallel": "data"}, {"logical_mesh": (2,)}, {"num_microbatches": 1}], ids=str)
 def test_options_that_speak_of_one_stage_keep_it(options):
-    best = plan(512, 1e10, **options)
+    best = plan(2048, 2e10, **options)
     assert (len(best.stages), best.num_microbatches) == (1, 1)
 
 
@@ -62,9 +62,9 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
 
 def test_planning_that_was_interrupted_resumes(tmp_path):
     path = tmp_path / "stages.jsonl"
-    first = plan(512, 1e10, CostStore(path))
+    first = plan(2048, 2e10, CostStore(path))
     stored = path.read_text()
-    again = plan(512, 1e10, CostStore(path))
+    again = plan(2048, 2e10, CostStore(path))
     assert path.read_text() == stored, "nothing was worked out twice"
     assert again.stages == first.stages
     CostStore(path).done()
