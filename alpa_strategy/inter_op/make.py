@@ -22,6 +22,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
 from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
 from alpa_strategy.inter_op.explain import largest_need
@@ -37,7 +38,6 @@ from alpa_strategy.inter_op.schedules import (
     rank_of,
     stages_per_rank,
     terms,
-    timeline,
     why_not,
 )
 from alpa_strategy.inter_op.slice import crossing_values
@@ -50,8 +50,6 @@ from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-# Small ops that take as long as the runtime does for a micro-batch: 0.3 to 0.8 ms on CPUs; accelerators work meanwhile.
-RUNTIME_LAUNCHES, RUNTIME_LAUNCHES_BESIDE = 100, 10
 PATIENCE = 2  # numbers of micro-batches tried without getting better
 SEARCH_SECONDS = 15.0  # no further number of micro-batches is begun that would likely end later than this
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
@@ -142,7 +140,7 @@ def plan_pipeline(
         if not found:
             faster = "" if known == math.inf else f" in less than {known:.3g} s"
             failures.append(f"{count} micro-batches: no stages fit into {format_bytes(limit)} a device{faster}")
-            last_job = job
+            last_job = job if known == math.inf else None
         gained = bool(found) and (not best or found[0].seconds < min(c.seconds for c in best))
         without_gain = 0 if gained or not best else without_gain + 1
         best = sorted([*best, *found], key=lambda c: c.seconds)[:4]
@@ -284,20 +282,13 @@ def _tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunC
 
     return StageTables(
         np.array([math.prod(mesh) for mesh in meshes]),
-        stack("seconds", np.inf) + _overhead(job),
+        stack("seconds", np.inf) + runtime_seconds(job.cluster.device),
         stack("once", 0.0),
         stack("always", 0.0),
         stack("in_flight", 0.0),
         _boundaries(job, meshes),
         stage_fits(job.cluster, tuple(meshes)),
     )
-
-
-def _overhead(job: CostJob) -> float:
-    """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages, bookkeeping."""
-    device = job.cluster.device
-    launches = RUNTIME_LAUNCHES if device.name.lower().startswith("cpu") else RUNTIME_LAUNCHES_BESIDE
-    return launches * device.launch_seconds * device.slowdown
 
 
 def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -369,7 +360,10 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
     B = job.num_microbatches
     busy = [B * s.cost.seconds(remat) + s.cost.once for s, remat in zip(solved, candidate.remat, strict=True)]
     slowest = int(np.argmax(busy))
-    step_seconds = _step_seconds(candidate, solved)
+    step_seconds = seconds_on_the_clock(
+        candidate.schedule, candidate.num_ranks, B, [s.cost for s in solved], candidate.remat, candidate.wires,
+        runtime_seconds(job.cluster.device),
+    )  # fmt: skip
     peaks: dict[int, int] = defaultdict(int)
     for s, f in zip(solved, first_devices, strict=True):
         peaks[f] += s.plan.predicted.peak_bytes
@@ -393,24 +387,6 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
         gap=max(s.gap for s in solved),
         cluster_name=job.cluster.name,
     )
-
-
-def _step_seconds(candidate: _Candidate, solved: Sequence[SolvedStage]) -> float:
-    """A step on the clock: the schedule's actions in their order, messages one after the other on each boundary, then
-    what is once per step. The DP's closed form holds messages for work of the sender, and is exact for equal stages."""
-    job, overhead = candidate.job, _overhead(candidate.job)
-    once = max(candidate.per_rank * s.cost.once for s in solved)
-    if len(solved) == 1:
-        (stage,), (remat,) = solved, candidate.remat
-        return job.num_microbatches * (stage.cost.seconds(remat) + overhead) + once
-    forward = [s.cost.forward + overhead / 2 for s in solved]
-    backward = [
-        s.cost.backward + (s.cost.forward if remat else 0.0) + overhead / 2
-        for s, remat in zip(solved, candidate.remat, strict=True)
-    ]
-    wires = [wire / 2 for wire in candidate.wires]  # values one way, gradients the other
-    slots = timeline(candidate.schedule, forward, backward, job.num_microbatches, candidate.num_ranks, wires)
-    return max(slot.end for slot in slots) + once
 
 
 def _no_fingerprint():

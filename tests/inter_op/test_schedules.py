@@ -110,3 +110,9 @@ def test_a_schedule_that_cannot_run_says_why():
         actions("Interleaved1F1B", 4, 9, 2)
     with pytest.raises(PlanError, match="unknown"):
         terms("2F2B", 2, 4)
+
+
+def test_messages_on_one_boundary_follow_each_other():
+    """Links five times as slow as the stages: a step takes at least what its messages take one after the other."""
+    slots = timeline("GPipe", [1.0, 1.0], [2.0, 2.0], 8, boundary=[5.0])
+    assert max(slot.end for slot in slots) >= 1 + 8 * 5 + 1
