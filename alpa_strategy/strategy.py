@@ -38,12 +38,20 @@ from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_sta
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_module, check_optimizers
 from alpa_strategy.lightning.launcher import Launcher
+from alpa_strategy.lightning.meta import (
+    is_on_meta,
+    move_real_tensors,
+    raise_still_sharded,
+    skip_sanity_check,
+    stays_sharded,
+)
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 from alpa_strategy.runtime.failure import FailureWatch, job_store
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.lightning.evaluation import Evaluation
+    from alpa_strategy.lightning.large import LargeModel
     from alpa_strategy.lightning.run import TrainingRun
     from alpa_strategy.plan.plan import Plan
 
@@ -138,6 +146,8 @@ class AlpaStrategy(ParallelStrategy):
         self._watch: FailureWatch | None = None
         self._interrupted = False
         self._evaluation: Evaluation | None = None
+        self._large: LargeModel | None = None  # what was built without memory and is not made yet
+        self._was_large = False
 
     # Which devices, which ranks
 
@@ -204,7 +214,29 @@ class AlpaStrategy(ParallelStrategy):
         )
         self._watch.start()
 
-    # The module is set up, whole
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around `configure_model` and in `trainer.init_module()`: what is built here is made in shards, later."""
+        with super().tensor_init_context(empty_init), self._recording(start=True):
+            yield
+
+    @contextmanager
+    def _recording(self, start: bool = False) -> Generator[None, None, None]:
+        """What happens to deferred tensors is recorded; nothing special where there are none."""
+        if start and self.num_nodes * self.num_processes > 1:
+            self._large_model()
+        with nullcontext() if self._large is None else self._large.recording():
+            yield
+
+    def _large_model(self) -> LargeModel:
+        if self._large is None:
+            from alpa_strategy.lightning.large import LargeModel
+
+            self._large = LargeModel(self.root_device)
+        return self._large
+
+    # The module is set up, whole or not made yet
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -216,20 +248,42 @@ class AlpaStrategy(ParallelStrategy):
             check_module(trainer, self.lightning_module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if is_on_meta(self.lightning_module):
+            self._large_model()
+        with self._recording():
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self._settle_large(trainer)
         self.model_to_device()
-        broadcast_states(self.lightning_module)
-        if fitting:
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
-        self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+        if self._run is None:
+            broadcast_states(self.lightning_module)
+        elif fitting:
+            raise_still_sharded(self.lightning_module)
+        with self._recording():
+            if fitting:
+                self.setup_optimizers(trainer)
+                check_optimizers(self.optimizers)
+            self.setup_precision_plugin()
+            if fitting:
+                _optimizers_to_device(self.optimizers, self.root_device)
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        move_real_tensors(self.model, self.root_device)
+
+    def _settle_large(self, trainer: pl.Trainer) -> None:
+        """Values for what was built without memory; it is made now where no training will bring a plan. Collective."""
+        assert self.lightning_module is not None
+        if self._large is None:
+            return
+        self._large.settle(self.lightning_module, self._checkpoints.parameters_to_load)
+        if not is_on_meta(self.lightning_module):
+            self._large = None
+        elif trainer.state.fn != TrainerFn.FITTING or self.world_size == 1:
+            self._large.make_whole(self.lightning_module)
+            self._large = None
+        else:
+            skip_sanity_check(trainer)
 
     # Training
 
@@ -254,6 +308,8 @@ class AlpaStrategy(ParallelStrategy):
                 from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
             else:
                 from alpa_strategy.lightning.run import TrainingRun as Run
+            if self._large is not None:
+                self._large.put_placeholders(self.lightning_module)
             self._run = Run(
                 self.lightning_module,
                 self.optimizers[0],
@@ -265,7 +321,11 @@ class AlpaStrategy(ParallelStrategy):
                 seed,
                 self.limits.bucket_bytes,
                 self._backend,
+                Tensor.detach if self._large is None else self._large.whole,
             )
+        if self._large is not None:
+            self._large.finish()
+            self._large, self._was_large = None, True
         self._evaluation = Evaluation(self._run, job)
         self.plan = self._run.plan
         self._checkpoints.restore(self._run, self.optimizers[0])
@@ -364,7 +424,9 @@ class AlpaStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """The module leaves the training as it came, whole, and so does the optimizer."""
+        """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
+        if self._run is not None and self._was_large and stays_sharded(self._run):
+            return
         if self._run is not None:
             self._checkpoints.run_ends()
             self._run.release()
@@ -379,6 +441,8 @@ class AlpaStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._large is not None:
+            return self._large.whole_values(super().lightning_module_state_dict())
         return self._checkpoints.module_state(self)
 
     @override
@@ -400,6 +464,8 @@ class AlpaStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if is_on_meta(self.lightning_module):
+            self._large_model().before_loading(self.lightning_module, checkpoint["state_dict"])
         self._checkpoints.load_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     @override
@@ -459,13 +525,13 @@ class AlpaStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self._evaluation = None
-        if self._run is not None:
+        if self._run is not None and (self._interrupted or not self._was_large):
             self._run.close()
-            self._run = None
+            self._run = self._evaluation = None
         if not self._interrupted:
             self._checkpoints.close(interrupted=False)
-        super().teardown()
+        with self._recording():
+            super().teardown()
 
     # Details
 

@@ -123,10 +123,10 @@ def agree_on_seed() -> int:
 
 
 def broadcast_states(module: torch.nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP does. Collective."""
+    """Give every rank rank 0's parameters and buffers, as DDP does, except those without memory. Collective."""
     if world_size() == 1:
         return
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
     if tensors:
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, 0)
 

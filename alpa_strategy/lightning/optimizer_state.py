@@ -15,9 +15,15 @@ from torch.optim import Optimizer
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
-def shard_state(optimizer: Optimizer, store: ParameterStore) -> None:
-    """Keep this device's part of every state tensor (of a restored checkpoint)."""
-    _replace(optimizer, store, store.shard_like)
+def shard_state(
+    optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor] = Tensor.detach
+) -> None:
+    """Keep this device's part of every state tensor (of a restored checkpoint).
+
+    Args:
+        values: gives the whole of a state tensor.
+    """
+    _replace(optimizer, store, lambda name, tensor: store.shard_like(name, values(tensor)), dims=0)
 
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
@@ -38,15 +44,15 @@ def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, A
     return {**result, "state": state}
 
 
-def _replace(optimizer: Optimizer, store: ParameterStore, move: Callable[[str, Tensor], Tensor]) -> None:
+def _replace(optimizer: Optimizer, store: ParameterStore, move: Callable[[str, Tensor], Tensor], dims: int = 1) -> None:
     for group in optimizer.param_groups:  # in the groups' order: the same on every rank, as collectives need it
         for parameter in group["params"]:
             name = store.name_of(parameter)
             if name is not None and parameter in optimizer.state:
                 state = optimizer.state[parameter]
                 for key, value in list(state.items()):
-                    state[key] = _moved(move, name, value)
+                    state[key] = _moved(move, name, value, dims)
 
 
-def _moved(move: Callable[[str, Tensor], Tensor], name: str, value: Any) -> Any:
-    return move(name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
+def _moved(move: Callable[[str, Tensor], Tensor], name: str, value: Any, dims: int = 1) -> Any:
+    return move(name, value) if isinstance(value, Tensor) and value.dim() >= dims else value

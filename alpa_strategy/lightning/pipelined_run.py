@@ -74,8 +74,8 @@ class PipelinedRun(TrainingRun):
         self._stores = stage_stores(self.module, micro.graph, stages, self._meshes, bucket_bytes)
         world = build_mesh((world_size(),), backend=backend)
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
-        self.store.shard()
-        shard_staged_state(self._optimizer, self.store)
+        self.store.shard(self._whole)
+        shard_staged_state(self._optimizer, self.store, self._whole)
         return self._training_pipeline(micro, self.plan.stages)
 
     def _micro(self, step: StepGraph) -> MicroStep:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,6 +69,7 @@ class TrainingRun:
         prepared: the captured first step and its plan.
         batch: the first batch, on this rank's device.
         seed: the run's seed, the same on all ranks.
+        whole: gives all of a parameter, or of a tensor of the optimizer's state, that is to be sharded.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class TrainingRun:
         seed: int,
         bucket_bytes: int,
         backend: str,
+        whole: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self.module, self._job, self._rank_zero = module, job, rank_zero
+        self.module, self._whole, self._job, self._rank_zero = module, whole, job, rank_zero
         self._optimizer_info, self._seed, self.say = optimizer_info, seed, job.say
         self.step, self.plan, self._cluster = prepared.step, prepared.plan, prepared.cluster
         for stage in self.plan.stages:
@@ -107,8 +110,8 @@ class TrainingRun:
         lowered = lower(self.step, self.stage, self.mesh, self._job.device, self._random)
         plans = self.stage.parameter_plans
         self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes)
-        self.store.shard()
-        shard_state(self._optimizer, self.store)
+        self.store.shard(self._whole)
+        shard_state(self._optimizer, self.store, self._whole)
         return lowered
 
     def _lowered_again(self, step: StepGraph) -> Any:
@@ -156,6 +159,16 @@ class TrainingRun:
         if needed <= limit:
             return None
         return f"they and what training keeps need {needed:.3g} bytes of {limit:.3g}"
+
+    def release_fits(self) -> str | None:
+        """None where this device can hold the whole parameters and optimizer state; else why it cannot."""
+        limit, store = memory_limit(self._job.options, self._cluster), self.store
+        shapes = [(p, store.whole_shape(store.name_of(p)).numel()) for p in store.parameters]
+        needed = sum(n * p.element_size() for p, n in shapes)
+        needed += self._optimizer_info.state_bytes * sum(n for p, n in shapes if p.requires_grad)
+        if needed <= limit:
+            return None
+        return f"whole parameters and optimizer state need {needed:.3g} bytes per device of {limit:.3g}"
 
     # Evaluation steps on the training's parameters
 

@@ -5,7 +5,7 @@ As in `optimizer_state`, tensors of a parameter's shape are cut and gathered, ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 
 
-def shard_staged_state(optimizer: Optimizer, store: StagedParameters) -> None:
-    """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of other stages' parameters."""
+def shard_staged_state(
+    optimizer: Optimizer, store: StagedParameters, values: Callable[[Tensor], Tensor] = Tensor.detach
+) -> None:
+    """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of other stages' parameters.
+
+    Args:
+        values: gives the whole of a state tensor.
+    """
     for parameter in _parameters(optimizer):
         name = store.name_of(parameter)
         if name is None or parameter not in optimizer.state:
@@ -27,7 +33,9 @@ def shard_staged_state(optimizer: Optimizer, store: StagedParameters) -> None:
             continue
         state = optimizer.state[parameter]
         for key, value in list(state.items()):
-            state[key] = store.shard_like(name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
+            if isinstance(value, Tensor):
+                whole = values(value)
+                state[key] = store.shard_like(name, whole) if value.dim() > 0 else whole
 
 
 def gather_staged_state(optimizer: Optimizer, store: StagedParameters) -> None:

@@ -12,7 +12,7 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -125,12 +125,18 @@ class ParameterStore:
     def _trainable(self) -> list[_Stored]:
         return [stored for stored in self._stored.values() if stored.parameter.requires_grad]
 
-    def shard(self) -> None:
-        """Replace every parameter's data by this device's shard, and watch the backward. Once, before training."""
+    def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> None:
+        """Replace every parameter's data by this device's shard, and watch the backward. Once, before training.
+
+        Args:
+            values: gives the whole of a parameter (all of it is freed before the next is asked for).
+        """
         for stored in self._stored.values():
             if stored.to_whole.forward_steps:
-                stored.parameter.data = self.shard_like(stored.name, stored.parameter.detach())
+                stored.parameter.data = self.shard_like(stored.name, values(stored.parameter))
                 stored.parameter.grad = None
+            elif values is not Tensor.detach:
+                stored.parameter.data = values(stored.parameter)
         for stored in self._trainable():
             if stored.to_use.backward_steps and not stored.is_gathered_once:
                 self._watch(stored)

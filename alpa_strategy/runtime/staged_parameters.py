@@ -6,7 +6,7 @@ the stage that owns a parameter (the first that uses it) gathers it, and sends i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -103,10 +103,14 @@ class StagedParameters:
         owner = self._owner.get(parameter)
         return owner is not None and owner.counts_here(parameter)
 
-    def shard(self) -> None:
-        """Every rank keeps its parts of its stages' parameters; the others become empty. Once, before training."""
+    def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> None:
+        """Every rank keeps its parts of its stages' parameters; the others become empty. Once, before training.
+
+        Args:
+            values: see `ParameterStore.shard`.
+        """
         for store in self._stores:
-            store.shard()
+            store.shard(values)
         for parameter in self._name:
             if parameter not in self._held:
                 parameter.data = parameter.new_empty(0)

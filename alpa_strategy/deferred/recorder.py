@@ -1,0 +1,296 @@
+"""Recorder: a mode under which big tensors are made without memory, and what would be in them is written down.
+
+Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor; the ops on it are recorded, in place or not.
+Random ops draw their numbers into memory that is freed at once, so that generators go on as on a single device;
+`whole` makes a tensor later, from the states that they had. Small tensors are real: they may be read by Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alpa_strategy.deferred.script import (
+    DeviceArgument,
+    Given,
+    Line,
+    Script,
+    View,
+    current_states,
+    real_argument,
+)
+from alpa_strategy.errors import CaptureError
+
+MIN_BYTES = 64 * 2**10
+COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may change afterwards
+# In-place ops whose result does not depend on what was there.
+OVERWRITING = frozenset(
+    [
+        *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
+        *("zero_", "fill_", "copy_"),
+    ]
+)
+
+
+class Recorder:
+    """Makes and remembers deferred tensors.
+
+    Args:
+        device: where tensors really lie that are asked for without a device.
+        min_bytes: smaller tensors are made as they are.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
+        self.script = Script(device)
+        self.min_bytes = min_bytes
+        self._numbers: dict[int, int] = {}  # storage -> memory
+        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets the same key
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Tensors made in this context are deferred. May be entered several times, not within itself."""
+        with _Mode(self), _LooksReal(self):
+            yield
+
+    def is_deferred(self, tensor: Tensor) -> bool:
+        """Whether this recorder can say what is in a meta tensor."""
+        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
+        return number is not None and self.script.is_defined(number)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The real tensor that a deferred one stands for, made anew at every call; a real one as it is."""
+        return self.script.value(self._view(tensor)) if tensor.is_meta else tensor
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """False when a deferred tensor was changed in place while nothing was recorded (and that can be seen)."""
+        number = self._numbers.get(_key(tensor))
+        return number is None or tensor._version <= len(self.script.writers.get(number, ()))
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Where the real tensor will lie."""
+        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
+        return self.script.device if number is None else self.script.devices[number]
+
+    def _view(self, tensor: Tensor) -> View:
+        if not self.is_deferred(tensor):
+            raise CaptureError(
+                f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
+                "build the module in configure_model, or give its modules a reset_parameters method",
+            )
+        return self._describe(tensor)
+
+    def _describe(self, tensor: Tensor) -> View:
+        key = _key(tensor)
+        if key not in self._numbers:
+            self._adopt(tensor)
+        return View(
+            self._numbers[key], tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+        )
+
+    def _adopt(self, tensor: Tensor, device: torch.device | None = None) -> None:
+        """Give a meta tensor's storage a number."""
+        storage = tensor.untyped_storage()
+        number = self._numbers[_key(tensor)] = len(self._storages)
+        self._storages.append(storage)
+        self.script.num_bytes[number] = storage.nbytes()
+        self.script.devices[number] = device or self.script.device
+
+    # What the mode does with an op
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func` for real, or record it and return meta tensors."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in tensors):
+            if not self._makes_big_tensor(func, args, kwargs):
+                return func(*args, **_on_device(kwargs, self.script.device))
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            return func(self.whole(tensors[0]))
+        return self._record(func, args, kwargs)
+
+    def _makes_big_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an op on real tensors, or on none, makes a tensor that is to be deferred."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors:  # only what goes to the device of a deferred tensor
+            return _asks_for_meta(kwargs) and any(tensor.nbytes >= self.min_bytes for tensor in tensors)
+        if not any("Tensor" in str(result.type) for result in func._schema.returns):
+            return False
+        made = pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs)))
+        return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generator = kwargs.get("generator")
+        try:
+            result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
+        except (NotImplementedError, RuntimeError):  # its results cannot be known without data
+            return self._run_for_real(func, args, kwargs)
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta for tensor, _ in written):
+            return self._run_for_real(func, args, kwargs)
+        line = self._line(func, args, kwargs, result, written)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            line.random = current_states(generator, self.script.device)
+            self._draw(line)
+        if line.writes:  # a view is found again by its memory
+            self.script.add(line)
+        return result
+
+    def _line(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
+    ) -> Line:
+        described = pytree.tree_map(self._argument, (args, {**kwargs}))
+        described = described[0], {**described[1], **_device_arguments(kwargs)}
+        views = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, View)]
+        writes: dict[int, bool] = {}
+        unread: set[int] = set()
+        for tensor, whole in written:
+            view = self._describe(tensor)
+            only_target = whole and sum(other.memory == view.memory for other in views) == 1
+            writes[view.memory] = only_target and view.num_bytes == self.script.num_bytes[view.memory]
+            if only_target:
+                unread.add(view.memory)
+        device = self._result_device(kwargs, views)
+        results: list[View | None] = []
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                is_new = _key(leaf) not in self._numbers
+                if is_new:
+                    self._adopt(leaf, device)
+                view = self._describe(leaf)
+                results.append(view if is_new else None)
+                if is_new:
+                    writes[view.memory] = True
+        reads = tuple(dict.fromkeys(view.memory for view in views if view.memory not in unread))
+        return Line(func, *described, reads, writes, tuple(results), torch.get_default_dtype())
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_meta:
+            return self._describe(leaf)
+        is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
+        given = leaf.detach().clone() if is_copy else leaf
+        return Given(given, given._version, is_copy)
+
+    def _result_device(self, kwargs: dict[str, Any], views: list[View]) -> torch.device:
+        asked = _device_arguments(kwargs).get("device")
+        if asked is not None:
+            return real_argument(asked, self.script.device)
+        if views:
+            return self.script.devices[views[0].memory]
+        return torch.device("cpu")
+
+    def _draw(self, line: Line) -> None:
+        """Draw a random op's numbers as a single device would, into memory that is freed at once."""
+        reads = [v for v in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(v, View)]
+        contents = {v: self.script.value(v) for v in reads if v.memory in line.reads}
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return contents[leaf] if leaf in contents else self._scratch(leaf)
+            return real_argument(leaf, self.script.device)
+
+        args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
+        with torch.no_grad():
+            line.func(*args, **kwargs)
+
+    def _scratch(self, view: View) -> Tensor:
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.script.devices[view.memory])
+
+    def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on the tensors that deferred ones stand for. What it changes in place must be real itself."""
+        for tensor, _ in _written(func, args, kwargs):
+            if tensor.is_meta:
+                raise CaptureError(
+                    f"{func} changes a deferred tensor of shape {list(tensor.shape)} and cannot be deferred itself",
+                    "change the parameter after it was made, by an op that is known for the meta device",
+                )
+        args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
+        return func(*args, **_on_device(kwargs, self.script.device))
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._recorder.run(func, args, kwargs or {})
+
+
+class _LooksReal(TorchFunctionMode):
+    """Python sees deferred tensors on their real device: much code does nothing for meta tensors (`nn.init`, ...)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            with torch._C.DisableTorchFunction():
+                return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
+        return func(*args, **(kwargs or {}))
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for running `func` on meta tensors: no numbers are drawn there."""
+    result = {name: pytree.tree_map(_to_meta, value) for name, value in kwargs.items()}
+    if "generator" in result:
+        result["generator"] = None
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        result["device"] = torch.device("meta")
+    return result
+
+
+def _asks_for_meta(kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("device")
+    return asked is not None and torch.device(asked).type == "meta"
+
+
+def _on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments with `device` where they say meta."""
+    return {**kwargs, "device": device} if _asks_for_meta(kwargs) else kwargs
+
+
+def _device_arguments(kwargs: dict[str, Any]) -> dict[str, DeviceArgument]:
+    asked = kwargs.get("device")
+    return {} if asked is None else {"device": DeviceArgument(torch.device(asked))}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
+    """(tensor that the op changes in place, whether without reading it)."""
+    found = []
+    overwrites = func._schema.name.partition("::")[2] in OVERWRITING
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                found.append((tensor, overwrites or argument.is_out))
+    return found
+
+
+def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
+    """Names of parameters and buffers on the meta device whose values nothing says."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]

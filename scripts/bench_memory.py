@@ -1,0 +1,205 @@
+"""Peak memory of every rank against the plan's prediction; and a model of three times a device's memory, on four.
+
+    python scripts/bench_memory.py                          # the table: one stage and pipelines, 500 MB and more
+    python scripts/bench_memory.py --cases large            # parameters and Adam state are 3 x memory_limit, 4 ranks
+    python scripts/bench_memory.py --require 0.15           # exit 1 where they differ by more
+
+Measured is resident memory (RSS) beyond what the process held when its imports were done: the highest from process
+start on (`VmHWM`), and the highest during the training steps after the first (the kernel's mark is reset before them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: `gpt` are sizes of recipes/gpt.py, `strategy` options of AlpaStrategy."""
+
+    ranks: int
+    gpt: dict[str, int]
+    rows: int
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+WIDE = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
+LONG = {"num_layers": 6, "hidden": 512, "num_heads": 8, "vocab_size": 2048, "sequence_length": 512}
+DEEP = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
+CASES = {
+    "data": Case(2, WIDE, 2, {"parallel": "data"}),
+    "data, activations": Case(2, LONG, 4, {"parallel": "data"}),
+    "zero2": Case(2, WIDE, 2, {"parallel": "zero2"}),
+    "zero3": Case(2, DEEP, 2, {"parallel": "zero3"}),
+    "tensor": Case(2, DEEP, 2, {"parallel": "tensor"}),
+    "1F1B": Case(2, DEEP, 4, {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"}),
+    "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {"num_stages": 2, "num_microbatches": 4, "schedule": "GPipe"}),
+    "large": Case(4, {**DEEP, "num_layers": 8}, 1, {"memory_limit": 0.0}),  # set to a third of the state
+}
+
+
+def state_bytes(gpt: dict[str, int]) -> int:
+    """Parameters and Adam's two moments in float32, gradients apart."""
+    h, vocab, length = gpt["hidden"], gpt["vocab_size"], gpt["sequence_length"]
+    block = 12 * h * h + 13 * h
+    return 12 * (gpt["num_layers"] * block + (vocab + length) * h + 2 * h)
+
+
+def status_bytes(key: str) -> int:
+    """`VmRSS` or `VmHWM` of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def worker(case: Case, out: Path) -> None:
+    """One rank of one job; writes what it measured."""
+    import lightning.pytorch as pl
+    import torch
+    import torch._dynamo  # what torch.optim imports at the first optimizer
+    from torch.utils.data import DataLoader, Dataset
+
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from gpt import GPT
+
+    import alpa_strategy
+    import alpa_strategy.lightning.pipelined_run
+    import alpa_strategy.plan.choose
+
+    class Tokens(Dataset):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            generator = torch.Generator().manual_seed(index)
+            row = torch.randint(case.gpt["vocab_size"], (case.gpt["sequence_length"] + 1,), generator=generator)
+            return row[:-1], row[1:]
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt: GPT | None = None
+
+        def configure_model(self) -> None:
+            if self.gpt is None:
+                self.gpt = GPT(**case.gpt)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            tokens, targets = batch
+            return torch.nn.functional.cross_entropy(self.gpt(tokens).flatten(0, 1), targets.flatten())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    class Marks(pl.Callback):
+        def __init__(self) -> None:
+            self.marks: dict[str, int] = {}
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
+            if trainer.global_step == 1:
+                self.marks["until the first step"] = status_bytes("VmHWM")
+                Path("/proc/self/clear_refs").write_text("5")
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
+            self.marks[f"after step {trainer.global_step}"] = status_bytes("VmRSS")
+
+    torch.set_num_threads(1)
+    pl.seed_everything(0, verbose=False)
+    baseline = status_bytes("VmRSS")
+    marks = Marks()
+    strategy = alpa_strategy.AlpaStrategy(
+        cluster="pcie_8gpu", verbose=False, plan_dir=os.environ["ALPA_PLANS"], **case.strategy
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=case.ranks, strategy=strategy, max_steps=4, callbacks=[marks], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Model(), DataLoader(Tokens(), batch_size=case.rows))
+    steps = status_bytes("VmHWM")
+    found = {
+        "rank": trainer.global_rank,
+        "planned": own_peak(strategy.plan, trainer.global_rank),
+        "steps": steps - baseline,
+        "start": max(steps, marks.marks["until the first step"]) - baseline,
+        "baseline": baseline,
+        "marks": {name: value - baseline for name, value in marks.marks.items()},
+    }
+    out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(found))
+
+
+def own_peak(plan: Any, rank: int) -> int:
+    """The prediction for one rank: of its stages together."""
+    return sum(
+        stage.predicted.peak_bytes
+        for stage in plan.stages
+        if 0 <= rank - stage.first_device < stage.submesh[0] * stage.submesh[1]
+    )
+
+
+def run_case(name: str, plans: str) -> list[dict[str, Any]]:
+    """What every rank measured."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command += [__file__, "--worker", name, "--out", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ALPA_PLANS": plans}
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(case.ranks)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="all but `large` by default")
+    parser.add_argument("--require", type=float, help="exit 1 where a peak differs by more than this share")
+    parser.add_argument("--details", action="store_true", help="also print memory after every step")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    limit = state_bytes(CASES["large"].gpt) / 2.4
+    CASES["large"].strategy["memory_limit"] = limit
+    if args.worker:
+        worker(CASES[args.worker], args.out)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="peak memory per rank, MB of RSS beyond the imports'")
+    for column in ("plan", "rank", "planned", "steps", "ratio", "from start on", "ratio"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    wrong = False
+    console = Console()
+    with tempfile.TemporaryDirectory() as plans:
+        for name in args.cases or [name for name in CASES if name != "large"]:
+            for found in run_case(name, plans):
+                planned, steps, start = found["planned"], found["steps"], found["start"]
+                row = [name, str(found["rank"]), f"{planned / 1e6:.0f}", f"{steps / 1e6:.0f}"]
+                row += [f"{steps / planned:.2f}", f"{start / 1e6:.0f}", f"{start / planned:.2f}"]
+                table.add_row(*row)
+                if args.require is not None:
+                    wrong |= abs(steps / planned - 1) > args.require
+                    wrong |= name == "large" and start > 1.1 * planned
+                if args.details:
+                    console.print(name, found["rank"], {k: f"{v / 1e6:.0f}" for k, v in found["marks"].items()})
+    console.print(table)
+    if args.cases and "large" in args.cases:
+        whole = state_bytes(CASES["large"].gpt)
+        console.print(f"large: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit {limit / 1e6:.0f} MB")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
