@@ -13,7 +13,7 @@ from rich.text import Text
 from alpa_strategy.display.groups import Shape, parameter_groups
 from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds
 from alpa_strategy.display.stages import device_range, stage_overview
-from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_text
+from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.plan.plan import Collective, Plan, StagePlan
 
 BAR_WIDTH = 40
@@ -35,7 +35,7 @@ def plan_table(
     if len(plan.stages) > 1:
         parts += [Text(), stage_overview(plan)]
     if (clock := plan_timeline(plan, MAX_DRAWN["text"])) is not None:
-        parts += [Text(), timeline_text(clock)]
+        parts += [Text(), TimelineLines(clock)]
     for index, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
             parts += [Text(), _stage_line(index, stage)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from alpa_strategy.display.numbers import format_seconds
@@ -19,6 +20,7 @@ COLOURS = {"F": "#7fa8d1", "B": "#8fc7a4", "I": "#8fc7a4", "W": "#e3c878"}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
 SHADES = (1.0, 0.72, 0.5, 0.35)  # of the first, second, ... stage of a mesh
 ROW, GAP, LABEL = 22, 4, 92
+MAX_WIDTH = 120  # of the lines in a terminal
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,24 @@ def _num_drawn(schedule: str, num_ranks: int, count: int, most: int | None) -> i
     return next((n for n in tried if n < count and why_not(schedule, num_ranks, n) is None), count)
 
 
+@dataclass(frozen=True)
+class TimelineLines:
+    """`timeline_text` as wide as the terminal."""
+
+    drawn: ScheduleTimeline
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield timeline_text(self.drawn, options.max_width)
+
+
 def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
     """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it; `·` is waiting.
 
     With several stages on a mesh, later ones are printed in reverse.
     """
     label = max(len(mesh) for mesh in drawn.meshes) + len("devices ")
-    room = max(20, width - label - 8)
-    text = Text(f"schedule  {drawn.title()}\n", style="dim", no_wrap=True)
+    room = max(20, min(width, MAX_WIDTH) - label - len("  100% idle"))
+    text = Text(f"schedule  {drawn.title()}\n", style="dim")
     for mesh, name in enumerate(drawn.meshes):
         text.append(f"devices {name}".ljust(label + 1), style="default")
         for slot in _cells(drawn, mesh, room):

@@ -80,7 +80,9 @@ def test_table_and_pictures_show_stages_and_schedule():
     text = as_text(plan_table(plan), 120)
     for expected in ("blocks.3", "8-15", "2 x 4", "1.00 ms", "idle", "schedule  8 micro-batches"):
         assert expected in text
-    assert max(map(len, as_text(plan_table(plan), 80).splitlines())) <= 80
+    narrow = as_text(plan_table(plan), 80).splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert sum(line.startswith("devices ") and line.endswith(" idle") for line in narrow) == 2
     picture = plan_svg(plan)
     assert "16 devices" in picture
     titles = [node.text for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
