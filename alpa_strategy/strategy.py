@@ -148,6 +148,7 @@ class AlpaStrategy(ParallelStrategy):
         self._evaluation: Evaluation | None = None
         self._large: LargeModel | None = None  # what was built without memory and is not made yet
         self._was_large = False
+        self._shards_for_evaluation = False
 
     # Which devices, which ranks
 
@@ -411,16 +412,45 @@ class AlpaStrategy(ParallelStrategy):
         self._end_evaluation()
 
     def _start_evaluation(self, kind: str) -> None:
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self._evaluation is None and self.world_size > 1 and not fitting:
+            from alpa_strategy.lightning.standalone import fits_one_device
+
+            self._shards_for_evaluation = not fits_one_device(self.lightning_module, self._job())
         if self._evaluation is not None:
             self._evaluation.start(kind)
 
     def _evaluate(self, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step before the training's first batch, or after it, runs as it is written: the module is whole then."""
+        """Before a training's first batch, or after it, steps run as they are written: the module is whole then, if it
+        fits."""
+        if self._evaluation is None and self._shards_for_evaluation:
+            self._shard_for_evaluation(name, args)
         return eager(*args, **kwargs) if self._evaluation is None else self._evaluation.step(name, args, eager)
+
+    def _shard_for_evaluation(self, name: str, args: tuple[Any, ...]) -> None:
+        from alpa_strategy.lightning.evaluation import Evaluation
+        from alpa_strategy.lightning.standalone import evaluation_run
+
+        seed, job, rank_zero = agree_on_seed(), self._job(), RankZero(self.limits.plan_timeout_seconds)
+        with torch.inference_mode(False), isolate_rng(include_cuda=self.root_device.type == "cuda"):
+            self._run = evaluation_run(
+                self.lightning_module, name, args, job, rank_zero, seed, self.limits.bucket_bytes, self._backend
+            )
+        self._evaluation = Evaluation(self._run, job)
+        self.plan = self._run.plan
+        self._show_plan()
+        self._evaluation.start(name.removesuffix("_step"))
 
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.end()
+        if self._shards_for_evaluation and self._run is not None:
+            self._shards_for_evaluation = False
+            with torch.inference_mode(False):
+                self._run.release()
+            self._run.close()
+            self._run = self._evaluation = None
 
     @override
     def on_train_end(self) -> None:

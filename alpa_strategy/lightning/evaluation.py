@@ -89,7 +89,8 @@ class Evaluation:
         self._failed_at: dict[Which, set[int]] = {}
         self._warned: set[str] = set()
         self._whole: WholeParameters | None = None
-        self._runs_eagerly = False
+        self._runs_eagerly = self._is_capturing = False
+        self._refusals: list[Any] = []
         self._global_metrics: list[Metric] = []  # those that the steps of this loop made so
 
     def start(self, kind: str) -> None:
@@ -101,15 +102,37 @@ class Evaluation:
             self._warn(str(uneven), f"{kind}_step")
         elif uneven is not None:
             rank_zero_warn(f"alpa: {uneven}: without whole parameters ({against}) the others would wait for it forever")
-        if against is None and (self._runs_eagerly or hooks_look(trainer, kind)):
+        looked_at = hooks_look(trainer, kind)
+        if against is None and (self._runs_eagerly or looked_at):
             self.make_whole()
+        elif looked_at:
+            self._refuse_calls(against)
 
     def end(self) -> None:
         """The loop has ended."""
+        for handle in self._refusals:
+            handle.remove()
+        self._refusals.clear()
         self._make_metrics_local()
         if self._whole is not None:
             self._whole.__exit__(None, None, None)
             self._whole = None
+
+    def _refuse_calls(self, against: str | None) -> None:
+        """Let modules whose parameters are shards raise an error when hooks call them; they would compute nonsense."""
+
+        def refuse(module: torch.nn.Module, args: Any) -> None:
+            if not self._is_capturing:
+                raise AlpaError(
+                    f"a hook calls {type(module).__name__}, whose parameters lie in shards: its whole parameters do "
+                    f"not fit into one device ({against})",
+                    "use what the evaluation step returns",
+                )
+
+        sharded = set(self._home.store.parameters)
+        for module in self._home.module.modules():
+            if not sharded.isdisjoint(module.parameters(recurse=False)):
+                self._refusals.append(module.register_forward_pre_hook(refuse))
 
     @property
     def is_whole(self) -> bool:
@@ -187,6 +210,7 @@ class Evaluation:
         """Make a program for this batch; its index, or EAGER."""
         name, dataloader_idx = which
         home, module = self._home, self._home.module
+        self._is_capturing = True
         try:
             with torch.inference_mode(False), self._paused(), shapes_only(home.store):
                 step = capture(module, args[0], batch_idx, self._job, name, dataloader_idx)
@@ -197,6 +221,8 @@ class Evaluation:
             self._failed_at.setdefault(which, set()).add(batch_idx)
             self._warn(error.problem, name)
             return EAGER
+        finally:
+            self._is_capturing = False
         program = EvaluationProgram(
             step, lowered, AttributeCheck(module, step.attributes), row_cuts(step, world_size())
         )

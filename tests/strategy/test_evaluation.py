@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.errors import AlpaError
 
 TOLERANCE = 1e-9
 ROWS = 8  # of the global batch
+NUM_ELEMENTS = 46_020  # of the model that is evaluated without a training
 ONE_STAGE = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "zero2"}, {"parallel": "data"}]
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
@@ -275,3 +277,75 @@ def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
     found = pool.run(2, fit_on_a_stream, str(tmp_path), {"parallel": "zero3"})
     for run, other in zip(found, expected, strict=True):
         assert run["metrics"] == pytest.approx(other["metrics"], rel=TOLERANCE)
+
+
+class Predicting(Plain):
+    """Predicts nested outputs with what the batch says; tests as it validates."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", super().validation_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        x, _ = batch
+        prediction = self.net(x)
+        return {"row": prediction, "pair": (prediction.T, [x.sum(1), "text"]), "loader": dataloader_idx}
+
+
+def evaluate_without_fit(root: str, strategy: dict[str, Any] | str | None, sizes: list[int]) -> dict[str, Any]:
+    """validate, test and predict of one trainer, on a model that was never trained."""
+    world_size = 1 if strategy is None else torch.distributed.get_world_size()
+    rank = 0 if strategy is None else torch.distributed.get_rank()
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Predicting(d_in=64, d_hidden=64, num_layers=12)
+        data = loaders(model, sizes, world_size, rank)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    parallel: dict[str, Any] = {"devices": 1}
+    if strategy is not None:
+        options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
+    seen: list[int] = []
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "default_root_dir": root}
+    trainer = pl.Trainer(accelerator="cpu", precision="64-true", callbacks=[Sizes(seen)], **quiet, **parallel)
+    validated = trainer.validate(model, data, verbose=False)
+    tested = trainer.test(model, data, verbose=False)
+    return {"metrics": [validated, tested], "seen": seen, "predictions": trainer.predict(model, data)}
+
+
+class Sizes(pl.Callback):
+    """Notes how many elements the parameters have between the steps; when not all, calling the module is an error."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: Any, *unused: Any) -> None:
+        self.seen.append(sum(p.numel() for p in pl_module.parameters()))
+        if self.seen[-1] < NUM_ELEMENTS:
+            with pytest.raises(AlpaError, match="whole parameters"):
+                pl_module.net(torch.zeros(1, 64, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("memory_limit", [330_000, float("inf")], ids=["too_big", "fits"])
+def test_evaluation_of_a_model_that_was_never_trained(pool, tmp_path: Path, memory_limit: float) -> None:
+    """The weights are 368 kB: with a limit of 330 kB they must lie in shards."""
+    sizes = [ROWS, ROWS + 4]
+    reference = evaluate_without_fit(str(tmp_path), None, sizes)
+    runs = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": memory_limit}, sizes)
+    assert set(reference["seen"]) == {NUM_ELEMENTS}
+    for run in runs:
+        assert all((size == NUM_ELEMENTS) == (memory_limit > 330_000) for size in run["seen"])
+        assert [step["loader"] for loader in run["predictions"] for step in loader] == [0, 1, 1]
+    name = "test_loss/dataloader_idx_1"
+    assert runs[0]["metrics"][1][1][name] == pytest.approx(reference["metrics"][1][1][name], rel=TOLERANCE)
+    for number, loader in enumerate(reference["predictions"]):
+        for step, expected in enumerate(loader):
+            own = [run["predictions"][number][step] for run in runs]
+            same = {"rtol": TOLERANCE, "atol": TOLERANCE}
+            torch.testing.assert_close(torch.cat([o["row"] for o in own]), expected["row"], **same)
+            torch.testing.assert_close(torch.cat([o["pair"][0] for o in own], dim=1), expected["pair"][0], **same)
+            torch.testing.assert_close(torch.cat([o["pair"][1][0] for o in own]), expected["pair"][1][0], **same)

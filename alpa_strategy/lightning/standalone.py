@@ -1,0 +1,63 @@
+"""Evaluation without a training: a model that does not fit into one device is planned and sharded for its evaluation.
+
+A model that fits runs as it is written, as under DDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.lightning.agree import RankZero, on_all_ranks
+from alpa_strategy.lightning.planning import Job, Prepared, capture, find_or_make_plan, job_cluster
+from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun
+
+
+def fits_one_device(module: torch.nn.Module, job: Job) -> bool:
+    """Whether the whole parameters fit into what a plan may use of this job's devices. Collective."""
+    needed = sum(p.numel() * p.element_size() for p in module.parameters())
+    limits = on_all_ranks(lambda: _limit(job), lambda limit: limit)[1]
+    return needed <= min(limits)
+
+
+def _limit(job: Job) -> float:
+    """Bytes, without measuring anything: by option, by the declared cluster, by the GPU; else no limit."""
+    options = job.options
+    if options.memory_limit is not None:
+        return options.memory_limit
+    if job.cluster is not None:
+        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+        return spec.device.memory_bytes * options.memory_fraction
+    if job.device.type == "cuda":
+        return torch.cuda.get_device_properties(job.device).total_memory * options.memory_fraction
+    return float("inf")
+
+
+def evaluation_run(
+    module: Any,
+    name: str,
+    args: tuple[Any, ...],
+    job: Job,
+    rank_zero: RankZero,
+    seed: int,
+    bucket_bytes: int,
+    backend: str,
+) -> TrainingRun:
+    """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
+
+    Raises:
+        CaptureError, PlanError: the step cannot be captured, or nothing fits.
+    """
+    batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
+    step = capture(module, batch, batch_idx, job, name, dataloader_idx)
+    cluster = job_cluster(job)
+    plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero, None)
+    if plan.is_pipelined:
+        from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
+    else:
+        Run = TrainingRun
+    nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
+    prepared = Prepared(step, plan, cluster)
+    return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed, bucket_bytes, backend)
