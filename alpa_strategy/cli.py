@@ -83,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", metavar="CKPT", help="a directory that a Trainer with this strategy has written")
     export.add_argument("output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads")
     export.set_defaults(run=_export)
+
+    ops = commands.add_parser("ops", help="how ops may be sharded: their rules, where these come from, and the proofs")
+    ops.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="for example linear or 'aten.conv*'")
+    ops.set_defaults(run=_ops)
     return parser
 
 
@@ -169,6 +173,15 @@ def _show(arguments: argparse.Namespace) -> int:
                 Path(path).write_text(render(plan), encoding="utf-8")
             except OSError as error:
                 raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
+    return 0
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from alpa_strategy.coverage.report import op_table
+
+    Console().print(op_table(arguments.pattern))
     return 0
 
 

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -112,11 +113,21 @@ def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
+@dataclass(frozen=True)
+class SetAttribute:
+    """A number, text, flag or None that the step stored as `name` in the submodule at `path`."""
+
+    path: str
+    name: str
+    value: Any
+
+
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
+def attributes_kept(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
-    Containers and objects with fields that are attributes count too, one level deep.
+    Containers and objects with fields that are attributes count too, one level deep. Where the step stored nothing but
+    numbers, texts and flags, these go to `stored` instead: it may be what a first call does once (`initialized`).
     """
     skipped = framework_attributes()
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
@@ -128,6 +139,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
             before.append((path, child, plain, copies, fields))
     changed: list[str] = []
+    plain_changes: list[SetAttribute] = []
     completed = False
     try:
         yield
@@ -145,23 +157,52 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             for key in [k for k in now if k not in plain and k not in skipped]:
                 if not _is_cached(child, key):
                     changed.append(f"{path}.{key}".lstrip("."))
+                    if type(now[key]) in _PLAIN:
+                        plain_changes.append(SetAttribute(path, key, now[key]))
                 del now[key]
             for key, value in plain.items():
                 old = copies.get(key)
                 is_changed = now.get(key) is not value or (old is not None and not _same_items(old, value))
                 if is_changed and not type(child).__module__.startswith("torch.nn."):
                     changed.append(f"{path}.{key}".lstrip("."))
+                    if key in now and type(now[key]) in _PLAIN:
+                        plain_changes.append(SetAttribute(path, key, now[key]))
                 if old is not None:
                     value.clear()
                     value.extend(old) if isinstance(value, list) else value.update(old)
                 now[key] = value
-    if completed and changed:
-        raise CaptureError(
-            f"the step sets or changes attributes of the module ({', '.join(sorted(set(changed)))}): a captured step "
-            "repeats tensor work only, so this would happen once and never again",
-            "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
-            "a hook such as on_train_batch_end (the step's returned dict arrives there)",
-        )
+    if completed and len(plain_changes) == len(changed):
+        stored += plain_changes
+    elif completed:
+        raise changed_attributes(changed)
+
+
+def changed_attributes(names: Iterable[str]) -> CaptureError:
+    """The error for a step that changes attributes of the module."""
+    return CaptureError(
+        f"the step sets or changes attributes of the module ({', '.join(sorted(set(names)))}): a captured step "
+        "repeats tensor work only, so this would happen once and never again",
+        "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
+        "a hook such as on_train_batch_end (the step's returned dict arrives there)",
+    )
+
+
+@contextmanager
+def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
+    """Store what a first call of the step stores. Taken back when the block fails: it was no one-time initialization."""
+    owners = [vars(module.get_submodule(entry.path)) for entry in stored]
+    before = [owner.get(entry.name, _NOT_DATA) for owner, entry in zip(owners, stored, strict=True)]
+    for owner, entry in zip(owners, stored, strict=True):
+        owner[entry.name] = entry.value
+    try:
+        yield
+    except BaseException:
+        for owner, entry, value in zip(owners, stored, before, strict=True):
+            if value is _NOT_DATA:
+                del owner[entry.name]
+            else:
+                owner[entry.name] = value
+        raise
 
 
 def _is_cached(owner: Any, name: str) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from alpa_strategy.capture.attributes import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.segment import segment_fused_linears
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.capture.trace import TRAINING, trace_step
+from alpa_strategy.capture.trace import TRAINING, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 
 
@@ -54,7 +56,8 @@ def capture_step(
             "return the loss from training_step and let Lightning step one optimizer",
         )
     rows_factor = world_size if batch_scope == "rank" else 1
-    trace = trace_step(
+    trace_once = partial(
+        trace_step,
         module,
         batch,
         rows_factor=rows_factor,
@@ -63,4 +66,23 @@ def capture_step(
         dataloader_idx=dataloader_idx,
         context=context,
     )
-    return replace(segment_fused_linears(convert(trace, step)), batch_scope=batch_scope)
+    trace = trace_once()
+    graph = convert(trace, step)
+    if trace.recording.stored:
+        graph = _after_first_call(module, graph, trace.recording.stored, trace_once, step)
+    return replace(segment_fused_linears(graph), batch_scope=batch_scope)
+
+
+def _after_first_call(
+    module: LightningModule, graph: StepGraph, stored: list[SetAttribute], trace_again: Callable[[], Trace], step: str
+) -> StepGraph:
+    """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
+
+    It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
+    """
+    with initialized(module, stored):
+        trace = trace_again()
+        again = convert(trace, step)
+        if trace.recording.stored or again.graph_digest != graph.graph_digest:
+            raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
+    return again

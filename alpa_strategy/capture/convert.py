@@ -172,6 +172,7 @@ class _Converter:
             return
         args = fx.map_arg(tuple(node.args), read)
         kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
+        args = rewrite.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
             return

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.attributes import attributes_kept, outermost_metrics
+from alpa_strategy.capture.attributes import SetAttribute, attributes_kept, outermost_metrics
 from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.capture.functions import apply_as_op
 from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
 from alpa_strategy.capture.step_graph import MetricRef
 from alpa_strategy.errors import CaptureError
@@ -36,6 +37,7 @@ class Recording:
     attributes: tuple[AttributeGuard, ...] = ()
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
+    stored: list[SetAttribute] = field(default_factory=list)
 
     def guard(self, guard: Guard) -> None:
         if guard not in self.guards:
@@ -124,7 +126,7 @@ def recording(module: LightningModule, device: torch.device) -> Iterator[Recordi
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
-        stack.enter_context(attributes_kept(module))
+        stack.enter_context(attributes_kept(module, record.stored))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in outermost_metrics(module):
             stack.enter_context(_shadowed_metric(metric, name, record))
@@ -294,11 +296,10 @@ def _forbidden_calls(record: Recording) -> Iterator[None]:
 
         return refuse
 
-    def refuse_function(cls: type, *_: Any, **__: Any) -> NoReturn:
-        fix = "write it with ordinary torch functions and `.detach()` (straight-through: `y = x + (q - x).detach()`)"
+    def apply_function(cls: type, *args: Any, **_: Any) -> Any:
         if cls.__name__ == "CheckpointFunction":
-            fix = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-        refusal(f"the autograd.Function {cls.__name__}", fix)()
+            refusal("checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")()
+        return apply_as_op(cls, *args)
 
     def note_hooks(hooks: Any) -> None:
         name = type(hooks).__name__
@@ -317,7 +318,7 @@ def _forbidden_calls(record: Recording) -> Iterator[None]:
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),
-        (torch.autograd.Function, "apply", classmethod(refuse_function)),
+        (torch.autograd.Function, "apply", classmethod(apply_function)),
         (
             Tensor,
             "register_hook",

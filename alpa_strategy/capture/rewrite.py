@@ -65,6 +65,17 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
     return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
 
 
+def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a `cat` without tensors of no elements: caches start with those, and their shape fits no rule."""
+    if target not in (aten.cat.default, aten.concat.default):
+        return args
+    metas = [builder.meta(ref) for ref in args[0]]
+    kept = [ref for ref, meta in zip(args[0], metas, strict=True) if meta.num_elements]
+    if not kept or len({meta.dtype for meta in metas}) > 1:
+        return args
+    return (kept, *args[1:])
+
+
 def with_traced_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any) -> dict[str, Any]:
     """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default may be another."""
     position = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)

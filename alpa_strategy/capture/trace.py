@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import grouped_mm
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.blame import user_frame, user_line, user_position
 from alpa_strategy.capture.checks import passing_answer
@@ -416,7 +417,8 @@ class _Origins(TorchFunctionMode):
         answer = self.known.answer(func, args, kwargs or {})
         if answer is not UNKNOWN:
             return answer
-        result = func(*args, **(kwargs or {}))
+        experts = grouped_mm.replacement(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {})) if experts is None else grouped_mm.grouped_mm(*experts)
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:
             nodes = proxy_mode.tracer.graph._root

@@ -197,6 +197,12 @@ def _einsum(call: OpCall) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
+def _grouped(call: OpCall) -> float:
+    """Rows times matrices; a device that holds some of the groups is taken to hold as many of the rows."""
+    (rows, width), (groups, _, columns), (all_groups,) = (meta.shape for meta in call.operands[:3])
+    return 2.0 * rows * width * columns * groups / max(all_groups, 1)
+
+
 ATTENTION = _names(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
@@ -211,4 +217,5 @@ PRODUCTS: dict[str, Callable[[OpCall], float]] = {
     ),
     **dict.fromkeys(ATTENTION, _attention),
     "einsum": _einsum,
+    "grouped_mm": _grouped,
 }

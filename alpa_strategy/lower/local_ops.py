@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpa_strategy.capture.grouped_mm import groups_between
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.lower.local_batch_norm import batch_norm_sync
 from alpa_strategy.lower.local_vocabulary import vocab_cross_entropy, vocab_embedding
@@ -180,6 +181,18 @@ def _vocab_cross_entropy(
     return _with_target(local.call, run)
 
 
+def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """Some of the rows and some of the groups (experts): the offsets, which are whole, are moved and clamped to them."""
+    (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
+    (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
+
+    def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
+        return groups_between(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
+
+    return _with_target(local.call, run)
+
+
 def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     comms = tuple(mesh.axes[axis] for axis in local.axes)
     return _with_target(local.call, lambda *args, **kwargs: batch_norm_sync(comms, *args, **kwargs))
@@ -191,4 +204,5 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "batch_norm_sync": _batch_norm_sync,
+    "groups_of_rows": _groups_of_rows,
 }

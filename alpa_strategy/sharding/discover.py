@@ -254,7 +254,7 @@ class _Experiment:
             {
                 *map(shard, range(len(meta.shape))),
                 REPLICATE,
-                *([] if meta.dtype == torch.bool else [PARTIAL]),
+                *([PARTIAL] if _adds(meta.dtype) else []),
             }
             for meta in call.results
         ]
@@ -364,6 +364,11 @@ class _Experiment:
             else:
                 return None
         return AxisStrategy(tuple(inputs), tuple(next(iter(allowed)) for allowed in self.results))
+
+
+def _adds(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can be summed: booleans and the wide unsigned types have no addition."""
+    return dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _chunk(tensor: Tensor, dim: int, n: int, device: int) -> Tensor:

@@ -148,6 +148,18 @@ def _resized(call: OpCall, sizes: dict[int, int], arguments_too: bool) -> OpCall
     )
 
 
+@lru_cache(maxsize=4096)
+def draws_random_numbers(call: OpCall) -> bool:
+    """Whether an op that nobody described draws from PyTorch's generators: it is run once, at small shapes."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        for variant in variants(call):
+            state = torch.get_rng_state()
+            generator = torch.Generator().manual_seed(0)
+            if _run_trial(_in_dtype(variant, torch.float64), "normal", 0, generator) is not None:
+                return not torch.equal(torch.get_rng_state(), state)
+    return False
+
+
 # kind -> (generator, shape) -> float64 data
 _FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = {
     "normal": lambda g, s: _normal(g, s),

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from alpa_strategy.sharding.binding import bind, rebuild
+from alpa_strategy.sharding.discover_trials import draws_random_numbers
 from alpa_strategy.sharding.layout import DualLayout, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
 from alpa_strategy.sharding.views import RESHAPES
 
 aten = torch.ops.aten
+
+_DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
 
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
 _VIEWS = frozenset(RESHAPES)
@@ -57,9 +60,14 @@ def localize(
 
 @lru_cache(maxsize=16384)
 def is_random(call: OpCall) -> bool:
-    """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode."""
+    """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode.
+
+    Ops of other libraries are tried: few say of themselves that they are random.
+    """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
+    if call.target.namespace not in _DESCRIBED:
+        return draws_random_numbers(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
         return False
     arguments = bind(call)

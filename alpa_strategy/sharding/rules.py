@@ -51,6 +51,13 @@ def _rule(target: Any) -> Family | None:
     return None
 
 
+def rule_lines() -> dict[str, tuple[str, str]]:
+    """The table: op name (with or without overload) -> (origin, its line of index notation where it has a fixed one)."""
+    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
+    lines |= {name: ("rule", "") for name in FAMILIES}
+    return lines | {name: ("pointwise", "") for name in UNTAGGED_POINTWISE}
+
+
 def has_rule(target: Any) -> bool:
     """Whether the table (or ATen's pointwise tag) covers this target."""
     return _rule(target) is not None

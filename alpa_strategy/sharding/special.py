@@ -41,6 +41,8 @@ def batch_norm_train(call: OpCall, axis_size: int) -> Found:
     """Channels are independent; rows share their statistics: sums and counts are reduced, forward and backward."""
     names = ("x", "weight", "bias", "running_mean", "running_var")
     present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
+    if len(call.operands[present["x"]].shape) < 2:
+        return Found()
     num_channels = call.operands[present["x"]].shape[1]
     statistics = [0] * (len(call.results) - 1)
     channels = split_from_dims(call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics])

@@ -162,6 +162,7 @@ NOTATION: dict[str, Notation] = {
     "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
     **{f"aten.{name}.dtype": Notation("[*b, c!] -> [*b, c!]") for name in ("view", "view_copy")},
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
+    "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
     "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
     "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
     "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),

@@ -7,6 +7,7 @@ loader yields the global batch in the ranks' order.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,8 +55,13 @@ class Recorder(pl.Callback):
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
-def record(
-    model_name: str,
+def record(model_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`record_model` of one of `models.MODELS`."""
+    return record_model(MODELS[model_name], *args, **kwargs)
+
+
+def record_model(
+    model_class: Callable[..., Any],
     model_kwargs: dict[str, Any],
     strategy_kwargs: dict[str, Any] | None,
     steps: int = 5,
@@ -75,7 +81,7 @@ def record(
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(7)
-        model = MODELS[model_name](**model_kwargs)
+        model = model_class(**model_kwargs)
         rows = model.example_batch(SAMPLES_PER_STEP * steps * accumulate, torch.Generator().manual_seed(3))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -120,6 +126,7 @@ def record(
         "modes": {} if plan is None else {n: p.modes for n, p in plan.stages[0].parameter_plans.items()},
         "pipeline": None if plan is None else (len(plan.stages), plan.num_microbatches, plan.schedule),
         "mesh": None if plan is None else plan.stages[0].logical_mesh,
+        "notes": () if plan is None else plan.notes,
     }
 
 

@@ -1,0 +1,175 @@
+"""What the rules say about captured calls, and whether it is true: every strategy is run in shards on the call's data.
+
+An op's verdict is the best of its calls: some samples are scalars that nothing can cut.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from alpa_strategy.coverage.samples import CapturedCall
+from alpa_strategy.errors import ShardingError
+from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
+from alpa_strategy.sharding.localize import is_random, localize
+from alpa_strategy.sharding.op import AxisStrategy, OpCall
+from alpa_strategy.sharding.prove import distribute, prove
+
+AXIS_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class OpVerdict:
+    """What is known of one op.
+
+    Attributes:
+        op: for example `aten.linear.default`.
+        origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), `discovered`, or `replicated`.
+        sharded: the strategies that divide work or data, in the order found (of all calls together).
+        num_calls: calls that were tried.
+        num_proved: strategies that were run in shards on data, forward and backward, and gave the whole result.
+        wrong: those that did not.
+        why: for an op without sharded strategy, why it has none.
+    """
+
+    op: str
+    origin: str
+    sharded: tuple[str, ...]
+    num_calls: int
+    num_proved: int
+    wrong: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass
+class _Tally:
+    """An op's verdict while its calls are tried."""
+
+    origin: str = "replicated"
+    sharded: dict[str, None] = field(default_factory=dict)
+    num_calls: int = 0
+    num_proved: int = 0
+    wrong: list[str] = field(default_factory=list)
+    why: dict[str, None] = field(default_factory=dict)
+
+
+def judge(calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES, most: int = 8) -> list[OpVerdict]:
+    """Verdicts by op name. Of each op up to `most` different calls are tried, each on axes of all `axis_sizes`."""
+    tallies: dict[str, _Tally] = {}
+    seen: set[OpCall] = set()
+    for captured in calls:
+        call = captured.call
+        tally = tallies.setdefault(call.target_name, _Tally())
+        if call in seen or tally.num_calls >= most:
+            continue
+        seen.add(call)
+        tally.num_calls += 1
+        _judge_call(tally, captured, axis_sizes)
+    return [_verdict(name, tallies[name]) for name in sorted(tallies)]
+
+
+def _verdict(name: str, tally: _Tally) -> OpVerdict:
+    why = "" if tally.sharded else "; ".join(tally.why)
+    return OpVerdict(
+        name, tally.origin, tuple(tally.sharded), tally.num_calls, tally.num_proved, tuple(tally.wrong), why
+    )
+
+
+def _judge_call(tally: _Tally, captured: CapturedCall, axis_sizes: Sequence[int]) -> None:
+    call = captured.call
+    found = False
+    for axis_size in axis_sizes:
+        try:
+            strategies = axis_strategies(call, axis_size)
+        except Exception as error:  # of any type: a rule that cannot read a call is as wrong as one that misreads it
+            tally.wrong.append(f"{captured.name}, {axis_size} devices: the rule raises {error!r}")
+            return
+        for strategy in strategies:
+            if not divides(strategy):
+                continue
+            found = True
+            tally.sharded.setdefault(str(strategy))
+            problem = refutation(call, strategy, axis_size, captured.operands)
+            if problem is None:
+                tally.num_proved += 1
+            else:
+                tally.wrong.append(f"{captured.name}, {axis_size} devices: {problem}")
+    if tally.origin == "replicated" and (found or has_rule(call.target)):
+        tally.origin = rule_origin(call)
+    if not found:
+        tally.why.setdefault(why_replicated(call))
+
+
+def divides(strategy: AxisStrategy) -> bool:
+    """Whether the devices of the axis hold different data or do different work (not all `R`, not all `R*`)."""
+    return any(not isinstance(p.value, Replicate) for p in (*strategy.inputs, *strategy.outputs))
+
+
+def refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]) -> str | None:
+    """Why the strategy is wrong on this data and on the same data full of ties; None when it is right.
+
+    Shards of a random op draw other numbers than the whole (`runtime.random`): of these only the shapes are compared.
+    """
+    if is_random(call):
+        return _shape_refutation(call, strategy, axis_size, operands)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for data in (tuple(operands), tuple(map(_with_ties, operands))):
+            if not _runs(call, data):
+                continue
+            try:
+                prove(call, (strategy,), axis_size, data, rtol=_tolerance(data))
+            except ShardingError as error:
+                return error.problem
+    return None
+
+
+def _shape_refutation(
+    call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]
+) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    placements = [[placement.value] for placement in strategy.inputs]
+    parts = [distribute(o, p, (axis_size,), generator) for o, p in zip(operands, placements, strict=True)]
+    for device in range(axis_size):
+        local = localize(call, (strategy,), (axis_size,), (device,))
+        with torch.random.fork_rng(devices=[]):
+            results = local.call.call(*(part[(device,)] for part in parts))
+        shapes = [tuple(r.shape) for r in ((results,) if isinstance(results, Tensor) else results)]
+        if shapes != [meta.shape for meta in local.call.results]:
+            return f"{call.target_name} as {strategy}: device {device} makes shapes {shapes}"
+    return None
+
+
+def _tolerance(data: Sequence[Tensor]) -> float:
+    narrow = any(d.is_complex() and d.dtype != torch.complex128 for d in data)
+    return 1e-4 if narrow else 1e-6
+
+
+def _with_ties(tensor: Tensor) -> Tensor:
+    return tensor.round() if tensor.is_floating_point() else tensor
+
+
+def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
+    try:
+        call.call(*(d.detach().double() if d.is_floating_point() else d.detach() for d in data))
+    except Exception:  # of any type: the op refuses the data
+        return False
+    return True
+
+
+def why_replicated(call: OpCall) -> str:
+    """Why a call has no strategy that divides its work, in a few words."""
+    if not call.operands:
+        return "makes a constant, whole on every device"
+    if all(size < 2 for meta in call.operands for size in meta.shape):
+        return "nothing to cut: its operands have one element"
+    if is_random(call):
+        return "draws random numbers in an order that shards would change"
+    if has_rule(call.target):
+        return "by its rule, no dim of this call is independent of the others"
+    return "no way of cutting it gave the whole result"

@@ -1,0 +1,43 @@
+"""How much of PyTorch's operator database the sharding rules cover, proved by running shards. Minutes on one core.
+
+`--part 0/4` does a quarter of the database; `--write` stores the findings for `alpa ops` (of the whole, or merged with
+what other parts have stored when a part is given).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from alpa_strategy.coverage.judge import judge
+from alpa_strategy.coverage.report import STORED, load, merged, save, summary
+from alpa_strategy.coverage.samples import NotCaptured, captured_calls, database
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th entry of the database from the I-th")
+    parser.add_argument("--samples", type=int, default=6, help="samples per entry")
+    parser.add_argument("--write", action="store_true", help=f"store the findings in {STORED}")
+    arguments = parser.parse_args()
+    index, count = map(int, arguments.part.split("/"))
+    started = time.perf_counter()
+    captured = list(captured_calls(database()[index::count], arguments.samples))
+    calls = [c for c in captured if not isinstance(c, NotCaptured)]
+    names, refused = {c.name for c in captured}, {c.name: c.reason for c in captured if isinstance(c, NotCaptured)}
+    never = sorted(names - {c.name for c in calls})
+    print(f"{len(names)} entries of the database, {len(names) - len(never)} captured")
+    for reason, number in Counter(refused[name] for name in never).most_common():
+        print(f"  {number} not captured: {reason}")
+    verdicts = judge(calls)
+    print(summary(verdicts))
+    print(f"{time.perf_counter() - started:.0f} s")
+    if arguments.write:
+        save(merged([*load(), *verdicts]) if index else verdicts)
+    return 1 if any(v.wrong for v in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
