@@ -189,7 +189,7 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 
 @contextmanager
 def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
-    """Store what a first call of the step stores. Taken back when the block fails: it was no one-time initialization."""
+    """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
     owners = [vars(module.get_submodule(entry.path)) for entry in stored]
     before = [owner.get(entry.name, _NOT_DATA) for owner, entry in zip(owners, stored, strict=True)]
     for owner, entry in zip(owners, stored, strict=True):

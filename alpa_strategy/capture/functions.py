@@ -1,7 +1,7 @@
-"""Custom `torch.autograd.Function`s in a captured step: each call becomes one op, whose forward and backward are the user's.
+"""Custom `torch.autograd.Function`s in a captured step: each call becomes one op, with the user's own backward.
 
-The op takes and gives lists of tensors; what else the call was given is part of the op. It is composite: running it runs
-`Function.apply`, so autograd finds the user's backward. Its sharding is found by experiment, like any unknown op's.
+The op takes and gives lists of tensors; what else the call was given is part of the op. It is composite: running it
+runs `Function.apply`, so autograd finds the user's backward. Its sharding is found by experiment, as any op's.
 """
 
 from __future__ import annotations

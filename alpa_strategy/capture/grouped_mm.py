@@ -6,6 +6,7 @@ some of the experts multiplies the rows of these only (`groups_between`).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def _bounds(offsets: Tensor) -> Tensor:
 def _products(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     result = x.new_zeros(x.shape[0], weight.shape[2])
     ends = bounds.tolist()
-    for group, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for group, (start, end) in enumerate(pairwise(ends)):
         if start < end:
             torch.mm(x[start:end], weight[group], out=result[start:end])
     return result
@@ -89,7 +90,7 @@ def _products(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
     ends = bounds.tolist()
-    for group, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for group, (start, end) in enumerate(pairwise(ends)):
         if start < end:
             torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])
             torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])

@@ -74,8 +74,16 @@ def _samples(info: Any, max_samples: int) -> list[Any]:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         samples = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 200))
-    step = max(1, len(samples) // max_samples)
-    return samples[::step][:max_samples]
+    # Half of them those with the most that can be cut, the rest spread over all.
+    samples.sort(key=_num_cuttable, reverse=True)
+    largest, rest = samples[: max_samples // 2], samples[max_samples // 2 :]
+    step = max(1, -(-len(rest) // max(max_samples - len(largest), 1)))
+    return [*largest, *rest[::step]]
+
+
+def _num_cuttable(sample: Any) -> int:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(min(size, 4) for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape if size > 1)
 
 
 class _Sample(pl.LightningModule):

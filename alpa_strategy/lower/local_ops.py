@@ -6,6 +6,7 @@ gradient, a sharded one its shard; an operand's gradient is its shard, this devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,15 +67,12 @@ def _slices(
 
 def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     """A mean of a part counts for as much of the whole mean as the part has of its elements."""
-    shares: dict[int, float] = {}  # averaged dim, counted from the right as broadcasting does -> our share of it
+    shares: dict[tuple[int, int], float] = {}  # (operand, dim) that an axis cuts first -> our share of its length
     for axis in local.axes:
-        for i, placement in enumerate(strategies[axis].inputs):
-            if (dim := placement.shard_dim) is not None:
-                ours, whole = local.call.operands[i].shape[dim], call.operands[i].shape[dim]
-                shares[dim - len(call.operands[i].shape)] = ours / whole
-    fraction = 1.0
-    for share in shares.values():
-        fraction *= share
+        dims = [(i, p.shard_dim) for i, p in enumerate(strategies[axis].inputs) if p.shard_dim is not None]
+        i, dim = dims[0]  # all of them are one index of the op
+        shares[i, dim] = local.call.operands[i].shape[dim] / call.operands[i].shape[dim]
+    fraction = math.prod(shares.values())
 
     def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         if fraction == 0.0:  # the mean of no elements would be nan
@@ -151,6 +149,20 @@ def _bias_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: Lo
     return lambda *operands: add(bare.call(*operands), operands)
 
 
+def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """index_add, scatter_add of the rows that we hold: the results sum up, so what is added to counts on one device."""
+    added = bind(call)["self"].index
+    if all(mesh.coordinate[axis] == 0 for axis in local.axes):
+        return local.call.call
+
+    def run(*operands: Tensor) -> Tensor:
+        empty = torch.zeros_like(operands[added])
+        result = local.call.call(*(empty if i == added else operand for i, operand in enumerate(operands)))
+        return _ZeroGradient.apply(result, operands[added])
+
+    return run
+
+
 def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     weight = call.args[0].index
     first_id = _slices(call, strategies, weight, mesh)[0][0]
@@ -182,7 +194,7 @@ def _vocab_cross_entropy(
 
 
 def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    """Some of the rows and some of the groups (experts): the offsets, which are whole, are moved and clamped to them."""
+    """Some of the rows and some of the groups (experts): the offsets, which are whole, are clamped to them."""
     (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
 
@@ -204,5 +216,6 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "batch_norm_sync": _batch_norm_sync,
+    "added_on_first": _added_on_first,
     "groups_of_rows": _groups_of_rows,
 }

@@ -32,6 +32,7 @@ from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import AxisStrategy, OpCall
+from alpa_strategy.sharding.splits import rounds_sums
 
 MAX_HYPOTHESES = 1500
 MIN_TRIALS = 3
@@ -58,7 +59,7 @@ def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) 
             store.put(call, [str(strategy) for strategy in found])
     else:
         found = _prove_again(call, axis_size, tuple(known))
-    return (repeated, *(strategy for strategy in found if _fits(strategy, call, axis_size)))
+    return (repeated, *(s for s in found if _fits(s, call, axis_size) and not rounds_sums(call, s)))
 
 
 def _fits(strategy: AxisStrategy, call: OpCall, axis_size: int) -> bool:

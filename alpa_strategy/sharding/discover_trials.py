@@ -106,6 +106,9 @@ def variants(call: OpCall) -> list[OpCall]:
     Of the results only the ranks are kept, so that calls of one pattern have equal small variants.
     """
     sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
+    metas = (*call.operands, *call.results)
+    if any(meta.dtype.is_floating_point and meta.dtype.itemsize < 2 for meta in metas):
+        return []  # eight-bit floats: PyTorch cannot even compare them
     if any(size == 0 for meta in call.operands for size in meta.shape):
         return []
     maps: list[tuple[dict[int, int], bool]] = []  # (size -> new size, whether integers among the arguments follow)

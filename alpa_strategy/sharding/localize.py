@@ -73,7 +73,7 @@ def is_random(call: OpCall) -> bool:
     arguments = bind(call)
     if arguments.get("train") is False or arguments.get("training") is False:
         return False
-    return not any(name in arguments and arguments[name] == 0 for name in ("p", "dropout_p"))
+    return not any(name in arguments and arguments[name] == 0 for name in ("p", "dropout_p", "dropout"))
 
 
 def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:

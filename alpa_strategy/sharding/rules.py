@@ -52,10 +52,10 @@ def _rule(target: Any) -> Family | None:
 
 
 def rule_lines() -> dict[str, tuple[str, str]]:
-    """The table: op name (with or without overload) -> (origin, its line of index notation where it has a fixed one)."""
+    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
     lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
-    lines |= {name: ("rule", "") for name in FAMILIES}
-    return lines | {name: ("pointwise", "") for name in UNTAGGED_POINTWISE}
+    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
+    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
 
 
 def has_rule(target: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.layout import REPLICATE, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.op import AxisStrategy, InnerCollective, OpCall, Slot
-from alpa_strategy.sharding.splits import WHOLE, Found, Split, split_from_dims
+from alpa_strategy.sharding.pointwise import aligned
+from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 
 
 def cross_entropy(call: OpCall, axis_size: int) -> Found:
@@ -95,6 +98,84 @@ def scatter(call: OpCall, axis_size: int) -> Found:
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
     return Found(tuple(_same_size_dims(call, operands, bind(call)["dim"] % rank))) if rank else Found()
+
+
+def adding(call: OpCall, axis_size: int) -> Found:
+    """scatter_add, index_add: as scatter; or what is added is cut along the dim, and every device adds its own part.
+
+    The tensor that is added to counts once: on the first device.
+    """
+    found = scatter(call, axis_size) if "scatter" in call.target_name else index_along(call, axis_size)
+    bound = bind(call)
+    rank = len(call.results[0].shape)
+    given = bound.get("src", bound.get("source"))
+    if rank == 0 or not isinstance(given, Slot) or not call.results[0].dtype.is_floating_point:
+        return found
+    dim = bound["dim"] % rank
+    index = bound["index"].index
+    along = split_from_dims(
+        call,
+        [(bound["self"].index, None), (index, dim if "scatter" in call.target_name else 0), (given.index, dim)],
+        [SUM],
+        implementation="added_on_first",
+    )
+    cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_dim(call) :][:1]
+    return replace(found, splits=(*found.splits, *([along] if along is not None and cuts_alike else [])))
+
+
+def along_dim(call: OpCall) -> int:
+    """The dim of the index that runs along the indexed dim: of a scatter's the same, index_add's index has one."""
+    return bind(call)["dim"] % len(call.results[0].shape) if "scatter" in call.target_name else 0
+
+
+def index_along(call: OpCall, axis_size: int) -> Found:
+    """index_add, index_copy, index_fill, index_reduce: an index along one dim, of which every device needs all."""
+    bound = bind(call)
+    rank = len(call.results[0].shape)
+    if rank == 0:
+        return Found()
+    dim = bound["dim"] % rank
+    full = [s.index for s in slots(call) if s != bound["index"] and len(call.operands[s.index].shape) == rank]
+    splits = []
+    for d in range(rank):
+        if d != dim and len({call.operands[i].shape[d] for i in full}) == 1:
+            splits.append(split_from_dims(call, [(bound["index"].index, None), *((i, d) for i in full)], [d]))
+    return Found(tuple(s for s in splits if s is not None))
+
+
+def index_put(call: OpCall, axis_size: int) -> Found:
+    """x[i, :, j] = values: the dims of x that are not indexed, which the values share or broadcast over."""
+    bound = bind(call)
+    source, indices, values = bound["self"], bound["indices"], bound["values"]
+    used = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
+    if not used or any(call.operands[i].dtype.itemsize == 1 for i in used.values()):  # masks: sizes depend on data
+        return Found()
+    rank = len(call.operands[source.index].shape)
+    index_rank = max(len(call.operands[i].shape) for i in used.values())
+    positions = sorted(used)
+    start = positions[0] if positions == list(range(positions[0], positions[-1] + 1)) else 0
+    free = [d for d in range(rank) if d not in used]
+    order = [*free[:start], *(["index"] * index_rank), *free[start:]]
+    shape = call.operands[values.index].shape
+    splits = []
+    for d in free:
+        own = order.index(d) - (len(order) - len(shape))
+        cut = own if own >= 0 and shape[own] != 1 else None
+        splits.append(split_from_dims(call, [(source.index, d), (values.index, cut)], [d]))
+    return Found(tuple(s for s in splits if s is not None))
+
+
+def fourier(call: OpCall, axis_size: int) -> Found:
+    """fft and its relatives: linear, and the dims that are not transformed are independent."""
+    bound = bind(call)
+    operand = slots(call)[0].index
+    rank = len(call.operands[operand].shape)
+    sizes = bound.get("s")
+    transformed = bound["dim"]
+    if transformed is None and sizes is not None:
+        transformed = tuple(range(rank - len(sizes), rank))
+    found = aligned(call, whole=dims_of(transformed, rank), carries=False)
+    return replace(found, linear=(frozenset({operand}),), origin="notation")
 
 
 def index_select(call: OpCall, axis_size: int) -> Found:

@@ -15,6 +15,7 @@ from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.op import OpCall
 from alpa_strategy.sharding.pointwise import linear_sets
 from alpa_strategy.sharding.splits import Found
+from alpa_strategy.sharding.table_batched import BATCHED
 
 Family = Callable[[OpCall, int], Found]
 
@@ -118,6 +119,7 @@ _IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
 _FIRST = ((0,),)
 
 NOTATION: dict[str, Notation] = {
+    **{name: Notation(line) for name, line in BATCHED.items()},
     "aten.linear": Notation("[*b, k], [n, k], +[n]? -> [*b, n]"),
     "aten.matmul": Notation(_matmul),
     "aten.mm": Notation("[m, k], [k, n] -> [m, n]"),
@@ -144,16 +146,10 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.{kind}_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}") for kind in ("max", "avg", "adaptive_avg")},
     **{f"aten.{kind}_pool3d": Notation(f"{_IMAGE_3D} -> {_IMAGE_3D}") for kind in ("max", "avg", "adaptive_avg")},
     "aten._adaptive_avg_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
-    "aten.max_pool2d_with_indices": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}, {_IMAGE_2D}"),
-    "aten.adaptive_max_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}, {_IMAGE_2D}"),
-    "aten.upsample_nearest2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
-    "aten.upsample_bilinear2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
-    "aten.pixel_shuffle": Notation("[*b, c!, h!, w!] -> [*b, c!, h!, w!]"),
     "aten.einsum": Notation(_einsum),
     "aten.one_hot": Notation(_one_hot),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
-    "aten.glu": Notation("[*b, c!] -> [*b, c!]"),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     "aten.feature_dropout": Notation("[n, c, *s!] -> [n, c, *s!]"),
     "aten.cross_entropy_loss": Notation(_row_loss),
@@ -198,14 +194,25 @@ UNTAGGED_POINTWISE = (
     *("aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.isclose", "aten.nan_to_num"),
     *("aten.hardswish", "aten.hardsigmoid", "aten.log_sigmoid", "aten.relu6", "aten.selu", "aten.softshrink"),
     *("aten.absolute", "aten.negative", "aten.fix", "aten.conj", "aten.real", "aten.lift", "aten.special_ndtr"),
+    *("aten.imag", "aten.complex", "aten.isreal", "aten.fill", "aten.chalf", "aten.alias_copy", "aten.floor_divide"),
+    *(f"aten.{name}" for name in ("subtract", "multiply", "divide", "true_divide", "special_polygamma", "rsub")),
+    *(f"aten.__{name}__" for name in ("and", "or", "xor", "lshift", "rshift")),
+    *(f"aten.{name}" for name in ("geometric", "exponential", "uniform", "cauchy", "log_normal", "normal_functional")),
+    *(f"aten.normal.{overload}" for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")),
     *(f"aten.arc{name}{h}" for name in ("cos", "sin", "tan") for h in ("", "h")),
 )
 
-_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "soft_margin_loss")
+_LOSSES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "soft_margin_loss"),
+    *("margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss"),
+)
 _OTHER_REDUCTIONS = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean", "prod"),
-    *("norm", "linalg_vector_norm", "logsumexp", "median", "mode", "count_nonzero"),
+    *("norm", "linalg_vector_norm", "logsumexp", "median", "mode", "count_nonzero", "kthvalue", "nanmedian"),
+    *("linalg_norm", "linalg_matrix_norm", "special_logsumexp", "aminmax", "nanmean"),
 )
+
+_TRANSFORMS = [f"{kind}{dims}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for dims in ("", "2", "n")]
 
 FAMILIES: dict[str, Family] = {
     **{f"aten.{name}": _no_size(views.view) for name in views.RESHAPES},
@@ -234,13 +241,21 @@ FAMILIES: dict[str, Family] = {
         f"aten.{name}": _no_size(pointwise.along)
         for name in ("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod")
     },
-    **{f"aten.{name}": _no_size(pointwise.along) for name in ("topk", "sort", "argsort", "logcumsumexp", "cummax")},
+    **{
+        f"aten.{name}": _no_size(pointwise.along)
+        for name in ("topk", "sort", "argsort", "logcumsumexp", "cummax", "cummin", "glu", "_softmax_backward_data")
+    },
+    **{f"aten.fft_{name}": special.fourier for name in _TRANSFORMS},
+    **{f"aten.{name}": _no_size(views.keep_other_dims, argument="dimension") for name in ("unfold", "unfold_copy")},
     **{f"aten.{name}": _no_size(pointwise.elementwise_loss) for name in _LOSSES},
     "aten.binary_cross_entropy_with_logits": _no_size(pointwise.elementwise_loss),
     "aten.cosine_similarity": special.compare_along,
     "aten.gather": special.gather,
     "aten.take_along_dim": special.gather,
-    **{f"aten.{name}": special.scatter for name in ("scatter", "scatter_add")},
+    **{f"aten.{name}": special.scatter for name in ("scatter", "scatter_reduce")},
+    **{f"aten.{name}": special.adding for name in ("scatter_add", "index_add")},
+    **{f"aten.{name}": special.index_along for name in ("index_copy", "index_fill", "index_reduce")},
+    "aten.index_put": special.index_put,
     "aten.index_select": special.index_select,
     "aten.index.Tensor": special.index,
     "aten.batch_norm": special.batch_norm,

@@ -29,7 +29,8 @@ class Step(LightningModule):
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -75,8 +76,8 @@ def counts_in_an_object(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x).sum()
 
 
-def custom_function(self: Step, x: Tensor, i: int) -> Tensor:
-    return Doubled.apply(self.a(x)).sum()
+def in_place_function(self: Step, x: Tensor, i: int) -> Tensor:
+    return Doubled.apply(self.a(x) * 1.0).sum()
 
 
 def tensor_hook(self: Step, x: Tensor, i: int) -> Tensor:
@@ -121,7 +122,7 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, custom_function, tensor_hook,
+        branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, in_place_function, tensor_hook,
         gradient_inside, backward_inside, data_attribute, changes_parameter, other_device, metric_value, logs_text,
     ],
 )  # fmt: skip

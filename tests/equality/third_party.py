@@ -5,14 +5,13 @@ Hugging Face models come from their configuration with random weights: nothing i
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from equality.harness import record_model
-from torch import Tensor, nn
+from torch import Tensor
 
 VOCAB, LENGTH = 33, 8
 
@@ -35,20 +34,26 @@ class Wrapped(pl.LightningModule):
 
 
 class HuggingFaceLM(Wrapped):
-    """Any `transformers` model that computes its own loss from `input_ids` and `labels`."""
+    """Any `transformers` language model. The loss is the user's: the library's own rounds the logits to float32."""
 
-    def build(self, model: str, config: str, masked: bool = True, **settings: Any) -> None:
+    def build(self, model: str, config: str, experts: str | None = None, **settings: Any) -> None:
         import transformers
 
-        options = {"vocab_size": VOCAB, **settings}
-        self.model = getattr(transformers, model)(getattr(transformers, config)(**options)).train()
-        self.masked = masked
+        self.model = getattr(transformers, model)(getattr(transformers, config)(vocab_size=VOCAB, **settings)).train()
+        self.options = {"output_router_logits": True} if experts else {}
+        if experts:
+            self.model.set_experts_implementation(experts)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        mask = {"attention_mask": batch["mask"]} if self.masked else {}
-        output = self.model(input_ids=batch["ids"], labels=batch["labels"], **mask)
-        self.log("loss", output.loss)
-        return output.loss
+        inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"]}
+        if self.model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = batch["ids"].flip(1)
+        output = self.model(**inputs, **self.options)
+        loss = F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+        if (auxiliary := getattr(output, "aux_loss", None)) is not None:
+            loss = loss + 0.1 * auxiliary
+        self.log("loss", loss)
+        return loss
 
     def example_batch(self, num_rows: int, generator: torch.Generator | None = None) -> Any:
         ids = torch.randint(1, VOCAB, (num_rows, LENGTH), generator=generator)
@@ -85,13 +90,21 @@ def _images(num_rows: int, generator: torch.Generator | None) -> Tensor:
 _SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {**_SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 4}
+_EXPERTS["experts"] = "batched_mm"  # the default, grouped_mm, has no float64 kernel in PyTorch
 
 HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     "gpt2": (
         HuggingFaceLM,
         {
-            **{"model": "GPT2LMHeadModel", "config": "GPT2Config", "n_embd": 16, "n_layer": 2, "n_head": 4},
-            **{"n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            "model": "GPT2LMHeadModel",
+            "config": "GPT2Config",
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 16,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
         },
     ),
     "llama": (
@@ -102,8 +115,15 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     "t5": (
         HuggingFaceLM,
         {
-            **{"model": "T5ForConditionalGeneration", "config": "T5Config", "d_model": 16, "d_kv": 4, "d_ff": 20},
-            **{"num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+            "model": "T5ForConditionalGeneration",
+            "config": "T5Config",
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 20,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
         },
     ),
     "vit": (HuggingFaceViT, {**_SIZES, **_NO_DROPOUT}),
@@ -114,8 +134,11 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     "qwen_moe": (
         HuggingFaceLM,
         {
-            **{"model": "Qwen3MoeForCausalLM", "config": "Qwen3MoeConfig", "num_experts": 4},
-            **{"moe_intermediate_size": 12, "output_router_logits": True, **_EXPERTS},
+            "model": "Qwen3MoeForCausalLM",
+            "config": "Qwen3MoeConfig",
+            "num_experts": 4,
+            "moe_intermediate_size": 12,
+            **_EXPERTS,
         },
     ),
 }
