@@ -21,6 +21,7 @@ from alpa_strategy.sharding.op import AxisStrategy, OpCall
 from alpa_strategy.sharding.prove import distribute, prove
 
 AXIS_SIZES = (2, 3)
+NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def judge(calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES,
 
 
 def _verdict(name: str, tally: _Tally) -> OpVerdict:
-    why = "" if tally.sharded else "; ".join(tally.why)
+    reasons = [reason for reason in tally.why if not reason.startswith(NONE_EXISTS)] or list(tally.why)
+    why = "" if tally.sharded else "; ".join(reasons)
     return OpVerdict(
         name, tally.origin, tuple(tally.sharded), tally.num_calls, tally.num_proved, tuple(tally.wrong), why
     )
@@ -163,10 +165,12 @@ def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
 def why_replicated(call: OpCall) -> str:
     """Why a call has no strategy that divides its work, in a few words."""
     if not call.operands:
-        return "makes a constant, whole on every device"
+        return f"{NONE_EXISTS}: a constant, made whole on every device"
     if all(size < 2 for meta in call.operands for size in meta.shape):
-        return "nothing to cut: its operands have one element"
-    if is_random(call) or "empty" in call.target_name:  # what is in fresh memory is nobody's result
+        return f"{NONE_EXISTS}: its operands have one element"
+    if all(meta.num_elements < 2 for meta in call.results):
+        return f"{NONE_EXISTS}: one number from all elements, which is no sum"
+    if is_random(call):
         return "draws random numbers in an order that shards would change"
     if has_rule(call.target):
         return "by its rule, no dim of this call is independent of the others"

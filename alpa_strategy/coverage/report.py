@@ -15,12 +15,11 @@ import torch
 from rich import box
 from rich.table import Table
 
-from alpa_strategy.coverage.judge import OpVerdict
+from alpa_strategy.coverage.judge import NONE_EXISTS, OpVerdict
 from alpa_strategy.errors import OptionError
 from alpa_strategy.sharding.rules import rule_lines
 
 STORED = Path(__file__).with_name("op_coverage.json")
-NO_SPLIT = "none exists"  # how `why` begins where it is known that no split can be right
 
 
 def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
@@ -63,8 +62,8 @@ def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
 def summary(verdicts: Sequence[OpVerdict]) -> str:
     """The figures in a few lines of text, then the ops without a sharded strategy and why."""
     sharded = [v for v in verdicts if v.sharded]
-    impossible = [v for v in verdicts if not v.sharded and v.why.startswith(NO_SPLIT)]
-    missing = [v for v in verdicts if not v.sharded and not v.why.startswith(NO_SPLIT)]
+    impossible = [v for v in verdicts if not v.sharded and v.why.startswith(NONE_EXISTS)]
+    missing = [v for v in verdicts if not v.sharded and not v.why.startswith(NONE_EXISTS)]
     wrong = [v for v in verdicts if v.wrong]
     origins = Counter("discovered" if v.origin == "discovered" else "covered by a rule" for v in sharded)
     share = len(sharded) / max(len(sharded) + len(missing), 1)

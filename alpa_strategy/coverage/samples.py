@@ -5,6 +5,7 @@ The database is what PyTorch tests its own operators with (needs the package `ex
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -78,7 +79,18 @@ def _samples(info: Any, max_samples: int) -> list[Any]:
     samples.sort(key=_num_cuttable, reverse=True)
     largest, rest = samples[: max_samples // 2], samples[max_samples // 2 :]
     step = max(1, -(-len(rest) // max(max_samples - len(largest), 1)))
-    return [*largest, *rest[::step]]
+    chosen = [*largest, *rest[::step]]
+    return [*chosen, *(wider for sample in chosen if (wider := _wider(sample)) is not None)]
+
+
+def _wider(sample: Any) -> Any | None:
+    """A sample with a batch of one, with four times the rows; None for others."""
+    rows = sample.input
+    if not isinstance(rows, Tensor) or rows.dim() < 2 or rows.shape[0] != 1 or not rows.numel():
+        return None
+    wider = copy.copy(sample)
+    wider.input = torch.cat([rows.detach()] * 4).requires_grad_(rows.requires_grad)
+    return wider
 
 
 def _num_cuttable(sample: Any) -> int:

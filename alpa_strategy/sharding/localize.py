@@ -21,7 +21,7 @@ _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
 _VIEWS = frozenset(RESHAPES)
 _SIZE_ARGUMENT = frozenset(
-    {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn"}
+    {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn", "normal"}
     | {"new_zeros", "new_ones", "new_empty", "new_full"}
 )
 

@@ -4,7 +4,8 @@
 
 One bracket per tensor argument of the op's schema, in order (lists flattened), then one per result. An index that a
 result has is parallel: it is cut wherever it occurs. An index that no result has is contracted: operands are cut, the
-result is a partial sum. A tensor that lacks a cut index is needed whole by every device.
+result is a partial sum. A tensor that lacks a cut index is needed whole by every device, and a result that lacks one
+which another result has does not depend on it.
 
 - `*b`: any number of dims, broadcast and aligned to the right; its length is that of the argument of the same name, if
   there is one (`*normalized_shape`), else found from the operands' ranks.
@@ -24,7 +25,7 @@ from typing import Any
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
 from alpa_strategy.sharding.op import OpCall, Slot
-from alpa_strategy.sharding.splits import SUM, Split, split_from_dims
+from alpa_strategy.sharding.splits import SUM, WHOLE, Split, split_from_dims
 
 Key = tuple[str, int]  # index name, position inside its group (0 for single indices)
 
@@ -165,7 +166,7 @@ def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
         split = split_from_dims(
             call,
             ((operand, dims.get(key)) for operand, _, dims in operand_dims),
-            [dims.get(key, SUM) for dims in result_dims],
+            [dims.get(key, SUM if contracted else WHOLE) for dims in result_dims],
             even=any(i.even for i in indices),
             implementation=implementation,
         )

@@ -262,6 +262,7 @@ FAMILIES: dict[str, Family] = {
     **{f"aten.{name}": special.constant for name in ("arange", "randint", "randperm", "eye", "linspace")},
     **{f"aten.{name}": special.constant for name in ("scalar_tensor", "tril_indices", "triu_indices")},
     **{f"aten.{name}": special.factory for name in ("full", "zeros", "ones", "empty.memory_format", "rand", "randn")},
+    "aten.normal.float_float": special.factory,
     **{f"aten.{name}": special.new_factory for name in ("new_zeros", "new_ones", "new_empty", "new_full")},
     "ops.cross_entropy_sum": special.cross_entropy,
     "ops.batch_norm_train": special.batch_norm_train,

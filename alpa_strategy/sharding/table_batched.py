@@ -54,8 +54,6 @@ def solve(call: OpCall, axis_size: int) -> str:
     if len(right) == 1 or right == matrix[:-1]:
         return f"{_MATRIX}, {_VECTOR} -> {_VECTOR}{told}"
     columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    if told:  # one number for all columns
-        columns = columns.replace("c", "c!")
     return f"{_MATRIX}, {columns} -> {columns}{told}"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rule_cases_batched import batched_cases
 from torch import Tensor
 
 from alpa_strategy.capture import ops
@@ -103,6 +104,7 @@ def _cases() -> list[Case]:
     _index_cases(add)
     _image_cases(add)
     _loss_cases(add)
+    batched_cases(add, f, i, c)
     return cases
 
 
