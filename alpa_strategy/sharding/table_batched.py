@@ -92,6 +92,15 @@ IMAGES: dict[str, str] = {
         for kind, suffix in (("max_pool", "_with_indices"), ("adaptive_max_pool", ""))
     },
     **{f"aten.max_unpool{n}d": f"{_image(n)}, {_image(n)} -> {_image(n)}" for n in (2, 3)},
+    **{
+        f"aten.max_pool{n}d_with_indices_backward": f"[*b, {_PLACES[n]}], [*b, x!, y!{', z!' * (n - 2)}], "
+        f"[*b, {_PLACES[n]}] -> [*b, x!, y!{', z!' * (n - 2)}]"
+        for n in (2, 3)
+    },
+    **{
+        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {_PLACES[n]}], [n, c, {_PLACES[n]}]"
+        for n in (2, 3)
+    },
     **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
     **_lines("im2col", "[n, c!, h!, w!] -> [n, k!, l!]"),
     **_lines("col2im", "[n, k!, l!] -> [n, c!, h!, w!]"),

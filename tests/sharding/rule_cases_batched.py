@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.capture.grouped_mm import grouped_mm
+
 aten = torch.ops.aten
+GROUPED_MM = grouped_mm._opoverload
 
 
 def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
@@ -44,7 +47,7 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
     add("gru_cell", aten.gru_cell.default, f(4, 5), f(4, 3), f(9, 5), f(9, 3), expect="S0,S0,R*,R*->S0")
     offsets = torch.tensor([3, 3, 7, 11], dtype=torch.int32)
     add(
-        *("grouped_mm", torch.ops.alpa.grouped_mm.default, f(12, 4), f(4, 4, 6), offsets),
+        *("grouped_mm", GROUPED_MM, f(12, 4), f(4, 4, 6), offsets),
         expect=("S0,R*,R->S0@groups_of_rows", "R*,S0,R->P@groups_of_rows", "S1,S1,R->P", "R*,S2,R->S1"),
     )
     add(
