@@ -46,6 +46,7 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
+from alpa_strategy.plan.replicated import replicated_notes
 from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 
 Progress = Callable[[str], AbstractContextManager]
@@ -156,7 +157,7 @@ def plan_pipeline(
             continue
         spent["chosen stages"] = time.perf_counter() - started
         fingerprint = fingerprint_of(step, cluster, options, optimizer)
-        notes = [*step.notes, *plan.notes]
+        notes = [*step.notes, *plan.notes, *replicated_notes(step, costs)]
         if untried:
             notes.append(f"numbers of micro-batches not tried for lack of time: {', '.join(map(str, untried))}")
         return replace(plan, fingerprint=fingerprint, notes=tuple(notes), solver_seconds=dict(spent))
@@ -390,6 +391,7 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
 
 
 def _no_fingerprint():
-    from alpa_strategy.plan.plan import Fingerprint
+    from alpa_strategy.plan.replicated import replicated_notes
+from alpa_strategy.plan.plan import Fingerprint
 
     return Fingerprint("", "", "", "", "", "")

@@ -19,7 +19,7 @@ from alpa_strategy.intra_op.solve import NotCheaper, solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
-from alpa_strategy.sharding import rule_origin
+from alpa_strategy.plan.replicated import replicated_notes
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
@@ -138,7 +138,7 @@ def plan_step(
         predicted=best.stage.predicted,
         baselines=baselines,
         gap=best.gap,
-        notes=(*step.notes, *_notes(step, best)),
+        notes=(*step.notes, *_notes(step, best, costs)),
         solver_seconds=seconds,
         cluster_name=cluster.name,
     )
@@ -247,12 +247,9 @@ def _baselines(
     return found
 
 
-def _notes(step: StepGraph, solution: MeshSolution) -> list[str]:
+def _notes(step: StepGraph, solution: MeshSolution, costs: OpCosts) -> list[str]:
     """What the user should know: ops without a rule that run replicated, unproved optimality."""
-    notes = []
-    unknown = sorted({op.call.target_name for op in step.ops if op.operands and rule_origin(op.call) == "replicated"})
-    if unknown:
-        notes.append(f"no rule for {', '.join(unknown)}: run whole on every device")
+    notes = replicated_notes(step, costs)
     if solution.gap > 0:
         notes.append(f"optimality not proved: within {solution.gap:.2%} of the best ({solution.method})")
     return notes
