@@ -46,8 +46,8 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
-from alpa_strategy.plan.replicated import replicated_notes
 from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
+from alpa_strategy.plan.replicated import replicated_notes
 
 Progress = Callable[[str], AbstractContextManager]
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
@@ -391,7 +391,6 @@ def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Pl
 
 
 def _no_fingerprint():
-    from alpa_strategy.plan.replicated import replicated_notes
-from alpa_strategy.plan.plan import Fingerprint
+    from alpa_strategy.plan.plan import Fingerprint
 
     return Fingerprint("", "", "", "", "", "")

@@ -9,7 +9,7 @@ from alpa_strategy.sharding import rule_origin
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
-    """A note per kind of op that every device has to run whole: where it is called, its time and its results' memory."""
+    """A note per kind of op that every device has to run whole: where it is called, its time, its results' bytes."""
     found: dict[str, list[Op]] = {}
     for op in step.ops:
         if op.operands and rule_origin(op.call) == "replicated":
