@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.coverage.samples import CapturedCall
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualPlacement
 from alpa_strategy.sharding.localize import is_random, localize
-from alpa_strategy.sharding.op import AxisStrategy, OpCall
+from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.sharding.prove import distribute, prove
 
 AXIS_SIZES = (2, 3)
@@ -122,13 +123,33 @@ def refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: S
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for data in (tuple(operands), tuple(map(_with_ties, operands))):
-            if not _runs(call, data):
+            proved = next((c for c in (call, _without_gradients(call)) if _runs(c, data)), None)
+            if proved is None:
                 continue
+            text = strategy if proved is call else _values_only(strategy)
             try:
-                prove(call, (strategy,), axis_size, data, rtol=_tolerance(data))
+                prove(proved, (text,), axis_size, data, rtol=_tolerance(data))
             except ShardingError as error:
                 return error.problem
     return None
+
+
+def _without_gradients(call: OpCall) -> OpCall:
+    """For ops that are not differentiable here (eigenvectors with any gradient, infinities on the way)."""
+
+    def plain(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+        return tuple(replace(m, requires_grad=False) for m in metas)
+
+    return replace(call, operands=plain(call.operands), results=plain(call.results))
+
+
+def _values_only(strategy: AxisStrategy) -> AxisStrategy:
+    """`R*` is `R` where no gradient flows."""
+
+    def plain(duals: tuple[DualPlacement, ...]) -> tuple[DualPlacement, ...]:
+        return tuple(REPLICATE if dual == BROADCAST else dual for dual in duals)
+
+    return replace(strategy, inputs=plain(strategy.inputs), outputs=plain(strategy.outputs))
 
 
 def _shape_refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]) -> str | None:
@@ -155,8 +176,18 @@ def _with_ties(tensor: Tensor) -> Tensor:
 
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
+    """Whether the whole op takes this data, forward and backward."""
+    leaves = [
+        (d.detach().double() if d.is_floating_point() else d.detach()).clone().requires_grad_(m.requires_grad)
+        for d, m in zip(data, call.operands, strict=True)
+    ]
     try:
-        call.call(*(d.detach().double() if d.is_floating_point() else d.detach() for d in data))
+        results = call.call(*leaves)
+        results = (results,) if isinstance(results, Tensor) else tuple(results)
+        pairs = [(r, torch.ones_like(r)) for r in results if r.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if pairs and wanted:
+            torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     except Exception:  # of any type: the op refuses the data
         return False
     return True

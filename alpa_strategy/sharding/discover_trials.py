@@ -179,14 +179,22 @@ _FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = 
     "huge outlier": lambda g, s: _spoilt(g, _normal(g, s), -1e9),
     "enormous outlier": lambda g, s: _spoilt(g, _normal(g, s), 1e30),
     "unit again": lambda g, s: torch.rand(s, generator=g, dtype=torch.float64) ** 3,
+    "last huge": lambda g, s: _spoilt(g, _normal(g, s), 1e7, -1),
+    "first huge": lambda g, s: _spoilt(g, _normal(g, s), 1e7, 0),
+    "shifted": lambda g, s: _normal(g, s) + 1e5,
+    "shifted down": lambda g, s: _normal(g, s) - 1e5,
     "constant": lambda g, s: torch.full(s, 0.5, dtype=torch.float64),
     "nan": lambda g, s: _spoilt(g, _normal(g, s), float("nan")),
     "infinity": lambda g, s: _spoilt(g, _normal(g, s), float("inf")),
 }
 
 ALL_KINDS = tuple(_FLOAT_KINDS)
-_GRAD_KINDS = ("ties", "small", "magnitudes", "one hot", "huge outlier", "nan")  # the others get normal gradients
-SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity")
+# The others get normal gradients.
+_GRAD_KINDS = (
+    *("ties", "small", "magnitudes", "one hot", "huge outlier", "nan"),
+    *("last huge", "first huge", "shifted", "shifted down"),
+)
+SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity", "last huge", "shifted")
 FEW_KINDS = ("normal", "unit", "huge outlier")
 
 
@@ -194,23 +202,29 @@ def _normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _spoilt(generator: torch.Generator, data: Tensor, value: float) -> Tensor:
-    """`data` with `value` at one place."""
+def _spoilt(generator: torch.Generator, data: Tensor, value: float, place: int | None = None) -> Tensor:
+    """`data` with `value` at one place, a random one if none is given."""
     if data.numel():
-        data.view(-1)[int(torch.randint(0, data.numel(), (), generator=generator))] = value
+        place = int(torch.randint(0, data.numel(), (), generator=generator)) if place is None else place
+        data.view(-1)[place] = value
     return data
 
 
 def _integers(generator: torch.Generator, meta: TensorMeta, sizes: list[int], trial: int) -> Tensor:
-    """Indices that fit every dim, then every second dim at least, then negative ones too."""
+    """Indices that fit every dim, then every second dim at least, then negative ones too; large ones; all the same."""
+    if trial % 5 == 4 and meta.dtype.itemsize > 1:
+        return torch.randint(-3000 if meta.dtype.is_signed else 0, 3000, meta.shape, generator=generator).to(meta.dtype)
+    if trial % 7 == 5:
+        return torch.ones(meta.shape, dtype=meta.dtype)
     high = max(2, (min(sizes, default=2), max(sizes, default=2), 2)[trial % 3])
     low = -2 if trial % 4 == 3 and meta.dtype.is_signed else 0
     return torch.randint(low, high, meta.shape, generator=generator).to(meta.dtype)
 
 
 def _booleans(generator: torch.Generator, meta: TensorMeta, trial: int) -> Tensor:
-    data = torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.5, 0.0)[trial % 6]
-    return _spoilt(generator, data, trial % 2 == 0)
+    """Of every density, with a single exception among all true or all false, and without any."""
+    data = torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.5, 0.0, 1.0, 0.0)[trial % 8]
+    return data if trial % 8 > 5 else _spoilt(generator, data, trial % 2 == 0)
 
 
 def _data(call: OpCall, kind: str, trial: int, generator: torch.Generator) -> tuple[Tensor, ...]:

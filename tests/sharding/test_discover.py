@@ -245,9 +245,94 @@ def clamped_gradient(x):
     return _ClampedGradient.apply(x)
 
 
+def last_row_decides(x):
+    return x + x[-1:].gt(1e4)
+
+
+class _MeanOfGradients(torch.autograd.Function):
+    """Identity whose gradient doubles when it is large on the whole."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 + (grad.mean() > 1e3))
+
+
+def mean_of_gradients(x):
+    return _MeanOfGradients.apply(x)
+
+
+class _Averaged(torch.autograd.Function):
+    """A sum whose gradient is a mean's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.size = x.shape[0]
+        return x.sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(ctx.size, *grad.shape) / ctx.size
+
+
+def averaged(x):
+    return _Averaged.apply(x)
+
+
+def far_rows(x):
+    return torch.where(torch.arange(x.shape[0]).unsqueeze(1) >= 100, x * 2, x)
+
+
+def odd_rows(x):
+    return x * (1 + torch.arange(x.shape[0]) % 2).to(x.dtype).unsqueeze(1)
+
+
+def nearly_a_maximum(x):
+    return torch.where(x.abs().amax(0) < 1e-3, x.sum(0), x.amax(0))
+
+
+def rounded_sum(x):
+    return torch.round(x.sum(0) * 1e6) / 1e6
+
+
+def flag_of_large(i):
+    return i + (i > 1000).any()
+
+
+def ties_in_order(i):
+    return i.sort(stable=True).indices
+
+
+def first_of_equals(i):
+    return torch.where((i[:, None] == i[None, :]).triu(1).any(0), -1, i)
+
+
+def all_true(m):
+    return m | m.all()
+
+
+@pytest.mark.parametrize("target", [flag_of_large, ties_in_order, first_of_equals])
+def test_nothing_unsound_of_integers(target):
+    assert found(target, torch.randint(0, 9, (16,))) == {"R->R"}
+
+
+def test_nothing_unsound_of_booleans():
+    assert found(all_true, torch.rand(16) < 0.5) == {"R->R"}
+
+
 @pytest.mark.parametrize(
     ("target", "shape", "sound"),
     [
+        (last_row_decides, (4, 16), "S1->S1 R*->R*"),
+        (mean_of_gradients, (4, 16), "P->P"),
+        (averaged, (4, 16), "S1->S0 P->P R*->R*"),
+        (far_rows, (256, 4), "S1->S1 R*->R* P->P"),
+        (odd_rows, (4, 16), "S1->S1 R*->R* P->P"),
+        (nearly_a_maximum, (4, 16), "S1->S0 R*->R*"),
+        (rounded_sum, (4, 16), "S1->S0 R*->R*"),
         (drops_the_tiny, (4, 16), "S0->S0 S1->S1 R*->R*"),
         (clamped_gradient, (4, 16), "S0->S0 S1->S1 P->P"),
         (nearly_linear, (4, 16), "S0->S0 S1->S1 R*->R*"),
