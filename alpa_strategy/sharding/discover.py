@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from alpa_strategy.sharding.discover_trials import (
     ALL_KINDS,
     FEW_KINDS,
+    SHARED_KINDS,
     SOME_KINDS,
     Trial,
     accepts_shapes,
@@ -291,7 +292,7 @@ class _Experiment:
         if self.with_summands and (trial.kind == "infinity" or trial.overflows):
             return True  # no evidence: summands of either sign times infinity are nan
         generator = torch.Generator().manual_seed(n)
-        alike = trial.kind in ("small", "positive", "magnitudes")
+        alike = trial.kind in SHARED_KINDS
         summed_grads = None
         if not self.divided:
             summed_grads = [None if g is None else _summands(g, n, generator, alike) for g in trial.result_grads]

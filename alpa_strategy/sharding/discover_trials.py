@@ -86,18 +86,23 @@ def accepts_shapes(call: OpCall, shapes: tuple[tuple[int, ...], ...]) -> bool:
     shape function.
     """
 
-    def runs(shapes: tuple[tuple[int, ...], ...]) -> bool:
-        tensors = (
-            torch.empty(shape, dtype=meta.dtype, device="meta")
-            for shape, meta in zip(shapes, call.operands, strict=True)
-        )
-        try:
-            call.call(*tensors)
-        except Exception:  # of any type: refused, or not possible without data
-            return False
-        return True
+    return _runs_on_meta(call, shapes) or not _runs_on_meta(call, _shapes(call))
 
-    return runs(shapes) or not runs(tuple(meta.shape for meta in call.operands))
+
+def _shapes(call: OpCall) -> tuple[tuple[int, ...], ...]:
+    return tuple(meta.shape for meta in call.operands)
+
+
+@lru_cache(maxsize=8192)
+def _runs_on_meta(call: OpCall, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    tensors = (
+        torch.empty(shape, dtype=meta.dtype, device="meta") for shape, meta in zip(shapes, call.operands, strict=True)
+    )
+    try:
+        call.call(*tensors)
+    except Exception:  # of any type: refused, or not possible without data
+        return False
+    return True
 
 
 def variants(call: OpCall) -> list[OpCall]:
@@ -126,7 +131,10 @@ def variants(call: OpCall) -> list[OpCall]:
             nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
         maps.append((nearest, follow))
     found = [_resized(call, sizes_map, follow) for sizes_map, follow in maps]
-    return list(dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS))
+    small = dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS)
+    if not _runs_on_meta(call, _shapes(call)):
+        return list(small)
+    return [v for v in small if v == call or _runs_on_meta(v, _shapes(v))]
 
 
 def _num_elements(call: OpCall, sizes: dict[int, int]) -> int:
@@ -194,6 +202,8 @@ _GRAD_KINDS = (
     *("ties", "small", "magnitudes", "one hot", "huge outlier", "nan"),
     *("last huge", "first huge", "shifted", "shifted down"),
 )
+# Data that is cut into summands as large as itself; of the others all but one summand are normal numbers.
+SHARED_KINDS = ("small", "positive", "magnitudes", "last huge", "first huge", "shifted", "shifted down")
 SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity", "last huge", "shifted")
 FEW_KINDS = ("normal", "unit", "huge outlier")
 

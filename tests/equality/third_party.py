@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from equality.harness import record_model
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCAB, LENGTH = 33, 8
 
@@ -143,7 +143,190 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     ),
 }
 
-CASES = {**HUGGING_FACE}
+
+class Recurrent(Wrapped):
+    """nn.LSTM, nn.GRU and cells over embeddings."""
+
+    def build(self, kind: str = "LSTM") -> None:
+        self.embed, self.out = nn.Embedding(VOCAB, 10), nn.Linear(14, VOCAB)
+        self.recurrent = getattr(nn, kind)(10, 14, 2, batch_first=True, bidirectional=False)
+        self.cell = nn.LSTMCell(14, 14)
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        hidden, _ = self.recurrent(self.embed(ids[:, :-1]))
+        last, _ = self.cell(hidden[:, -1])
+        loss = F.cross_entropy(self.out(hidden).flatten(0, 1), ids[:, 1:].flatten())
+        return loss + last.square().mean()
+
+
+class SelectiveScan(Wrapped):
+    """A state-space block as in Mamba: a causal depthwise convolution, input-dependent steps, a scan over time."""
+
+    def build(self, width: int = 12, states: int = 4) -> None:
+        self.embed, self.out = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        self.norm, self.gate = nn.RMSNorm(width), nn.Linear(width, 2 * width, bias=False)
+        self.conv = nn.Conv1d(width, width, 4, groups=width, padding=3)
+        self.select = nn.Linear(width, width + 2 * states, bias=False)
+        self.a_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1))
+        self.skip = nn.Parameter(torch.ones(width))
+        self.states = states
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(ids[:, :-1])
+        length = x.shape[1]
+        u, z = self.gate(self.norm(x)).chunk(2, dim=-1)
+        u = F.silu(self.conv(u.transpose(1, 2))[..., :length].transpose(1, 2))
+        step, b, c = self.select(u).split([u.shape[-1], self.states, self.states], dim=-1)
+        step = F.softplus(step)
+        decay = torch.exp(step.unsqueeze(-1) * -self.a_log.exp())
+        added = (step * u).unsqueeze(-1) * b.unsqueeze(2)
+        state, outputs = torch.zeros_like(added[:, 0]), []
+        for t in range(length):
+            state = decay[:, t] * state + added[:, t]
+            outputs.append((state * c[:, t].unsqueeze(1)).sum(-1))
+        y = (torch.stack(outputs, 1) + u * self.skip) * F.silu(z)
+        return F.cross_entropy(self.out(x + y).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class _Residual(nn.Module):
+    """torchvision's BasicBlock."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
+        self.conv2, self.bn2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += self.down(x)
+        return self.relu(out)
+
+
+class ResNet(Wrapped):
+    """Batch norms over the whole batch, in-place ops, label smoothing."""
+
+    def build(self) -> None:
+        stem = [nn.Conv2d(3, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+        blocks = [_Residual(6, 6, 1), _Residual(6, 10, 2)]
+        self.net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 5))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, classes = batch
+        return F.cross_entropy(self.net(images), classes, label_smoothing=0.1)
+
+    def example_batch(self, num_rows: int, generator: torch.Generator | None = None) -> Any:
+        return _images(num_rows, generator), torch.randint(5, (num_rows,), generator=generator)
+
+
+class UNet(Wrapped):
+    """Down and up with a skip; GroupNorm, transposed convolution, interpolation."""
+
+    def build(self) -> None:
+        def block(inside: int, outside: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(2, outside), nn.SiLU(True))
+
+        self.down1, self.down2, self.up1 = block(3, 4), block(4, 8), block(8, 4)
+        self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(4, 1, 1)
+
+    def training_step(self, images: Tensor, batch_idx: int) -> Tensor:
+        first = self.down1(images)
+        second = self.down2(F.max_pool2d(first, 2))
+        merged = self.up1(torch.cat([self.up(second), first], 1))
+        coarse = F.interpolate(F.avg_pool2d(merged, 2), scale_factor=2, mode="bilinear", align_corners=False)
+        return F.binary_cross_entropy_with_logits(self.out(merged + coarse), (images[:, :1] > 0).to(images.dtype))
+
+    def example_batch(self, num_rows: int, generator: torch.Generator | None = None) -> Any:
+        return _images(num_rows, generator)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounds forward, scales the gradient backward: not the gradient of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, None]:
+        ctx.save_for_backward(x, weight)
+        ctx.levels = levels
+        return torch.round(x * levels) / levels * weight, None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad * weight * 0.5, (grad * x).flatten(0, -2).sum(0), None
+
+
+@torch.library.custom_op("alpa_tests::rotate", mutates_args=())
+def rotate(x: Tensor, shift: int) -> Tensor:
+    """Moves every row's elements: rows are independent, which no rule says."""
+    return torch.roll(x, shift, -1) * x.shape[-1]
+
+
+rotate.register_fake(lambda x, shift: torch.empty_like(x))
+rotate.register_autograd(
+    lambda ctx, grad: (torch.roll(grad, -ctx.shift, -1) * grad.shape[-1], None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shift", inputs[1]),
+)
+
+
+@torch.library.custom_op("alpa_tests::sort_all", mutates_args=())
+def sort_all(x: Tensor) -> Tensor:
+    """Nothing of it is independent of the rest."""
+    return x.flatten().sort().values.view_as(x)
+
+
+sort_all.register_fake(lambda x: torch.empty_like(x))
+
+
+class CustomOps(Wrapped):
+    """A custom autograd Function, a custom op without rule that can be split, and one that cannot."""
+
+    def build(self) -> None:
+        self.embed, self.inside, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, 10), nn.Linear(10, VOCAB)
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        hidden = torch.tanh(self.inside(self.embed(ids[:, :-1])))
+        rounded, nothing = _StraightThrough.apply(hidden, self.scale, 8)
+        assert nothing is None
+        hidden = rotate(rounded, 2) + sort_all(hidden.detach())
+        return F.cross_entropy(self.out(hidden).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Indices(Wrapped):
+    """Integers, masks and positions: arange, full, one_hot, cumsum, topk, sort, scatter, gather, index_add."""
+
+    def build(self, width: int = 8) -> None:
+        self.embed, self.position, self.out = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width), nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros(VOCAB))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        rows, length = ids.shape
+        self.steps += 1
+        self.seen.index_add_(0, ids.flatten(), torch.ones(rows * length, dtype=self.seen.dtype))
+        mask = ids > 3
+        x = self.embed(ids) + self.position(torch.arange(length).expand(rows, -1)) * mask.unsqueeze(-1)
+        x = x.masked_fill(torch.full((length, 1), False), 0.0).cumsum(1) / (mask.cumsum(1) + 1).unsqueeze(-1)
+        best, where = x.norm(dim=-1).topk(3, dim=1)
+        picked = x.gather(1, where.unsqueeze(-1).expand(-1, -1, x.shape[-1])) * best.softmax(-1).unsqueeze(-1)
+        spread = torch.zeros_like(x).scatter(1, where.unsqueeze(-1).expand_as(picked), picked)
+        order = x.detach().sum(-1).argsort(1)
+        hot = F.one_hot(ids % 5, 5).to(x.dtype)
+        logits = self.out(spread + x.sort(dim=1).values + x.take_along_dim(order.unsqueeze(-1), 1))
+        return -(hot * logits.log_softmax(-1)).sum(-1).mean() + logits[torch.arange(rows), 0, ids[:, 0] % 5].mean()
+
+
+OTHERS: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
+    "lstm": (Recurrent, {}),
+    "gru": (Recurrent, {"kind": "GRU"}),
+    "scan": (SelectiveScan, {}),
+    "resnet": (ResNet, {}),
+    "unet": (UNet, {}),
+    "custom_ops": (CustomOps, {}),
+    "indices": (Indices, {}),
+}
+CASES = {**HUGGING_FACE, **OTHERS}
 
 
 def record_case(name: str, strategy: dict[str, Any] | None, world_size: int, optimizer: str = "adamw") -> dict:

@@ -1,0 +1,115 @@
+"""Rules are proved over PyTorch's own operator database: every strategy, run in shards, gives the whole op's result."""
+
+from __future__ import annotations
+
+import pytest
+
+from alpa_strategy.cli import main
+from alpa_strategy.coverage.judge import NONE_EXISTS, divides, judge, refutation
+from alpa_strategy.coverage.report import load, merged, op_table, summary
+from alpa_strategy.coverage.samples import CapturedCall, captured_calls, database
+from alpa_strategy.errors import OptionError
+from alpa_strategy.sharding import axis_strategies
+from alpa_strategy.sharding.op import AxisStrategy
+
+pytest.importorskip("expecttest")
+
+REPRESENTATIVE = frozenset(
+    [
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "cumsum",
+        "einsum",
+        "gather",
+        "index_add",
+        "index_put",
+        "index_select",
+        "linalg.cholesky",
+        "linalg.solve",
+        "masked_fill",
+        "max",
+        "sort",
+        "scatter_add",
+        "scatter_reduce",
+        "softmax",
+        "std",
+        "topk",
+        "tril",
+        "unfold",
+        "where",
+        "var_mean",
+        "fft.rfft",
+        "nn.functional.conv2d",
+        "nn.functional.conv_transpose2d",
+        "nn.functional.cross_entropy",
+        "nn.functional.embedding",
+        "nn.functional.embedding_bag",
+        "nn.functional.gelu",
+        "nn.functional.glu",
+        "nn.functional.grid_sample",
+        "nn.functional.group_norm",
+        "nn.functional.instance_norm",
+        "nn.functional.interpolate",
+        "nn.functional.kl_div",
+        "nn.functional.layer_norm",
+        "nn.functional.max_pool2d",
+        "nn.functional.nll_loss",
+        "nn.functional.pad",
+        "nn.functional.pixel_shuffle",
+        "nn.functional.scaled_dot_product_attention",
+        "nn.functional.smooth_l1_loss",
+        "nn.functional.triplet_margin_loss",
+    ]
+)
+
+
+def calls_of(infos, samples: int) -> list[CapturedCall]:
+    return [c for c in captured_calls(infos, samples) if isinstance(c, CapturedCall)]
+
+
+def test_a_representative_part_has_proved_rules():
+    verdicts = judge(calls_of([info for info in database() if info.name in REPRESENTATIVE], 2), axis_sizes=(2,), most=2)
+    assert [text for v in verdicts for text in v.wrong] == []
+    missing = [v for v in verdicts if not v.sharded and not v.why.startswith(NONE_EXISTS)]
+    assert missing == []
+    assert sum(v.num_proved for v in verdicts) > 200
+
+
+def test_a_wrong_strategy_is_found_out():
+    (call, *_) = (
+        c for c in calls_of([i for i in database() if i.name == "softmax"], 2) if "softmax" in str(c.call.target)
+    )
+    dim = dict(enumerate(call.call.args))[1] % len(call.call.operands[0].shape)
+    assert refutation(call.call, AxisStrategy.parse(f"S{dim}->S{dim}"), 2, call.operands) is not None
+    right = [s for s in axis_strategies(call.call, 2) if divides(s)]
+    assert all(refutation(call.call, s, 2, call.operands) is None for s in right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_the_whole_database_and_the_stored_findings(part):
+    verdicts = judge(calls_of(database()[part::8], 6))
+    assert [text for v in verdicts for text in v.wrong] == []
+    stored = {v.op: v for v in load()}
+    for verdict in verdicts:
+        assert bool(stored[verdict.op].sharded) >= bool(verdict.sharded), verdict.op
+
+
+def test_the_stored_findings_cover_what_can_be_covered():
+    verdicts = load()
+    assert not any(v.wrong for v in verdicts)
+    missing = [v.op for v in verdicts if not v.sharded and not v.why.startswith(NONE_EXISTS)]
+    assert len(missing) <= 0.05 * len(verdicts)
+    assert merged([*verdicts, *verdicts])[0].num_calls == 2 * verdicts[0].num_calls
+    assert "wrong: 0" in summary(verdicts)
+
+
+def test_the_table_of_ops_says_rule_origin_and_proof(capsys):
+    assert main(["ops", "aten.linear"]) == 0
+    shown = capsys.readouterr().out
+    assert "notation" in shown
+    assert "runs" in shown
+    with pytest.raises(OptionError, match="no op matches"):
+        op_table("no such op")
