@@ -311,7 +311,7 @@ def first_of_equals(i):
 
 
 def all_true(m):
-    return m | m.all()
+    return m ^ m.all()
 
 
 @pytest.mark.parametrize("target", [flag_of_large, ties_in_order, first_of_equals])
