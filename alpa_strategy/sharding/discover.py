@@ -188,12 +188,12 @@ def _plain_torch() -> Iterator[None]:
 
 
 def _trusts_its_data(call: OpCall) -> bool:
-    """ATen's backward kernels take positions for granted that their forward wrote down: other ones corrupt memory."""
+    """ATen kernels that take positions for granted (of a forward, of their caller): other ones corrupt memory."""
     if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
         return False
     integers = any(not (m.dtype.is_floating_point or m.dtype.is_complex) for m in call.operands)
     name = call.target._schema.name
-    return integers and (name.endswith("_backward") or name in ("aten::segment_reduce", "aten::_unsafe_index"))
+    return integers and (name.endswith("_backward") or "_unsafe_" in name or name == "aten::segment_reduce")
 
 
 def _is_mutating(call: OpCall) -> bool:
