@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from alpa_strategy.coverage.judge import NONE_EXISTS, OpVerdict
@@ -108,11 +109,11 @@ def _row(verdict: OpVerdict | None, line: tuple[str, str] | None) -> tuple[str, 
     """(origin, rule, proof) of one op."""
     if verdict is None:
         origin, text = line or ("", "")
-        return origin, text, "in the tests"
+        return origin, escape(text), "in the tests"
     if not verdict.sharded:
         return verdict.origin, f"[dim]replicated: {verdict.why}[/dim]", ""
     text = line[1] if line and line[1] else "  ".join(verdict.sharded[:4])
     if len(verdict.sharded) > 4 and not (line and line[1]):
         text += f"  and {len(verdict.sharded) - 4} more"
     proof = f"{verdict.num_proved} runs" if not verdict.wrong else f"[red]{len(verdict.wrong)} wrong[/red]"
-    return verdict.origin, text.replace("[", r"\["), proof
+    return verdict.origin, escape(text), proof
