@@ -552,6 +552,7 @@ class AlpaStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Called after exceptions too: no collectives here."""
+        self._shards_for_evaluation = False
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
