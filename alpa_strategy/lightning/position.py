@@ -23,7 +23,7 @@ class Pass:
         num_drawn: batches that were taken from it.
         num_ahead: of those, how many the Trainer has not used yet.
         before_last: random state before the last of them was taken, where that is known.
-        epoch: of its sampler.
+        epoch: of its sampler, None where that has none.
         now: random state with which the training goes on.
     """
 
@@ -88,11 +88,12 @@ class _Iteration:
         self._is_sized = _is_sized(loader)
         self.num_drawn, self.before_last = 0, None
         in_the_middle = resume is not None and resume.start is not None
-        if in_the_middle:
-            set_random_state(resume.start)
+        if resume is not None:
+            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
             _set_epoch(loader, resume.epoch)
-        elif resume is not None and resume.now is not None:
-            set_random_state(resume.now)
+            state = resume.start if in_the_middle else resume.now
+            if state is not None:
+                set_random_state(state)
         self.start = random_state()
         self.epoch = _epoch(loader)
         self._iterator = iter(loader)

@@ -79,8 +79,10 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
 
 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
-    if at is None or not in_the_middle:
+    if at is None:
         return Pass(None, 0, 0, None, None, now)
+    if not in_the_middle:
+        return Pass(None, 0, 0, None, None if at["epoch"] is None else at["epoch"] + 1, now)
     return Pass(**{**at, "now": now})
 
 

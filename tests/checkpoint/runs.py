@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from equality.harness import Rows
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from models import GPT
 from torch.utils.data import DataLoader
 
@@ -79,7 +79,7 @@ def make_trainer(root: str, options: dict[str, Any] | None, devices: int, **argu
         "accelerator": "cpu",
         "precision": "64-true",
         "logger": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in arguments.get("callbacks", ())),
+        "enable_checkpointing": any(isinstance(c, Checkpoint) for c in arguments.get("callbacks", ())),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "default_root_dir": root,
@@ -97,10 +97,10 @@ def make_model(**kwargs: Any) -> Scheduled:
         torch.set_default_dtype(torch.float32)
 
 
-def make_loader(model: GPT, devices: int, shuffle: bool = True, steps: int = STEPS_PER_EPOCH) -> DataLoader:
-    """`steps` batches on every rank; the Trainer adds the sampler."""
+def make_loader(model: GPT, devices: int, steps: int = STEPS_PER_EPOCH) -> DataLoader:
+    """`steps` batches an epoch on every rank, shuffled; the Trainer adds the sampler."""
     rows = Rows(model.example_batch(ROWS_PER_STEP * steps, torch.Generator().manual_seed(3)))
-    return DataLoader(rows, batch_size=ROWS_PER_STEP // devices, shuffle=shuffle)
+    return DataLoader(rows, batch_size=ROWS_PER_STEP // devices, shuffle=True)
 
 
 def fit(
@@ -109,8 +109,10 @@ def fit(
     devices: int,
     max_steps: int,
     ckpt_path: str | None = None,
-    shuffle: bool = True,
+    steps: int = STEPS_PER_EPOCH,
     model_kwargs: dict[str, Any] | None = None,
+    loader: Any = None,
+    val_loader: Any = None,
     **arguments: Any,
 ) -> tuple[pl.Trainer, Scheduled, dict[int, dict[str, Any]]]:
     """Train to `max_steps`; what `Recorder` saw."""
@@ -119,7 +121,9 @@ def fit(
     trainer = make_trainer(root, options, devices, max_steps=max_steps, callbacks=callbacks, **arguments)
     model = make_model(**(model_kwargs or {}))
     torch.manual_seed(11)  # dropout; every rank alike, as after seed_everything
-    trainer.fit(model, make_loader(model, devices, shuffle), ckpt_path=ckpt_path)
+    if loader is None:
+        loader = make_loader(model, devices, steps)
+    trainer.fit(model, loader, val_loader, ckpt_path=ckpt_path)
     return trainer, model, recorder.steps
 
 

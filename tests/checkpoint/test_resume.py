@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.runs import ONE_STAGE, PIPELINE, Keep, assert_bitwise, checkpoint_at, fit
+import torch
+from checkpoint.runs import (
+    ONE_STAGE,
+    PIPELINE,
+    Keep,
+    assert_bitwise,
+    checkpoint_at,
+    fit,
+    make_loader,
+    make_model,
+)
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from alpa_strategy.checkpoint.directory import is_checkpoint
 
@@ -29,3 +41,76 @@ def resume_twice(root: str, options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_resume_is_bitwise(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_twice, str(tmp_path), CASES[case]) == [True, True]
+
+
+def resume_the_others(root: str) -> bool:
+    """Saves that a Trainer makes at other moments, in one kind of run."""
+    options = ONE_STAGE["zero3"]
+    accumulate = {"accumulate_grad_batches": 2, "limit_train_batches": 6}
+    for name, arguments in {"accumulate": accumulate, "validate": {"val_check_interval": 3}}.items():
+        folder = f"{root}/{name}"
+        val = make_loader(make_model(), 2, 1) if name == "validate" else None
+        keep = Keep(f"{folder}/kept", 1)
+        plugins = [AsyncCheckpointIO()] if name == "accumulate" else []
+        extra = {"steps": 8, "val_loader": val, **arguments}
+        _, _, expected = fit(folder, options, 2, 5, callbacks=[keep], plugins=plugins, **extra)
+        for step in (2, 3):
+            _, _, steps = fit(folder, options, 2, 5, ckpt_path=checkpoint_at(folder, step), **extra)
+            assert steps.keys() >= set(range(step + 1, 6))
+            assert_bitwise(steps, {step: expected[step] for step in steps})
+    # A training that `max_steps` ended in the middle of an epoch, saved when it was over, goes on in that epoch.
+    trainer, _, _ = fit(f"{root}/ended", options, 2, 3)
+    trainer.save_checkpoint(f"{root}/ended.ckpt")
+    trainer, _, steps = fit(f"{root}/ended", options, 2, 6, ckpt_path=f"{root}/ended.ckpt")
+    _, _, expected = fit(f"{root}/ended", options, 2, 6)
+    assert_bitwise(steps, {step: expected[step] for step in range(4, 7)})
+    assert trainer.current_epoch == 2
+    return True
+
+
+def test_whenever_it_was_saved(pool, tmp_path: Path) -> None:
+    assert pool.run(2, resume_the_others, str(tmp_path)) == [True, True]
+
+
+class Noisy(Dataset):
+    """Rows that are changed at random when they are loaded."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, targets = self.rows[index]
+        return torch.where(torch.rand(tokens.shape) < 0.2, torch.randint(33, tokens.shape), tokens), targets
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, noisy: Noisy) -> None:
+        self.noisy = noisy
+
+    def __iter__(self) -> Any:
+        return (self.noisy[i] for i in torch.randperm(len(self.noisy)).tolist())
+
+
+@pytest.mark.parametrize("kind", ["random sampler", "iterable", "workers"])
+def test_random_data_on_one_device(tmp_path: Path, kind: str) -> None:
+    """Everything draws from the default generator, in turns: the sampler, the dataset, dropout."""
+    root = str(tmp_path)
+
+    def loader() -> DataLoader:
+        noisy = Noisy(make_loader(make_model(), 1).dataset)
+        if kind == "iterable":
+            return DataLoader(Stream(noisy), batch_size=8)
+        return DataLoader(noisy, batch_size=8, shuffle=True, num_workers=int(kind == "workers"))
+
+    _, _, expected = fit(root, {}, 1, 6, callbacks=[Keep(f"{root}/kept", 2)], loader=loader())
+    for step in (2, 4):
+        torch.manual_seed(step)
+        path = checkpoint_at(root, step)
+        assert Path(path).is_file()
+        _, _, steps = fit(root, {}, 1, 6, ckpt_path=path, loader=loader())
+        assert_bitwise(steps, {step: expected[step] for step in range(step + 1, 7)})

@@ -1,0 +1,121 @@
+"""What one plan saved, any other loads: other numbers of devices, layouts and cuts, and a plain module."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from checkpoint.runs import ONE_STAGE, PIPELINE, Scheduled, assert_bitwise, fit, make_loader, make_model, make_trainer
+
+from alpa_strategy import AlpaStrategy, export_checkpoint, open_checkpoint
+from alpa_strategy.cli import main
+
+
+class Loaded(pl.Callback):
+    """What the first step of a resumed training begins with: whole parameters and optimizer state; then it stops."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, AlpaStrategy):
+            self.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+            self.optimizer = deepcopy(optimizer.state_dict())
+        else:
+            store = strategy.store
+            self.parameters = {name: store.gather(store.name_of(p)).clone() for name, p in module.named_parameters()}
+            self.optimizer = deepcopy(strategy._run.whole_optimizer_state_dict(strategy.optimizers[0]))
+        trainer.should_stop = True
+
+
+def load(root: str, options: dict[str, Any] | None, devices: int, path: str) -> dict[str, Any]:
+    """Parameters and optimizer state that a training resumed from `path` begins with."""
+    loaded = Loaded()
+    trainer = make_trainer(root, options, devices, max_steps=4, callbacks=[loaded])
+    model = make_model()
+    trainer.fit(model, make_loader(model, 2), ckpt_path=path)  # 4 rows on each rank, however many there are
+    return {"parameters": loaded.parameters, "optimizer": loaded.optimizer}
+
+
+def save(root: str, options: dict[str, Any], devices: int, path: str) -> dict[str, Any]:
+    """Two steps, then a checkpoint in the middle of training; what was in memory."""
+    seen = Seen(path)
+    fit(root, options, devices, 2, callbacks=[seen])
+    return seen.state
+
+
+class Seen(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *unused: Any) -> None:
+        if trainer.global_step == 2:
+            store = trainer.strategy.store
+            self.state = {
+                "parameters": {n: store.gather(store.name_of(p)).clone() for n, p in module.named_parameters()},
+                "optimizer": trainer.strategy._run.whole_optimizer_state_dict(trainer.strategy.optimizers[0]),
+            }
+            trainer.save_checkpoint(self.path)
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_bitwise(found["parameters"], expected["parameters"])
+    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    assert_bitwise(found["optimizer"], expected["optimizer"])
+
+
+@pytest.mark.parametrize("saved", ["pipeline", "tensor"])
+def test_saved_on_four_ranks(pool, tmp_path: Path, saved: str) -> None:
+    root, path = str(tmp_path), str(tmp_path / "four.ckpt")
+    options = {**PIPELINE, "parallel": "zero3"} if saved == "pipeline" else {"parallel": "tensor"}
+    expected = pool.run(4, save, root, options, 4, path)[0]
+    written = [file.stat().st_size for file in Path(path).glob("*.distcp")]
+    assert len(written) == 4
+    assert max(written) < 2 * min(written)  # each rank writes its share
+    loads = [(1, {}), (2, PIPELINE), (2, ONE_STAGE["tensor"]), (3, ONE_STAGE["zero3"]), (4, ONE_STAGE["zero2"])]
+    for devices, other in loads if saved == "pipeline" else [(2, PIPELINE), (3, ONE_STAGE["tensor"])]:
+        for found in pool.run(devices, load, root, other, devices, path):
+            assert_same_state(found, expected)
+    plain = str(tmp_path / "plain.ckpt")
+    assert main(["export", path, plain]) == 0
+    model = Scheduled.load_from_checkpoint(plain)
+    assert_bitwise({n: p.detach() for n, p in model.named_parameters()}, expected["parameters"])
+    assert_same_state(load(root, None, 1, plain), expected)
+    assert_bitwise(dict(open_checkpoint(path)["state_dict"]), dict(torch.load(plain)["state_dict"]))
+    # And back: an ordinary file, on several devices.
+    for found in pool.run(2, load, root, PIPELINE, 2, plain):
+        assert_same_state(found, expected)
+
+
+def test_export_of_nothing_is_a_clear_error(tmp_path: Path, capsys) -> None:
+    (tmp_path / "half.ckpt").mkdir()
+    assert main(["export", str(tmp_path / "half.ckpt"), str(tmp_path / "out.ckpt")]) == 2
+    assert "not a complete checkpoint" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "none.ckpt"), str(tmp_path / "out.ckpt")]) == 2
+    assert not (tmp_path / "out.ckpt").exists()
+    with pytest.raises(FileNotFoundError):
+        export_checkpoint(tmp_path / "none.ckpt", tmp_path / "out.ckpt")
+
+
+@pytest.mark.parametrize("schedule", [True, False], ids=["schedule", "no schedule"])
+def test_from_an_ordinary_checkpoint(pool, tmp_path: Path, schedule: bool) -> None:
+    """plain -> 2 ranks -> plain equals the plain training that was never interrupted, with clipping."""
+    root = str(tmp_path)
+    alone = {"steps": 1, "model_kwargs": {"dropout": 0.0, "schedule": schedule}}  # the order of rows does not matter
+    _, _, expected = fit(root, None, 1, 4, **alone)
+    trainer, _, _ = fit(root, None, 1, 2, **alone)
+    trainer.save_checkpoint(f"{root}/2.ckpt")
+    for options in (PIPELINE, ONE_STAGE["zero3"]):
+        found = pool.run(2, one_step, root, options, alone)[0]
+        torch.testing.assert_close(found, {3: expected[3]}, rtol=1e-9, atol=1e-9)
+        export_checkpoint(f"{root}/3.ckpt", f"{root}/plain.ckpt")
+        _, _, found = fit(root, None, 1, 4, ckpt_path=f"{root}/plain.ckpt", **alone)
+        torch.testing.assert_close(found, {4: expected[4]}, rtol=1e-9, atol=1e-9)
+
+
+def one_step(root: str, options: dict[str, Any], arguments: dict[str, Any]) -> dict[int, Any]:
+    trainer, _, steps = fit(root, options, 2, 3, ckpt_path=f"{root}/2.ckpt", **arguments)
+    trainer.save_checkpoint(f"{root}/3.ckpt")
+    return steps
