@@ -47,6 +47,7 @@ from alpa_strategy.lightning.meta import (
 )
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 from alpa_strategy.runtime.failure import FailureWatch, job_store
+from alpa_strategy.runtime.rendezvous import fresh_store, store_is_reused
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
@@ -201,11 +202,16 @@ class AlpaStrategy(ParallelStrategy):
     def _connect(self) -> None:
         """Join the job's process group, and watch the other ranks."""
         assert self.cluster_environment is not None
+        store: dict[str, Any] = {}
+        if store_is_reused() and not dist.is_initialized():
+            place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
+            store = {"store": fresh_store(*place, self.limits.collective_timeout_seconds)}
         _init_dist_connection(
             self.cluster_environment,
             _get_default_process_group_backend_for_device(self.root_device),
             timeout=timedelta(seconds=self.limits.collective_timeout_seconds),
             device_id=self.root_device if self.root_device.type != "cpu" else None,
+            **store,
         )
         self._watch = FailureWatch(
             job_store(),

@@ -80,7 +80,11 @@ def test_saved_on_four_ranks(pool, tmp_path: Path, saved: str) -> None:
             assert_same_state(found, expected)
     plain = str(tmp_path / "plain.ckpt")
     assert main(["export", path, plain]) == 0
-    model = Scheduled.load_from_checkpoint(plain)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Scheduled.load_from_checkpoint(plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert_bitwise({n: p.detach() for n, p in model.named_parameters()}, expected["parameters"])
     assert_same_state(load(root, None, 1, plain), expected)
     assert_bitwise(dict(open_checkpoint(path)["state_dict"]), dict(torch.load(plain)["state_dict"]))
