@@ -197,7 +197,7 @@ class AlpaStrategy(ParallelStrategy):
         self._interrupted = False
         if self.world_size > 1:
             self._connect()
-        self._checkpoints.begin(self.lightning_module.trainer)
+        self._checkpoints.begin(self.lightning_module.trainer, self._run)
 
     def _connect(self) -> None:
         """Join the job's process group, and watch the other ranks."""
@@ -613,7 +613,10 @@ class AlpaStrategy(ParallelStrategy):
         if getattr(plugin, "scaler", None) is not None and self.world_size > 1:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+            scale = plugin.scaler.state_dict()  # of a checkpoint, where one was loaded
             plugin.scaler = ShardedGradScaler(self.root_device.type)
+            if scale:
+                plugin.scaler.load_state_dict(scale)
 
     def _show_plan(self) -> None:
         assert self._run is not None

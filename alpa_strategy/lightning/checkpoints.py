@@ -58,10 +58,11 @@ class Checkpoints:
         self._parameters: dict[str, Tensor] = {}  # of parameters that are still to be made
         self._left_alone = False
 
-    def begin(self, trainer: Any) -> None:
-        """A run of the Trainer begins. Collective."""
+    def begin(self, trainer: Any, run: Any) -> None:
+        """A run of the Trainer begins; `run`: a training that has left its module in shards. Collective."""
         self._trainer = trainer
         self._forget()
+        self._run = run
         self._meeting, self._num_meetings = RankZero(MEET_SECONDS), 0
 
     # Loading
