@@ -79,6 +79,11 @@ def is_view(call: OpCall) -> bool:
     return False
 
 
+def is_plain_view(call: OpCall) -> bool:
+    """True when neither the forward nor the backward touches elements: the gradient is a view as well."""
+    return op_base_name(call) in PLAIN_VIEWS
+
+
 def argument(call: OpCall, index: int, name: str, default: Any) -> Any:
     """An argument given by position or by name; `default` where it was left out."""
     if len(call.args) > index:

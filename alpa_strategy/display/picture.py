@@ -7,6 +7,7 @@ from html import escape
 
 from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
 from alpa_strategy.display.numbers import format_bytes, format_seconds
+from alpa_strategy.display.ops_strip import ops_strip_svg
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
 from alpa_strategy.plan.plan import Plan, StagePlan
@@ -27,6 +28,8 @@ def plan_svg(plan: Plan) -> str:
             body.append(f'<path d="M{WIDTH / 2} {y - 14} v10 m-4 -4 l4 4 l4 -4" stroke="{SOFT}" fill="none"/>')
         y = _stage(body, plan, index, stage, y)
     y = _legend(body, plan, y + 8)
+    drawn, height = ops_strip_svg(plan, MARGIN, y + 8, WIDTH - 2 * MARGIN)
+    body, y = body + drawn, y + height + (16 if drawn else 0)
     if (clock := plan_timeline(plan, MAX_DRAWN["picture"])) is not None:
         drawn, height = timeline_svg(clock, MARGIN, y + 8, WIDTH - 2 * MARGIN)
         body, y = body + drawn, y + height + 24

@@ -394,3 +394,24 @@ def _no_fingerprint():
     from alpa_strategy.plan.plan import Fingerprint
 
     return Fingerprint("", "", "", "", "", "")
+
+
+def plan_job(job: CostJob, meshes: Sequence[tuple[int, int]], store: CostStore | None = None) -> Plan:
+    """The best plan of one job, without a fingerprint: what `plan_pipeline` does for each number of micro-batches.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    found = _solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf)
+    failures = [f"no stages fit into {job.memory_limit:.3g} bytes a device"]
+    for candidate in found[:4]:
+        try:
+            return _solved_plan(candidate, meshes)
+        except PlanError as error:
+            failures.append(error.problem)
+    raise PlanError("; ".join(failures), "use more devices, or raise memory_limit")
+
+
+def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
+    """What the stage DP reads, of the runs on all submeshes."""
+    return _tables(job, meshes, runs)

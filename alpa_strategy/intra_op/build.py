@@ -6,7 +6,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (
     OpOptions,
@@ -23,6 +24,7 @@ from alpa_strategy.intra_op.options import (
     op_options,
     parameter_options,
     whole_only,
+    without_parameters,
 )
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.options import OptimizerInfo
@@ -149,6 +151,7 @@ def build(
     ops = tuple(
         whole_only(tables.op(op.call)) if constants.issuperset(op.results) else tables.op(op.call) for op in step.ops
     )
+    ops = tuple(_with_resident_parameters(step, ops, mesh))
     choices = [
         Choice(p.name, options.seconds, options.num_bytes)
         for p, options in zip(step.parameters, parameters, strict=True)
@@ -218,6 +221,15 @@ def build(
         layouts.append(named)
     problem = Problem(tuple(choices), tuple(transfers), memory_limit)
     return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent, tables.steps_per_update)
+
+
+def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:
+    given = {p.value: p.meta for p in step.parameters}
+    for op, options in zip(step.ops, ops, strict=True):
+        metas = [given.get(value) for value in op.operands]
+        if is_plain_view(op.call) and metas[0] is not None:
+            given.update((value, step.values[value]) for value in op.results)
+        yield without_parameters(options, metas, mesh) if any(metas) else options
 
 
 def constant_values(step: StepGraph) -> frozenset[int]:

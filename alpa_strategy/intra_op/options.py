@@ -5,6 +5,7 @@ Everything here depends only on an op's `OpCall` or a parameter's metadata, so i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -12,6 +13,7 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
+from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.plan.plan import ParameterPlan
@@ -49,7 +51,8 @@ class OpOptions:
         seconds: compute (forward and backward) plus the collectives inside local implementations.
         num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
         saved: which operands autograd keeps.
-        temporary_bytes: largest short-lived memory of an option: operands, results and their gradients.
+        temporary_bytes: largest short-lived memory of an option: gradients of operands and results, and those of them
+            that are not kept for the backward anyway.
         forward_seconds: the forward's part of compute and collectives (what recomputation repeats).
     """
 
@@ -181,8 +184,10 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         extra = saved.extra_bytes * divided
         extra += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
         kept.append(extra)
-        around = sum(m.num_bytes for m in (*local.operands, *local.results))
-        grads = sum(m.num_bytes for m in (*local.operands, *local.results) if m.requires_grad)
+        keeps = (*saved.operands, *saved.results)  # counted with what is kept for the backward
+        tensors = (*local.operands, *local.results)
+        around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
+        grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
         temporary.append(around + grads + saved.temporary_bytes * divided)
     num_operands, num_results = len(call.operands), len(call.results)
     return OpOptions(
@@ -205,6 +210,18 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
 def whole_only(options: OpOptions) -> OpOptions:
     """Only the strategy that repeats the whole op on every device (the first)."""
     return replace(options, **{f.name: getattr(options, f.name)[:1] for f in fields(options) if f.name != "saved"})
+
+
+def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh) -> OpOptions:
+    """The op where some operands are parameters (their `metas`, None elsewhere): these are no short-lived memory.
+
+    A stored parameter counts where it is stored, a gathered one with the largest gathered copy.
+    """
+    resident = np.zeros(len(options.strategies))
+    for position, (meta, keep) in enumerate(zip(metas, options.saved.operands, strict=True)):
+        if meta is not None and not keep:
+            resident += [local_bytes(meta, inputs[position], mesh.shape) for inputs in options.inputs]
+    return replace(options, temporary_bytes=options.temporary_bytes - resident) if resident.any() else options
 
 
 def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
