@@ -29,10 +29,10 @@ def test_kinds(strategy, kind):
 
 
 def test_every_product_has_a_box_and_data_parallelism_divides_the_batch():
-    module = MODELS["convnet"]()
+    module = MODELS["convnet"](channels=64, image_size=64)  # large enough that dividing it pays
     cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
     options = PlanOptions(parallel="data")
-    plan = make_plan(module, module.example_batch(8, torch.Generator().manual_seed(0)), cluster, options)
+    plan = make_plan(module, module.example_batch(64, torch.Generator().manual_seed(0)), cluster, options)
     found = products(plan.stages[0])
     assert [kinds for _, kinds in found] == [("batch",)] * 3  # two convolutions and the head
     root = ElementTree.fromstring(plan_svg(plan))
