@@ -17,6 +17,8 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.op import OpCall
 
+LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
+
 
 def measured_costs(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
@@ -24,10 +26,31 @@ def measured_costs(
     """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
     from alpa_strategy.plan.make import logical_shapes
 
-    table = OpTable.load(job.folder / "costs" / "ops.json")
     calls: set[OpCall] = set()
     for shape in logical_shapes(options, cluster):
         calls |= local_calls(step, shape)
+    return _timed(calls, cluster, job, budget_seconds)
+
+
+def measured_stage_costs(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
+) -> RooflineCosts:
+    """The same with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
+    from alpa_strategy.inter_op.make import microbatch_counts
+    from alpa_strategy.inter_op.microbatch import microbatch
+
+    num_ranks = cluster.num_devices if step.batch_scope == "rank" else 1
+    likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
+    calls: set[OpCall] = set()
+    for count in likely[:LIKELY_COUNTS]:
+        graph = microbatch(step, count, num_ranks).graph
+        for size in {1, cluster.devices_per_node}:
+            calls |= local_calls(graph, (size,))
+    return _timed(calls, cluster, job, budget_seconds)
+
+
+def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float) -> RooflineCosts:
+    table = OpTable.load(job.folder / "costs" / "ops.json")
     known = len(table)
     with torch.enable_grad():
         measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.blame import user_line
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from alpa_strategy.inter_op.follow import Pins
 
 Progress = Callable[[str], AbstractContextManager]
+STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
 
@@ -256,14 +258,28 @@ def _plan_on_rank_zero(
     def make() -> Plan:
         from alpa_strategy.plan.choose import choose_plan
 
-        costs = None
-        if cluster.measured:
-            from alpa_strategy.lightning.costs import measured_costs
+        if not cluster.measured:
+            return choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned)
+        from alpa_strategy.lightning.costs import measured_costs, measured_stage_costs
 
-            with job.progress("time ops"):
-                budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
-                costs = measured_costs(step, cluster, options, job, budget)
-        return choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned, costs=costs)
+        with job.progress("time ops"):
+            budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
+            costs = measured_costs(step, cluster, options, job, budget)
+
+        def stage_costs() -> OpCosts:
+            with job.progress("time ops of stages"):
+                return measured_stage_costs(step, cluster, options, job, STAGES_BUDGET)
+
+        return choose_plan(
+            step,
+            cluster,
+            options,
+            optimizer,
+            progress=job.progress,
+            pinned=pinned,
+            costs=costs,
+            stage_costs=stage_costs,
+        )
 
     return _stored(wanted, job, make)
 

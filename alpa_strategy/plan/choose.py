@@ -10,6 +10,7 @@ from dataclasses import replace
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.make import microbatch_counts, plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
@@ -33,8 +34,11 @@ def choose_plan(
     pinned: Mapping[str, ParameterPlan] | None = None,
     costs: OpCosts | None = None,
     store: CostStore | None = None,
+    stage_costs: Callable[[], OpCosts] | None = None,
 ) -> Plan:
     """A plan of one stage, or a pipeline; arguments as for `plan_step` and `plan_pipeline`.
+
+    `stage_costs` makes the op costs of pipelines, when they are looked at (default: `costs`).
 
     A pipeline is made when the options ask for one. Else it is where micro-batches give exactly the whole batch's
     result, and no single stage fits or the pipeline is predicted to be faster by `MARGIN` than the best one, whose
@@ -43,24 +47,34 @@ def choose_plan(
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
+
+    def of_stages() -> OpCosts | None:
+        return costs if stage_costs is None else stage_costs()
+
     if options.asks_for_pipeline and pinned is None:
         if cluster.num_devices == 1:
             raise PlanError(
                 "num_microbatches, num_stages, schedule and remat need at least 2 devices",
                 "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
             )
-        return plan_pipeline(step, cluster, options, optimizer, costs, progress, store)
+        return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
     may_be_pipelined = pinned is None and _may_be_pipelined(step, cluster, options)
     try:
         one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
         if may_be_pipelined:
             try:
-                return plan_pipeline(step, cluster, options, optimizer, costs, progress, store)
+                return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
             except PlanError:
                 pass
         raise
-    return _faster(one, step, cluster, options, optimizer, progress, costs, store) if may_be_pipelined else one
+    if not may_be_pipelined:
+        return one
+    seconds = hidden_seconds(one)
+    waiting = max(0.0, 1 - divided_seconds(step, cluster, costs or RooflineCosts(cluster.device)) / seconds)
+    if waiting < SCREEN:
+        return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
+    return _faster(one, step, cluster, options, optimizer, progress, of_stages(), store)
 
 
 def _faster(
@@ -74,12 +88,7 @@ def _faster(
     store: CostStore | None,
 ) -> Plan:
     """The single stage, or a pipeline that is clearly faster; a note says why."""
-    from alpa_strategy.cost.roofline import RooflineCosts
-
     seconds = hidden_seconds(one)
-    waiting = max(0.0, 1 - divided_seconds(step, cluster, costs or RooflineCosts(cluster.device)) / seconds)
-    if waiting < SCREEN:
-        return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
     started = time.perf_counter()
     try:
         limit = seconds * (1 - MARGIN)
