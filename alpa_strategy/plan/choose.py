@@ -23,6 +23,7 @@ Progress = Callable[[str], AbstractContextManager]
 MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
 SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
 BACKWARD_SHARE = 2 / 3  # of compute
+TIE = 0.02  # within this share the solved plan stays
 
 
 def choose_plan(
@@ -68,6 +69,8 @@ def choose_plan(
             except PlanError:
                 pass
         raise
+    if pinned is None:
+        one = _or_data_parallel(one, step, cluster, options, optimizer, costs)
     if not may_be_pipelined:
         return one
     seconds = hidden_seconds(one)
@@ -75,6 +78,36 @@ def choose_plan(
     if waiting < SCREEN:
         return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
     return _faster(one, step, cluster, options, optimizer, progress, of_stages(), store)
+
+
+def _or_data_parallel(
+    one: Plan,
+    step: StepGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    costs: OpCosts | None,
+) -> Plan:
+    """The solved stage, or plain data parallelism where that is faster because its reduction hides in the backward.
+
+    The ILP adds up what runs side by side: fair to all layouts but to this one, most of whose communication is hidden.
+    """
+    data = one.baselines.get("data")
+    is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
+    if data is None or not is_free or options.baselines:
+        return one
+    seconds = hidden_seconds(one)
+    if data - BACKWARD_SHARE * one.predicted.compute_seconds >= seconds:
+        return one
+    flat = replace(options, parallel="data", logical_mesh=(cluster.num_devices,))
+    try:
+        plan = plan_step(step, cluster, flat, optimizer, costs=costs)
+    except PlanError:
+        return one
+    if hidden_seconds(plan) >= seconds * (1 - TIE):
+        return one
+    plan = replace(plan, fingerprint=one.fingerprint, baselines=one.baselines, solver_seconds=one.solver_seconds)
+    return _with_note(plan, "data parallel: the reduction of gradients runs beside the backward")
 
 
 def _faster(

@@ -28,6 +28,8 @@ from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding.layout import chunk_sizes
 
 WHOLE_MESH = -1  # stands for all axes at once
+# Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
+SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class GradientReducer:
     Args:
         mesh: the mesh of the stage.
         entries: all trainable parameters, in one order on all devices; those with nothing to reduce as well.
-        bucket_bytes: a bucket is closed when it holds so many bytes.
+        bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
     """
 
     def __init__(self, mesh: MeshComm, entries: Sequence[GradientEntry], bucket_bytes: int) -> None:
@@ -162,6 +164,9 @@ class GradientReducer:
 
     def _build(self, entries: Iterable[GradientEntry]) -> None:
         """Fill buckets, gradients of one kind together; order buckets by when their last gradient comes."""
+        entries = list(entries)
+        share = sum(entry.num_bytes for entry in entries) // SEVERAL_BUCKETS
+        limit = min(self._bucket_bytes, max(share, LEAST_BUCKET_BYTES))
         closed: list[tuple[int, _Bucket]] = []
         open_buckets: dict[tuple, list[tuple[int, GradientEntry]]] = {}
 
@@ -177,7 +182,7 @@ class GradientReducer:
                 continue
             key = (entry.dtype, entry.device, tuple((stage.axis, stage.dim is None) for stage in stages))
             open_buckets.setdefault(key, []).append((position, entry))
-            if sum(member.num_bytes for _, member in open_buckets[key]) >= self._bucket_bytes:
+            if sum(member.num_bytes for _, member in open_buckets[key]) >= limit:
                 close(key)
         for key in list(open_buckets):
             close(key)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import MODELS
 
-from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.plan.choose import MARGIN, hidden_seconds
@@ -21,12 +21,13 @@ def cluster(bandwidth: float) -> ClusterSpec:
     return replace(spec, inter_node=replace(spec.inter_node, bandwidth=bandwidth))
 
 
-def plan(rows: int, bandwidth: float, store: CostStore | None = None, **options):
+def plan(rows: int, where: float | ClusterSpec, store: CostStore | None = None, **options):
     """A tower of wide linears; `rows` of the global batch."""
+    spec = where if isinstance(where, ClusterSpec) else cluster(where)
     with torch.device("meta"):
         module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
         batch = (torch.empty(rows, 2048), torch.empty(rows, 2048))
-    return make_plan(module, batch, cluster(bandwidth), PlanOptions(batch_scope="global", **options), store=store)
+    return make_plan(module, batch, spec, PlanOptions(batch_scope="global", **options), store=store)
 
 
 def test_a_pipeline_wins_where_the_network_binds():
@@ -58,6 +59,15 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
     hidden = data.predicted.step_seconds - hidden_seconds(data)
     assert reduction > 0
     assert hidden == pytest.approx(min(reduction, 2 / 3 * data.predicted.compute_seconds))
+
+
+def test_what_hides_behind_the_backward_is_not_paid_for():
+    """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward and it has time."""
+    slow = replace(cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),))
+    best, solved = plan(8192, slow), plan(8192, slow, logical_mesh=(2,))
+    assert {p.modes for p in best.stages[0].parameter_plans.values()} == {("R*",)}
+    assert any(mode[0] != "R" for p in solved.stages[0].parameter_plans.values() for mode in p.modes)
+    assert hidden_seconds(best) < hidden_seconds(solved)
 
 
 def test_planning_that_was_interrupted_resumes(tmp_path):
