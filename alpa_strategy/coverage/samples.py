@@ -80,7 +80,7 @@ def _samples(info: Any, max_samples: int) -> list[Any]:
     largest, rest = samples[: max_samples // 2], samples[max_samples // 2 :]
     step = max(1, -(-len(rest) // max(max_samples - len(largest), 1)))
     chosen = [*largest, *rest[::step]]
-    return [*chosen, *(wider for sample in chosen if (wider := _wider(sample)) is not None)]
+    return [*(wider for sample in chosen if (wider := _wider(sample)) is not None), *chosen]
 
 
 def _wider(sample: Any) -> Any | None:
