@@ -562,9 +562,12 @@ class AlpaStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self._run is not None and (self._interrupted or not self._was_large):
+        stays = self._run is not None and self._was_large and not self._interrupted
+        if self._run is not None and not stays:
             self._run.close()
-            self._run = self._evaluation = None
+            self._run = None
+        if not stays:
+            self._evaluation = None
         if not self._interrupted:
             self._checkpoints.close(interrupted=False)
         with self._recording():
