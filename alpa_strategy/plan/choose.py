@@ -129,7 +129,7 @@ def _faster(
     except PlanError:
         many = None
     spent = {"pipelines": time.perf_counter() - started}
-    # Stages that take turns on one micro-batch win only where everything is latency, which is the least sure to predict.
+    # Stages that take turns on one micro-batch win only where everything is latency, the least sure to predict.
     if many is None or many.num_microbatches == 1 or many.predicted.step_seconds > limit:
         found = f"none is faster by {MARGIN:.0%}"
         return _with_note(replace(one, solver_seconds={**one.solver_seconds, **spent}), f"no pipeline: {found}")
