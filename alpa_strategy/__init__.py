@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.fabric import NoFabric
 from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
@@ -55,3 +57,5 @@ if "alpa" not in StrategyRegistry:
     StrategyRegistry.register(
         "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"
     )
+if "alpa" not in FABRIC_REGISTRY:
+    FABRIC_REGISTRY.register("alpa", NoFabric, description="Only for the Trainer")

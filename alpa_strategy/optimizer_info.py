@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,15 +96,29 @@ def experiment(optimizer: Optimizer) -> OptimizerInfo:
             )
             for dim, size in ((0, 3), (0, 1), (1, 2), (1, 4))
         )
-        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name)
+        others = [g * 3.0 for g in grads]
+        both = _trained_together(rebuild, [start, -start], [grads, others])
+        parameter_wise = torch.allclose(both[0], whole) and torch.allclose(both[1], _trained(rebuild, -start, others))
+        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
-        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name)
+        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
 
 
 def _probe_state_bytes(optimizer: Optimizer) -> float:
-    """Bytes of state per element that one step of a copy makes on an fp32 parameter; step counters do not count."""
-    parameter = torch.nn.Parameter(torch.zeros(_SHAPE))
+    """Bytes of state per element that one step of a copy makes; step counters do not count.
+
+    On a parameter of the dtype that the optimizer's own have; the mean over the elements where those differ.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    elements = Counter[torch.dtype]()
+    for parameter in parameters:
+        elements[parameter.dtype] += parameter.numel()
+    return sum(_probe(optimizer, dtype) * n for dtype, n in elements.items()) / max(1, elements.total())
+
+
+def _probe(optimizer: Optimizer, dtype: torch.dtype) -> float:
+    parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     copied = _rebuilder(optimizer)([parameter])
     copied.step()
@@ -115,12 +130,22 @@ def _trained(
     rebuild: Callable[[list[torch.nn.Parameter]], Optimizer], start: Tensor, grads: Sequence[Tensor]
 ) -> Tensor:
     """The parameter after one optimizer step per gradient."""
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = rebuild([parameter])
-    for grad in grads:
-        parameter.grad = grad.clone()
+    return _trained_together(rebuild, [start], [grads])[0]
+
+
+def _trained_together(
+    rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
+    starts: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """Parameters of one optimizer after one step per gradient; `grads` by parameter, then by step."""
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    optimizer = rebuild(parameters)
+    for of_step in zip(*grads, strict=True):
+        for parameter, grad in zip(parameters, of_step, strict=True):
+            parameter.grad = grad.clone()
         optimizer.step()
-    return parameter.detach()
+    return [parameter.detach() for parameter in parameters]
 
 
 def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Optimizer]:

@@ -235,14 +235,18 @@ class OptimizerInfo:
     """What planning needs to know of the optimizer.
 
     Attributes:
-        state_bytes: bytes of optimizer state per parameter element (Adam on fp32: 8).
+        state_bytes: bytes of optimizer state per parameter element, for parameters of the dtype that the optimizer has
+            (Adam on fp32: 8, on bf16: 4).
         element_wise: True when its update of a shard equals the shard of its update.
         name: class name, for messages.
+        parameter_wise: True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
+            its own parameters.
     """
 
     state_bytes: float = 8.0
     element_wise: bool = True
     name: str = "Adam"
+    parameter_wise: bool = True
 
 
 @dataclass(frozen=True)

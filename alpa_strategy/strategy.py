@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import AlpaError, OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_module, check_optimizers
@@ -146,6 +146,7 @@ class AlpaStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._watch: FailureWatch | None = None
         self._interrupted = False
+        self._is_accumulating = False
         self._evaluation: Evaluation | None = None
         self._large: LargeModel | None = None  # what was built without memory and is not made yet
         self._was_large = False
@@ -183,6 +184,8 @@ class AlpaStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1:  # nothing to launch: works in a notebook too
+            return
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -299,10 +302,29 @@ class AlpaStrategy(ParallelStrategy):
         """The first batch brings the plan: it is the loader's own, so none is lost and no random state is touched."""
         if self._run is None:
             self._prepare(batch, batch_idx)
+        elif (change := self._run.changed_parameters()) is not None:
+            self._prepare_again(change, batch, batch_idx)
+
+    def _prepare_again(self, change: str, batch: Any, batch_idx: int) -> None:
+        """Another plan, from the whole module: parameters were frozen, unfrozen or replaced. Collective."""
+        assert self._run is not None
+        if self._is_accumulating:
+            raise AlpaError(
+                f"{change} between the batches of one optimizer step",
+                "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
+            )
+        self._run.say(f"alpa: {change}: planning once more")
+        random_streams = self._run.state_dict()
+        self._run.release()
+        self._run.close()
+        self._run = None
+        self._prepare(batch, batch_idx)
+        self._run.load_state_dict(random_streams)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
         from alpa_strategy.lightning.evaluation import Evaluation
         from alpa_strategy.lightning.planning import prepare
+        from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.optimizer_info import inspect_optimizer
 
         assert self.lightning_module is not None
@@ -336,7 +358,8 @@ class AlpaStrategy(ParallelStrategy):
         self._evaluation = Evaluation(self._run, job)
         self.plan = self._run.plan
         self._checkpoints.restore(self._run, self.optimizers[0])
-        self._use_sharded_norms()
+        self._run.see_whole_parameters(self.lightning_module.trainer)
+        use_whole_norms(self.precision_plugin, self._run)
         self._show_plan()
 
     @override
@@ -350,6 +373,7 @@ class AlpaStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Micro-batches of an accumulated step: gradients stay local until the last one."""
         assert self._run is not None
+        self._is_accumulating = True
         self._run.store.sync(False)
         try:
             yield
@@ -377,6 +401,7 @@ class AlpaStrategy(ParallelStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._run is not None
         self._run.store.after_optimizer_step()
+        self._is_accumulating = False
         return result
 
     # Evaluation: captured steps on the parameters as they lie (alpa_strategy.lightning.evaluation)
@@ -461,6 +486,7 @@ class AlpaStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
+        self._is_accumulating = False
         if self._run is not None and self._was_large and stays_sharded(self._run):
             return
         if self._run is not None:
@@ -509,14 +535,14 @@ class AlpaStrategy(ParallelStrategy):
         for optimizer, stored in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._checkpoints.load_optimizer(optimizer, stored)
 
-    def whole_for_now(self) -> Any:
-        """Context: the module with its whole parameters. Collective on entry."""
-        return nullcontext() if self.is_whole else self._run.whole_parameters()
+    def whole_parameters(self) -> Any:
+        """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
+        return nullcontext() if self._run is None else self._run.whole_parameters()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its whole parameters now."""
-        return self._run is None or (self._evaluation is not None and self._evaluation.is_whole)
+        return self._run is None or self._run.whole.is_active
 
     # Values between ranks
 
@@ -603,23 +629,6 @@ class AlpaStrategy(ParallelStrategy):
             progress=progress_phase,
             say=say,
         )
-
-    def _use_sharded_norms(self) -> None:
-        """Make the precision plugin's clipping and loss scaling see all shards, whatever plugin the user chose."""
-        from alpa_strategy.runtime.clip import clip_by_norm
-
-        assert self._run is not None
-        store, plugin = self._run.store, self.precision_plugin
-        plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm(
-            store, float(clip_val), parameters=plugin.main_params(optimizer)
-        )
-        if getattr(plugin, "scaler", None) is not None and self.world_size > 1:
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            scale = plugin.scaler.state_dict()  # of a checkpoint, where one was loaded
-            plugin.scaler = ShardedGradScaler(self.root_device.type)
-            if scale:
-                plugin.scaler.load_state_dict(scale)
 
     def _show_plan(self) -> None:
         assert self._run is not None

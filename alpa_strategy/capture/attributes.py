@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -148,9 +149,9 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute]) -> Iterator[N
         for path, child, plain, copies, fields in before:
             for key, old in fields.items():
                 now_fields = {k: v for k, v in vars(plain[key]).items() if k in old or not _is_cached(plain[key], k)}
-                if not _same_items(old, now_fields):
+                if not same_items(old, now_fields):
                     changed.append(f"{path}.{key}".lstrip("."))
-                if not _same_items(old, vars(plain[key])):
+                if not same_items(old, vars(plain[key])):
                     vars(plain[key]).clear()
                     vars(plain[key]).update(old)
             now = vars(child)
@@ -162,14 +163,13 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute]) -> Iterator[N
                 del now[key]
             for key, value in plain.items():
                 old = copies.get(key)
-                is_changed = now.get(key) is not value or (old is not None and not _same_items(old, value))
+                is_changed = now.get(key) is not value or (old is not None and not same_items(old, value))
                 if is_changed and not type(child).__module__.startswith("torch.nn."):
                     changed.append(f"{path}.{key}".lstrip("."))
                     if key in now and type(now[key]) in _PLAIN:
                         plain_changes.append(SetAttribute(path, key, now[key]))
                 if old is not None:
-                    value.clear()
-                    value.extend(old) if isinstance(value, list) else value.update(old)
+                    restore_items(value, old)
                 now[key] = value
     if completed and len(plain_changes) == len(changed):
         stored += plain_changes
@@ -210,7 +210,13 @@ def _is_cached(owner: Any, name: str) -> bool:
     return isinstance(getattr(type(owner), name, None), cached_property)
 
 
-def _same_items(old: Any, new: Any) -> bool:
+def restore_items(container: Any, old: Any) -> None:
+    """Give a list, dict or set the items of `old`."""
+    container.clear()
+    container.extend(old) if isinstance(container, list) else container.update(old)
+
+
+def same_items(old: Any, new: Any) -> bool:
     """Same keys and identical (not merely equal: tensors do not compare) items."""
     if len(old) != len(new):
         return False
@@ -241,6 +247,8 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, Tensor):
         return _SameTensor(value)
+    if isinstance(value, np.ndarray):
+        return _SameArray(value)
     if isinstance(value, _CONTAINERS) and len(value) > MAX_ITEMS:
         return _SameLength(value)
     if depth < MAX_DEPTH:
@@ -251,7 +259,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         if kind in (set, frozenset):
             return kind(value)
         if has_fields(value) and (
-            kind in _NAMESPACES or dataclasses.is_dataclass(value) or all(map(_is_plain, vars(value).values()))
+            kind in _NAMESPACES or dataclasses.is_dataclass(value) or all(map(is_plain, vars(value).values()))
         ):
             return _SameFields(value, depth)
     return _SameObject(value)
@@ -264,10 +272,11 @@ def has_fields(value: Any) -> bool:
     return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *_LIBRARIES))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a number, a text, None, or a container of such."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
+        return all(map(is_plain, value.values()))
+    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
 
 
 class _SameObject:
@@ -309,6 +318,19 @@ class _SameTensor(_SameObject):
 
     def __eq__(self, other: object) -> bool:
         return self._ref() is other and _version(other) == self._version
+
+
+class _SameArray(_SameObject):
+    """Equals one NumPy array; a small one until its content changes."""
+
+    __hash__ = None
+
+    def __init__(self, value: np.ndarray) -> None:
+        super().__init__(value)
+        self._content = value.tobytes() if value.size <= MAX_ITEMS else b""
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other and (other.size > MAX_ITEMS or other.tobytes() == self._content)
 
 
 class _SameItems:

@@ -143,7 +143,8 @@ class _Converter:
         elif target is torch.amp.autocast_mode._exit_autocast:
             self.autocast.exit(node.args[0])
         elif isinstance(target, torch._ops.OpOverload):
-            self._op(node, target)
+            if target.namespace != "profiler":  # record_function: names for a profiler, of this one run
+                self._op(node, target)
         else:
             raise CaptureError(
                 f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a captured step",

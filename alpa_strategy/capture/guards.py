@@ -33,6 +33,13 @@ _COMPARISON: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
+def calculate(value: int, arithmetic: tuple[tuple[str, int], ...]) -> int:
+    """A counter's value put through `arithmetic`, in order."""
+    for op, number in arithmetic:
+        value = _ARITHMETIC[op](value, number)
+    return value
+
+
 @dataclass(frozen=True)
 class Guard:
     """`name`, put through `arithmetic` in order and compared by `op` with `other`, gave `outcome`."""
@@ -45,9 +52,8 @@ class Guard:
 
     def holds(self, *, batch_idx: int = 0, global_step: int = 0, current_epoch: int = 0) -> bool:
         """True when the comparison comes out as it did at capture."""
-        value: Any = {"batch_idx": batch_idx, "global_step": global_step, "current_epoch": current_epoch}[self.name]
-        for op, number in self.arithmetic:
-            value = _ARITHMETIC[op](value, number)
+        counters = {"batch_idx": batch_idx, "global_step": global_step, "current_epoch": current_epoch}
+        value = calculate(counters[self.name], self.arithmetic)
         return bool(_COMPARISON[self.op](value, self.other)) == self.outcome
 
     def __str__(self) -> str:
@@ -75,15 +81,30 @@ class AttributeGuard:
         return f"{self.module}.{self.name}".lstrip(".")
 
 
+@dataclass(frozen=True)
+class OutsideGuard:
+    """`name` of `namespace` (anything with a dict's `get`) was `value`, a snapshot, when the step read it."""
+
+    label: str
+    name: str
+    namespace: Any = field(compare=False)
+    value: Any = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+
 class AttributeCheck:
-    """The guards of one captured step made quick to check: submodules are looked up once.
+    """The guards of one captured step (AttributeGuards, OutsideGuards) made quick to check: owners are looked up once.
 
     A replaced submodule is noticed by the guard on its parent's `_modules`, which precedes those of the submodule.
     """
 
-    def __init__(self, module: nn.Module, guards: Iterable[AttributeGuard]) -> None:
-        found = [(module.get_submodule(guard.module), guard) for guard in guards]
+    def __init__(self, module: nn.Module, guards: Iterable[Any]) -> None:
+        guards = tuple(guards)
+        found = [(module.get_submodule(guard.module), guard) for guard in guards if isinstance(guard, AttributeGuard)]
         self._rows = [(vars(m), g.name, g.value, g) for m, g in found if not g.is_class_attribute]
+        self._rows += [(g.namespace, g.name, g.value, g) for g in guards if not isinstance(g, AttributeGuard)]
         self._class_rows = [(m, g) for m, g in found if g.is_class_attribute]
 
     def changed(self) -> str | None:
@@ -101,7 +122,7 @@ class AttributeCheck:
 _SCALARS = (bool, int, float, complex, str)
 
 
-def attributes_hold(module: nn.Module, guards: Iterable[AttributeGuard]) -> str | None:
+def attributes_hold(module: nn.Module, guards: Iterable[Any]) -> str | None:
     """Name of the first guarded attribute of `module` that changed, else None. `AttributeCheck` is quicker in a loop.
 
     Raises:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.attributes import SetAttribute, attributes_kept, outermost_metrics
+from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.functions import apply_as_op
-from alpa_strategy.capture.guards import AttributeGuard, Guard, StepCounter
-from alpa_strategy.capture.step_graph import MetricRef
+from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard, StepCounter
+from alpa_strategy.capture.outside import is_value, outside_kept
+from alpa_strategy.capture.step_graph import CounterRef, MetricRef
 from alpa_strategy.errors import CaptureError
 
 _NO_DIMS = torch.Size()
@@ -34,7 +35,8 @@ class Recording:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
-    attributes: tuple[AttributeGuard, ...] = ()
+    attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
+    trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: list[SetAttribute] = field(default_factory=list)
@@ -86,26 +88,37 @@ _INSTEAD_OF_CHANGING = (
 )
 
 
-class _TrainerView:
-    """The trainer with its counters recorded; everything else is the trainer's own."""
+class _View:
+    """An object of Lightning, the Trainer first of all, that notes which of its values are read, by dotted path.
 
-    def __init__(self, trainer: Any, counters: Mapping[str, StepCounter]) -> None:
-        object.__setattr__(self, "_view", (trainer, counters))
+    Counters are given as StepCounters; everything else is the object's own.
+    """
+
+    def __init__(self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]) -> None:
+        object.__setattr__(self, "_view", (viewed, path, counters, reads))
 
     @property
     def __class__(self) -> type:
         return type(self._view[0])
 
     def __getattr__(self, name: str) -> Any:
-        trainer, counters = object.__getattribute__(self, "_view")
-        if name in _CHANGING:
+        viewed, path, counters, reads = object.__getattribute__(self, "_view")
+        path = f"{path}.{name}".lstrip(".")
+        if path in _CHANGING:
             raise CaptureError(
                 f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its first value",
                 _INSTEAD_OF_CHANGING,
             )
-        if name in ("logger", "loggers"):
-            _refuse_logger(trainer)
-        return counters[name] if name in counters else getattr(trainer, name)
+        if path in ("logger", "loggers"):
+            _refuse_logger(viewed)
+        if path in counters:
+            return counters[path]
+        value = getattr(viewed, name)
+        if is_value(value):
+            reads[path] = value
+        elif type(value).__module__.startswith("lightning.") and not isinstance(value, nn.Module | list):
+            return _View(value, path, counters, reads)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._view[0], name, value)
@@ -127,9 +140,11 @@ def recording(module: LightningModule, device: torch.device) -> Iterator[Recordi
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
         stack.enter_context(attributes_kept(module, record.stored))
+        stack.enter_context(outside_kept(module))
         stack.enter_context(_recording_class(module, record, names, device))
-        for name, metric in outermost_metrics(module):
-            stack.enter_context(_shadowed_metric(metric, name, record))
+        for name, metric in module.named_modules():
+            if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
+                stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record))
         yield record
 
@@ -141,7 +156,7 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
         if isinstance(value, Metric | MetricCollection):
             return MetricRef(names.get(id(value), ""), "metric")
         if isinstance(value, StepCounter):
-            value.refuse()
+            return CounterRef(value.counter_name, value.arithmetic)
         if isinstance(value, Tensor):
             return value.clone()  # the value as it is now: a later in-place op must not change what was logged
         if isinstance(value, bool | int | float):
@@ -156,7 +171,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
     def given(function: Callable[..., Any], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = dict(inspect.signature(function).bind(self, *args, **kwargs).arguments)
         del bound["self"]
-        return bound
+        return {
+            k: CounterRef(v.counter_name, v.arithmetic) if isinstance(v, StepCounter) else v for k, v in bound.items()
+        }
 
     def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
         bound = given(LightningModule.log, self, args, kwargs)
@@ -193,7 +210,7 @@ def _recording_class(
         "global_step": record.counter(int(trainer.global_step) if trainer is not None else 0, "global_step"),
         "current_epoch": record.counter(int(trainer.current_epoch) if trainer is not None else 0, "current_epoch"),
     }
-    view = _TrainerView(trainer, counters) if trainer is not None else None
+    view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
 
     def get_trainer(self: LightningModule) -> Any:
         return view if view is not None else original.trainer.fget(self)

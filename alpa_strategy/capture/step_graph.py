@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.capture.guards import AttributeGuard, Guard
+from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -145,6 +145,14 @@ class MetricRef:
     key: str | None = None
 
 
+@dataclass(frozen=True)
+class CounterRef:
+    """Stands in log records for a counter (`batch_idx`, `global_step`, `current_epoch`) put through `arithmetic`."""
+
+    name: str
+    arithmetic: tuple[tuple[str, int], ...] = ()
+
+
 def stable_text(value: Any) -> str:
     """`repr` without memory addresses: the same in every process. Functions are named, lambdas known by their code."""
     if isinstance(value, dict):
@@ -190,7 +198,8 @@ class StepGraph:
         batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
         notes: things that the user should know (shown with the plan).
         guards: what the step's Python asked of its counters; when one no longer holds, capture again.
-        attributes: the module's attributes that the step read; when one changed, capture again.
+        attributes: what else the step read: attributes of the module, globals, closures, the Trainer's values; when
+            one changed, capture again.
         leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
         checks: conditions that must hold whenever the step has run.
     """
@@ -211,7 +220,7 @@ class StepGraph:
     sent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
-    attributes: tuple[AttributeGuard, ...] = ()
+    attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     checks: tuple[Check, ...] = ()
 

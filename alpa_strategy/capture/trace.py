@@ -42,6 +42,7 @@ from alpa_strategy.capture.leaves import (
     traced_with_leaves,
     value_text,
 )
+from alpa_strategy.capture.outside import outside_guards, trainer_guards
 from alpa_strategy.capture.recorder import Recording, recording
 from alpa_strategy.capture.step_graph import LeafRef
 from alpa_strategy.errors import CaptureError
@@ -180,9 +181,21 @@ def _trace_once(
         return [x for x in result_leaves if is_tensor(x)]
 
     grad_mode = torch.enable_grad() if step == TRAINING else torch.no_grad()
-    with recording(module, device) as record, _rng_kept(step), _clear_errors(step), mode, grad_mode:
+    with (
+        recording(module, device) as record,
+        _rng_kept(step),
+        _clear_errors(step),
+        _compiled_as_written(),
+        mode,
+        grad_mode,
+    ):
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
-    record.attributes = attribute_guards(module, made["reads"]) + buffer_guards(module, known.asked_buffers)
+    record.attributes = (
+        *attribute_guards(module, made["reads"]),
+        *buffer_guards(module, known.asked_buffers),
+        *outside_guards(module, made["reads"]),
+        *trainer_guards(module._trainer, record.trainer_reads),
+    )
     return Trace(
         module_graph.graph,
         module_graph,
@@ -313,6 +326,18 @@ def _rng_kept(step: str) -> Iterator[None]:
 
 def _same_numpy_state(a: Any, b: Any) -> bool:
     return a[0] == b[0] and a[1].tobytes() == b[1].tobytes() and a[2:] == b[2:]
+
+
+@contextmanager
+def _compiled_as_written() -> Iterator[None]:
+    """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured replaces it."""
+    if "torch._dynamo" not in sys.modules:  # so nothing was compiled, and importing it takes seconds
+        yield
+        return
+    import torch._dynamo
+
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
 
 
 _PYTHON_VALUE = (

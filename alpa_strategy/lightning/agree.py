@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -120,6 +120,16 @@ def agree_on_seed() -> int:
     if world_size() > 1:
         dist.broadcast_object_list(seed, src=0)
     return seed[0]
+
+
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Which flags are set on at least one rank. Collective."""
+    votes = torch.tensor(flags, dtype=torch.uint8)
+    if world_size() > 1:
+        if dist.get_backend() == "nccl":
+            votes = votes.cuda()
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def broadcast_states(module: torch.nn.Module) -> None:

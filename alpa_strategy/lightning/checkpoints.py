@@ -140,7 +140,7 @@ class Checkpoints:
         module = strategy.lightning_module
         if self._is_sharded(strategy.checkpoint_io):
             return module_state(module, Sharing(None if strategy.is_whole else self._run.store))
-        with strategy.whole_for_now():
+        with strategy.whole_parameters():
             return module.state_dict()
 
     def optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
@@ -26,12 +25,6 @@ def check_module(trainer: Any, module: Any) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise AlpaError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
-    for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging):
-            raise AlpaError(
-                f"{type(callback).__name__} copies the whole module every step, which does not work on shards",
-                "remove the callback, or average the checkpoints afterwards",
-            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -60,6 +60,10 @@ class Home(Protocol):
         """A program is not used any more."""
         ...
 
+    def whole_parameters(self) -> WholeParameters:
+        """Context: the module with its whole parameters. Collective on entry."""
+        ...
+
     def whole_fits(self) -> str | None:
         """None where whole parameters fit beside what is kept; else what stands against it, for an error."""
         ...
@@ -149,7 +153,7 @@ class Evaluation:
                 f"an evaluation step needs the whole parameters on every device, and {against}",
                 "write the step so that it can be captured (see the warning above), or use more memory per device",
             )
-        self._whole = WholeParameters(self._home.store)
+        self._whole = self._home.whole_parameters()
         self._whole.__enter__()
 
     def step(self, name: str, args: tuple[Any, ...], eager: Callable[..., Any]) -> Any:
@@ -172,7 +176,7 @@ class Evaluation:
         if decision == EAGER:
             return self._run_eagerly(eager, args)
         self._programs.move_to_end(key)
-        return self._run(self._programs[key][decision], batch)
+        return self._run(self._programs[key][decision], batch, counters)
 
     def _counters(self, batch_idx: int) -> dict[str, int]:
         trainer = self._home.module.trainer
@@ -234,14 +238,16 @@ class Evaluation:
                 home.drop(dropped.lowered)
         return len(programs) - 1
 
-    def _run(self, program: EvaluationProgram, batch: Any) -> Any:
+    def _run(self, program: EvaluationProgram, batch: Any, counters: dict[str, int]) -> Any:
         step, module = program.step, self._home.module
         with torch.inference_mode(False), torch.no_grad(), self._paused():
             values = self._home.evaluate(step, program.lowered, batch)
             write_buffers(module, step, values)
         verify(step, values)
         with self._job.context():
-            self._global_metrics += replay_records(module, step, values, self._home.metrics, is_training=False)
+            self._global_metrics += replay_records(
+                module, step, values, counters, self._home.metrics, is_training=False
+            )
         rank = dist.get_rank() if world_size() > 1 else 0
         return output_of(step, own_rows(values, program.cuts, world_size(), rank), batch)
 

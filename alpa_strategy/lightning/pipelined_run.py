@@ -254,7 +254,8 @@ class PipelinedRun(TrainingRun):
             self._pipelines.remove(lowered.pipeline)
 
     def close(self) -> None:
-        """End what runs beside the main thread. No communication."""
+        """End what runs beside the main thread, give the hooks back. No communication."""
+        super().close()
         for pipeline in self._pipelines:
             pipeline.close()
 

@@ -314,11 +314,16 @@ def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, s
     return tuple((glob.escape(name), " ".join(plan.module_modes)) for name, plan in parameter_plans.items())
 
 
-def check_optimizer(optimizer: OptimizerInfo, stage: StagePlan) -> None:
-    """AlpaError when the optimizer cannot work on shards and the stage shards a parameter."""
+def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:
+    """AlpaError when the optimizer cannot work on shards and a stage shards a parameter, or on one stage's alone."""
+    if len(stages) > 1 and not optimizer.parameter_wise:
+        raise AlpaError(
+            f"{optimizer.name} updates parameters by the gradients of other parameters, which are on other stages",
+            "use an optimizer that looks at one parameter at a time, such as AdamW, or num_stages=1",
+        )
     if optimizer.element_wise:
         return
-    for name, plan in stage.parameter_plans.items():
+    for name, plan in (item for stage in stages for item in stage.parameter_plans.items()):
         if any(mode[0] in "SG" for mode in plan.modes):
             raise AlpaError(
                 f"{optimizer.name} does not work element by element, and the plan stores {name!r} in shards "

@@ -10,18 +10,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.capture.guards import calculate
+from alpa_strategy.capture.step_graph import CounterRef, LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.metric_state import MetricStates
 
 
-def fill(structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = ()) -> Any:
-    """`structure` with every ValueRef replaced by its tensor, every LeafRef by its leaf of the batch."""
+def fill(
+    structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = (), counters: Mapping[str, int] | None = None
+) -> Any:
+    """`structure` with every ValueRef replaced by its tensor, every LeafRef by its leaf of the batch, every CounterRef
+    by its counter's number."""
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
             return values[leaf.index]
+        if isinstance(leaf, CounterRef):
+            return calculate((counters or {})[leaf.name], leaf.arithmetic)
         return leaves[leaf.leaf] if isinstance(leaf, LeafRef) else leaf
 
     return pytree.tree_map(filled, structure)
@@ -48,12 +54,18 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
 
 
 def replay_records(
-    module: Any, step: StepGraph, values: Mapping[int, Tensor], metrics: MetricStates, is_training: bool = True
+    module: Any,
+    step: StepGraph,
+    values: Mapping[int, Tensor],
+    counters: Mapping[str, int],
+    metrics: MetricStates,
+    is_training: bool = True,
 ) -> list[Metric]:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
-    the state of metrics. Returns the metrics whose state stands for all ranks' rows from now on.
+    the state of metrics. Returns the metrics whose state stands for all ranks' rows from now on. `counters`: the values
+    of `batch_idx`, `global_step` and `current_epoch`.
     """
     changed: list[Metric] = []
     metric_values: dict[str, Any] = {}
@@ -67,8 +79,8 @@ def replay_records(
         value = record.value
         if isinstance(value, MetricRef):
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
-        kwargs = {key: fill(item, values) for key, item in record.kwargs}
-        value = fill(value, values)
+        kwargs = {key: fill(item, values, counters=counters) for key, item in record.kwargs}
+        value = fill(value, values, counters=counters)
         if is_training:
             kwargs["sync_dist"] = False
         elif kwargs.get("sync_dist") and step.batch_scope == "rank":

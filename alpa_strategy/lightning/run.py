@@ -24,10 +24,12 @@ from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
+from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.replay import output_of, replay_records, resolve, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key, shapes_text
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
+from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.plan.make import memory_limit
@@ -89,17 +91,34 @@ class TrainingRun:
         self.module, self._whole, self._job, self._rank_zero = module, whole, job, rank_zero
         self._optimizer_info, self._seed, self.say = optimizer_info, seed, job.say
         self.step, self.plan, self._cluster = prepared.step, prepared.plan, prepared.cluster
-        for stage in self.plan.stages:
-            check_optimizer(optimizer_info, stage)
+        check_optimizer(optimizer_info, self.plan.stages)
         self._optimizer = optimizer
         with job.progress("lower"):
             lowered = self._set_up(bucket_bytes, backend)
+        self.whole, self._hooks = WholeParameters(self.store), None
         program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
         self._programs: OrderedDict[tuple[Any, ...], list[Program]] = OrderedDict({shape_key(batch): [program]})
         self._num_captures_for_attributes = 0
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
         self._num_shapes = 1
+        self._parameters = ParametersAsTheyWere(module)
+
+    def changed_parameters(self) -> str | None:
+        """What happened to the module's parameters since the plan was made, None when nothing did that matters.
+
+        Raises:
+            RuntimeMismatchError: when it happened on some ranks only.
+        """
+        changed = self._parameters.changed()
+        if changed is not None:
+            self._meet_for_attribute(changed)
+        return changed
+
+    def see_whole_parameters(self, trainer: Any) -> None:
+        """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
+        if self.store.sharded_parameters:
+            self._hooks = WholeHooks(trainer, self.module, self.whole, self.whole_fits)
 
     def _set_up(self, bucket_bytes: int, backend: str) -> Any:
         """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
@@ -130,7 +149,7 @@ class TrainingRun:
         verify(step, values)
         write_buffers(self.module, step, values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            replay_records(self.module, step, values, self.metrics)
+            replay_records(self.module, step, values, self._counters(batch_idx), self.metrics)
         return output_of(step, values, batch)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
@@ -142,20 +161,15 @@ class TrainingRun:
 
     def whole_parameters(self) -> WholeParameters:
         """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
-        return WholeParameters(self.store)
+        return self.whole
 
-    def whole_fits(self) -> str | None:
-        """None where whole parameters fit beside what this device keeps; else why they do not."""
+    def whole_fits(self, with_gradients: bool = False) -> str | None:
+        """None where whole parameters (and gradients) fit beside what this device keeps; else why they do not."""
         limit, store = memory_limit(self._job.options, self._cluster), self.store
-        shards = sum(p.numel() * p.element_size() for p in store.parameters)
+        parts = sum(p.numel() * p.element_size() for p in store.parameters)
+        state = sum(p.numel() for p in store.parameters) * self._optimizer_info.state_bytes
         whole = sum(store.whole_shape(store.name_of(p)).numel() * p.element_size() for p in store.parameters)
-        state = sum(
-            x.numel() * x.element_size()
-            for entries in self._optimizer.state.values()
-            for x in entries.values()
-            if isinstance(x, Tensor)
-        )
-        needed = shards + state + whole
+        needed = 2 * parts + state + whole * (2 if with_gradients else 1)
         if needed <= limit:
             return None
         return f"they and what training keeps need {needed:.3g} bytes of {limit:.3g}"
@@ -222,15 +236,20 @@ class TrainingRun:
         """A program is not used any more. No communication."""
 
     def close(self) -> None:
-        """End what runs beside the main thread. No communication."""
+        """End what runs beside the main thread, give the hooks back. No communication."""
+        if self._hooks is not None:
+            self._hooks.remove()
 
-    def _program(self, batch: Any, batch_idx: int) -> Program:
+    def _counters(self, batch_idx: int) -> dict[str, int]:
         trainer = self.module.trainer
-        counters = {
+        return {
             "batch_idx": batch_idx,
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
         }
+
+    def _program(self, batch: Any, batch_idx: int) -> Program:
+        counters = self._counters(batch_idx)
         key = shape_key(batch)
         if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
             self._check_same_shapes(batch)

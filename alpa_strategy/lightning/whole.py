@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from alpa_strategy.lightning.agree import any_rank
+
 
 class WholeParameters:
-    """Context in which the module holds whole parameters. Collective on entry.
+    """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
 
     Args:
         store: the run's parameters (`ParameterStore` or `StagedParameters`).
@@ -19,29 +21,96 @@ class WholeParameters:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._shards: list[tuple[nn.Parameter, Tensor]] = []
+        self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
+        self._depth = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the module holds whole parameters now."""
+        return self._depth > 0
 
     def __enter__(self) -> WholeParameters:
-        # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter in self._store.parameters:
-                self._shards.append((parameter, parameter.data))
-                parameter.data = self._store.gather(self._store.name_of(parameter))
+        """Collective, unless the module is whole already."""
+        if self._depth == 0:
+            self._gather(False)
+        self._depth += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _set_data(self._shards)
-        self._shards = []
+        self._depth -= 1
+        self._leave(error[0] is not None, False)
+
+    @contextmanager
+    def with_gradients(self) -> Iterator[None]:
+        """The same with whole gradients; where the module is whole already, gradients are left as they are."""
+        if self._depth > 0:
+            with self:
+                yield
+            return
+        self._gather(True)
+        self._depth += 1
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._depth -= 1
+            self._leave(failed, True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The shards back in their place, for programs that run on them; the whole tensors are kept."""
-        whole = [(parameter, parameter.data) for parameter, _ in self._shards]
-        _set_data(self._shards)
+        """The parts back in their place, for programs that run on them; the whole tensors are kept."""
+        whole = [(parameter, parameter.data) for parameter, _, _ in self._parts]
+        _set_data((parameter, part) for parameter, part, _ in self._parts)
         try:
             yield
         finally:
             _set_data(whole)
+
+    def _gather(self, with_gradients: bool) -> None:
+        store = self._store
+        # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [(p, p.data, p.grad) for p in store.sharded_parameters]
+            has_gradient = [grad is not None for _, _, grad in parts]
+            has_gradient = any_rank(has_gradient) if with_gradients else [False] * len(parts)
+            for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
+                name = store.name_of(parameter)
+                whole, whole_grad = store.gather_like(name, part), None
+                if present:
+                    whole_grad = store.gather_like(name, torch.zeros_like(part) if grad is None else grad)
+                parameter.grad, parameter.data = None, whole
+                parameter.grad = whole_grad
+        self._parts = parts
+
+    def _leave(self, failed: bool, with_gradients: bool) -> None:
+        if not failed:
+            self._take_changes(with_gradients)
+        if self._depth == 0:
+            self._put_parts_back()
+
+    def _take_changes(self, with_gradients: bool) -> None:
+        """Bring what was changed in the whole tensors into the parts. No communication."""
+        store = self._store
+        with torch.inference_mode(False), torch.no_grad():
+            for i, (parameter, part, _) in enumerate(self._parts):
+                if not store.holds(parameter):
+                    continue
+                name = store.name_of(parameter)
+                # Only what changed is written: a step between forward and backward must find its parameters untouched.
+                if not torch.equal(store.shard_like(name, parameter.data), part):
+                    store.take_whole(name, parameter.data, part)
+                if with_gradients:
+                    whole = parameter.grad
+                    self._parts[i] = (parameter, part, None if whole is None else store.shard_like(name, whole))
+
+    def _put_parts_back(self) -> None:
+        for parameter, _, _ in self._parts:
+            parameter.grad = None  # of the whole shape
+        _set_data((parameter, part) for parameter, part, _ in self._parts)
+        for parameter, _, grad in self._parts:
+            parameter.grad = grad
+        self._parts = []
 
 
 @contextmanager
@@ -59,7 +128,7 @@ def shapes_only(store: Any) -> Iterator[None]:
         _set_data(shards)
 
 
-def _set_data(tensors: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in tensors:
             parameter.data = data

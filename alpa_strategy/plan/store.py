@@ -15,6 +15,7 @@ class PlanStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._reported: set[Path] = set()  # broken files are reported once
 
     def path(self, fingerprint: Fingerprint) -> Path:
         """Where the plan of `fingerprint` is or would be."""
@@ -30,6 +31,7 @@ class PlanStore:
         """Store a plan under its fingerprint, replacing an older one; returns its path."""
         path = self.path(plan.fingerprint)
         plan.save(path)
+        self._reported.discard(path)
         return path
 
     def explain(self, fingerprint: Fingerprint) -> str:
@@ -51,5 +53,7 @@ class PlanStore:
         try:
             return Plan.load(path)
         except PlanError as error:
-            warnings.warn(f"ignored: {error.problem}", stacklevel=3)
+            if path not in self._reported:
+                self._reported.add(path)
+                warnings.warn(f"ignored: {error.problem}", stacklevel=3)
             return None

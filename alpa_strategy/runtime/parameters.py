@@ -245,6 +245,15 @@ class ParameterStore:
         """Shape of the whole parameter, as the module had it."""
         return self._by_name[name].module_shape
 
+    def take_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
+        """Write this device's part of parameter `name` into `part`, and into a copy that is gathered for the step."""
+        stored = self._by_name[name]
+        part.copy_(self.shard_like(name, whole))
+        if stored.leaf is not None:
+            use = Layout(tuple(dual.value for dual in stored.to_use.dst))
+            ranges = use.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
+            stored.leaf.data.copy_(whole.view(stored.shape)[tuple(slice(*r) for r in ranges)])
+
     def local_shape(self, name: str) -> torch.Size:
         """Shape of this device's part of parameter `name`, as the module holds it."""
         stored = self._by_name[name]
@@ -303,6 +312,15 @@ class ParameterStore:
         """Where a parameter's (and its gradient's) elements lie; what the step does not use is replicated."""
         stored = self._by_parameter.get(parameter)
         return stored.layout if stored is not None else Layout.replicated(len(self.mesh.shape))
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether this device has a part of the parameter: it has one of all that the step uses."""
+        return parameter in self._by_parameter
+
+    @property
+    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters of which this device holds a part only."""
+        return tuple(s.parameter for s in self._stored.values() if s.to_whole.forward_steps)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this device's elements count in a sum over the mesh: of those that hold the same, the first does."""

@@ -68,6 +68,11 @@ class StagedParameters:
         """The step's name of a parameter, None when the step does not use it."""
         return self._name.get(parameter)
 
+    @property
+    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that are not whole on every rank: all, for other ranks may lack what this one holds."""
+        return tuple(self._name)
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether a stage of this rank uses the parameter: it is empty here otherwise."""
         return parameter in self._held
@@ -182,3 +187,9 @@ class StagedParameters:
         parameter = self._by_name[name]
         store = self._held.get(parameter)
         return whole.new_empty(0) if store is None else store.shard_like(self._name[parameter], whole)
+
+    def take_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
+        """Write this rank's part of parameter `name`, if it holds any, into `part`."""
+        store = self._held.get(self._by_name[name])
+        if store is not None:
+            store.take_whole(self._name[self._by_name[name]], whole, part)

@@ -45,6 +45,17 @@ class NormScaled(torch.optim.Optimizer):
                 p -= group["lr"] * p.norm() * p.grad
 
 
+class JointlyScaled(NormScaled):
+    """The step is scaled by the norm of all parameters: those of other pipeline stages would be missing."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = torch.nn.utils.get_total_norm(group["params"])
+            for p in group["params"]:
+                p -= group["lr"] * norm * p.grad
+
+
 class Signed(NormScaled):
     """Element-wise, unknown to the table."""
 
@@ -91,3 +102,15 @@ def test_info_of_a_module_without_a_trainer() -> None:
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
     assert optimizer_info_of(model) == OptimizerInfo()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(NormScaled, True), (Signed, True), (JointlyScaled, False)])
+def test_whether_parameters_are_updated_one_by_one(kind: type, expected: bool) -> None:
+    assert inspect_optimizer(kind(parameter(), lr=0.1)).parameter_wise is expected
+    assert not inspect_optimizer(torch.optim.LBFGS(parameter())).parameter_wise
+
+
+@pytest.mark.parametrize(("dtype", "state_bytes"), [(torch.float64, 16.0), (torch.bfloat16, 4.0)])
+def test_state_bytes_follow_the_dtype_of_the_parameters(dtype: torch.dtype, state_bytes: float) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 6, dtype=dtype))]
+    assert inspect_optimizer(torch.optim.AdamW(parameters)).state_bytes == state_bytes

@@ -1,6 +1,7 @@
 """Plans survive the round trip; what is wrong with a file is named; the store says why it finds nothing."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def test_store_reports_and_ignores_a_corrupted_file(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:100])
     with pytest.warns(UserWarning, match="not JSON"):
         assert store.find(FINGERPRINT) is None
-    with pytest.warns(UserWarning, match="ignored"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
         assert "cannot be used" in store.explain(FINGERPRINT)
     store.put(PLAN)
     assert store.find(FINGERPRINT) == PLAN

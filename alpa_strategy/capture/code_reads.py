@@ -1,0 +1,88 @@
+"""What Python functions mention: the user's functions that one reaches by name, and the names in their code.
+
+Nothing is run. What is found is a may, not a must: a name may be mentioned on a path that is never taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from alpa_strategy.capture.blame import is_user_file
+
+MAX_DEPTH = 4
+
+
+def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Global names and attributes in the code of `function` and of the user's functions that it reaches by name."""
+    return frozenset(name for reached in reached_functions([function]) for name in code_names(reached.__code__))
+
+
+def reached_functions(functions: list[Callable[..., Any]]) -> list[types.FunctionType]:
+    """Those of `functions` that are written in Python, and the user's functions that their code names.
+
+    Names are looked up in globals, closures, and on the object that a method is bound to.
+    """
+    found: dict[types.CodeType, types.FunctionType] = {}
+    for function in functions:
+        _reach(function, found, 0)
+    return list(found.values())
+
+
+def code_names(code: types.CodeType) -> Iterator[str]:
+    """Names in `code` and in the functions, lambdas and comprehensions written inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_names(constant)
+
+
+def closure_values(function: types.FunctionType) -> dict[str, types.CellType]:
+    """The variables of enclosing functions that have a value."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if cell != types.CellType()}
+
+
+def is_user_code(function: Any) -> bool:
+    """Whether a function is neither torch's, Lightning's nor the standard library's."""
+    code = getattr(unwrapped(function), "__code__", None)
+    return code is not None and is_user_file(code.co_filename)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function behind methods, partials and decorators that use `functools.wraps`."""
+    while True:
+        inner = function.func if isinstance(function, functools.partial) else None
+        inner = inner or getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _reach(function: Any, found: dict[types.CodeType, types.FunctionType], depth: int) -> None:
+    owner = getattr(function, "__self__", None)
+    function = unwrapped(function)
+    if not isinstance(function, types.FunctionType) or function.__code__ in found or depth > MAX_DEPTH:
+        return
+    found[function.__code__] = function
+    names = set(code_names(function.__code__))
+    held = [cell.cell_contents for cell in closure_values(function).values()]
+    held += [function.__globals__[name] for name in names if name in function.__globals__]
+    if owner is not None:
+        attributes = getattr(owner, "__dict__", {})
+        held += [attributes[name] for name in names if name in attributes]
+        held.append(owner)
+    for value in held:
+        for callee in _functions_of(value, names):
+            _reach(callee, found, depth + 1)
+
+
+def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
+    """The user's functions that code with `names` may call by way of `value`."""
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        if is_user_code(value):
+            yield value
+    elif not isinstance(value, types.ModuleType | type):
+        yield from (getattr(value, name) for name in names if is_user_code(vars(type(value)).get(name)))

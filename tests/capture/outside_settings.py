@@ -1,0 +1,13 @@
+"""Settings of a test model that stand in a file of their own, as users write them."""
+
+from __future__ import annotations
+
+TEMPERATURE = 2.0
+UNUSED = 1.0
+
+
+class Defaults:
+    """Settings in a class."""
+
+    scale = 3.0
+    other = 5.0

@@ -1,0 +1,169 @@
+"""Globals, closures and the Trainer's values that the step reads are guarded; a step that changes any is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import capture.outside_settings as settings
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from capture.outside_settings import Defaults
+from torch import nn
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.guards import attributes_hold
+from alpa_strategy.errors import CaptureError
+
+WEIGHT = 0.5
+NOT_READ = 7
+SCHEDULE = {"start": [1.0, 2.0]}
+TABLE = np.array([1.0, 2.0])
+MASK = torch.ones(4)
+CONFIG = SimpleNamespace(depth=2)
+COUNT = 0
+SEEN: list[float] = []
+
+
+def scaled(loss: torch.Tensor) -> torch.Tensor:
+    return WEIGHT * loss * SCHEDULE["start"][0]
+
+
+class Model(pl.LightningModule):
+    """One linear layer; the loss depends on what `change` says."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.change = change
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        return loss if self.change is None else self.change(self, loss)
+
+
+class ReadsGlobals(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch * MASK, batch_idx)
+        return scaled(loss) * settings.TEMPERATURE * Defaults.scale * float(TABLE[0]) + CONFIG.depth * math.pi
+
+
+class AddsAgain(ReadsGlobals):
+    """What the base class reads counts too."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 1
+
+
+def changed(model: pl.LightningModule, step: Any) -> str | None:
+    return attributes_hold(model, step.attributes)
+
+
+CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "WEIGHT": (globals(), "WEIGHT", 0.7),
+    "SCHEDULE": (SCHEDULE["start"], 0, 9.0),
+    "TABLE": (TABLE, 0, 3.0),
+    "MASK": (MASK, 0, 2.0),
+    "CONFIG": (vars(CONFIG), "depth", 3),
+    "settings.TEMPERATURE": (vars(settings), "TEMPERATURE", 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", [ReadsGlobals, AddsAgain])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_step_reads_is_guarded(kind: type[Model], name: str) -> None:
+    model = kind()
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    owner, key, new = CHANGES[name]
+    old = owner[key].clone() if isinstance(owner, torch.Tensor) else owner[key]
+    try:
+        owner[key] = new
+        assert name.rpartition(".")[2] in str(changed(model, step))
+    finally:
+        owner[key] = old
+
+
+def test_class_attributes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ReadsGlobals()
+    step = capture_step(model, torch.randn(6, 4))
+    monkeypatch.setattr(Defaults, "other", 6.0)
+    monkeypatch.setattr(settings, "UNUSED", 6.0)
+    assert changed(model, step) is None
+    monkeypatch.setattr(Defaults, "scale", 6.0)
+    assert "Defaults.scale" in str(changed(model, step))
+
+
+def test_what_it_does_not_read_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ReadsGlobals()
+    step = capture_step(model, torch.randn(6, 4))
+    monkeypatch.setitem(globals(), "NOT_READ", 8)
+    assert changed(model, step) is None
+
+
+def test_closures_are_guarded() -> None:
+    factor = 2.0
+
+    class Closes(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * factor
+
+    model = Closes()
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    factor = 3.0
+    assert "factor" in str(changed(model, step))
+
+
+def sets_a_global(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    global COUNT
+    COUNT += 1
+    return loss
+
+
+def fills_a_list(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    SEEN.append(1.0)
+    return loss
+
+
+@pytest.mark.parametrize(("change", "name"), [(sets_a_global, "COUNT"), (fills_a_list, "SEEN")])
+def test_a_step_that_changes_globals_is_refused_and_undone(change: Any, name: str) -> None:
+    with pytest.raises(CaptureError, match=name):
+        capture_step(Model(change), torch.randn(6, 4))
+    assert (COUNT, SEEN) == (0, [])
+
+
+def test_a_step_that_changes_a_closure_is_refused() -> None:
+    seen: list[Any] = []
+
+    class Keeps(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            seen.append(batch)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(CaptureError, match="seen"):
+        capture_step(Keeps(), torch.randn(6, 4))
+    assert seen == []
+
+
+def test_values_of_the_trainer_are_guarded() -> None:
+    class Reads(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 2 if self.trainer.should_stop or self.trainer.fit_loop.restarting else loss
+
+    model = Reads()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
+    trainer.strategy.connect(model)
+    model.trainer = trainer
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    trainer.fit_loop._restarting = True
+    assert "fit_loop.restarting" in str(changed(model, step))
+    trainer.fit_loop._restarting = False
+    trainer.should_stop = True
+    assert "should_stop" in str(changed(model, step))

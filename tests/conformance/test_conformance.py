@@ -1,0 +1,50 @@
+"""The same behaviours under "ddp" and under "alpa", with one stage and with a pipeline: equal outcomes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from conformance import callbacks, checkpoints, data, evaluation, logs, loops, optimization
+from conformance.bench import RANKS, Bench, differences
+
+MODULES = (loops, evaluation, data, optimization, logs, callbacks, checkpoints)
+BEHAVIOURS = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": function
+    for module in MODULES
+    for name, function in vars(module).items()
+    if isinstance(function, types.FunctionType) and list(function.__annotations__) == ["bench", "return"]
+}
+AGAINST_ONE_PROCESS = {name for name, f in BEHAVIOURS.items() if getattr(f, "reference", "ddp") == "plain"}
+
+
+def run_behaviour(name: str, kind: str, root: str) -> Any:
+    outcome = BEHAVIOURS[name](Bench(kind, root))
+    torch.set_default_dtype(torch.float32)
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def reference(pool, tmp_path_factory):
+    """Outcomes of the behaviours under "ddp" (or in one process), computed once."""
+    found: dict[str, list[Any]] = {}
+
+    def get(name: str) -> list[Any]:
+        if name not in found:
+            kind = "plain" if name in AGAINST_ONE_PROCESS else "ddp"
+            root = str(tmp_path_factory.mktemp(kind))
+            ranks = 1 if kind == "plain" else RANKS
+            found[name] = pool.run(ranks, run_behaviour, name, kind, root, init_group=kind != "plain")
+        return found[name]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", ["alpa", "pipelined"])
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_same_as_ddp(pool, reference, tmp_path, name: str, kind: str) -> None:
+    expected = reference(name)
+    found = pool.run(RANKS, run_behaviour, name, kind, str(tmp_path))
+    assert not differences(expected, found)

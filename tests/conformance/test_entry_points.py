@@ -1,0 +1,124 @@
+"""Other ways to the strategy: LightningCLI's YAML files, notebooks, Fabric."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from conformance.bench import Bench, Net
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaError, AlpaStrategy
+
+SCRIPT = """
+import alpa_strategy
+from conformance.test_entry_points import Data
+from conformance.bench import Net
+from lightning.pytorch.cli import LightningCLI
+
+cli = LightningCLI(Net, Data, save_config_kwargs={"overwrite": True})
+print(f"RAN {type(cli.trainer.strategy).__name__} on {cli.trainer.world_size}", flush=True)
+"""
+
+
+class Data(pl.LightningDataModule):
+    """Sixteen rows."""
+
+    def __init__(self, rows: int = 16) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def train_dataloader(self) -> Any:
+        from torch.utils.data import DataLoader, TensorDataset
+
+        data = Bench("alpa", ".").data(self.rows)
+        return DataLoader(TensorDataset(*(t.float() for t in data.tensors)), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def config(folder: Path, strategy: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(f"""
+trainer: {{accelerator: cpu, devices: 2, fast_dev_run: 2, logger: false, enable_progress_bar: false,
+  enable_model_summary: false, default_root_dir: {folder}, strategy: {strategy}}}
+model: {{d_hidden: 12}}
+data: {{rows: 16}}
+""")
+    return path
+
+
+def test_a_name_in_a_yaml_file(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    tests = Path(__file__).parent.parent
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests}:{tests.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, str(script), "fit", "--config", str(config(tmp_path, "alpa"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RAN AlpaStrategy on 2") == 2
+
+
+def run_cli(path: str, *overrides: str) -> tuple[str, Any]:
+    from lightning.pytorch.cli import LightningCLI
+
+    arguments = ["fit", "--config", path, *overrides]
+    cli = LightningCLI(Net, Data, args=arguments, save_config_callback=None)
+    strategy = cli.trainer.strategy
+    return type(strategy).__name__, (
+        strategy.options.parallel,
+        strategy.options.num_stages,
+        strategy.options.placements,
+    )
+
+
+def test_a_class_with_options_in_a_yaml_file(pool, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    options = "{parallel: zero3, cluster: pcie_8gpu, verbose: false, placements: {net.2.weight: R*}}"
+    path = config(tmp_path, f"{{class_path: alpa_strategy.AlpaStrategy, init_args: {options}}}")
+    found = pool.run(2, run_cli, str(path))
+    assert found == [("AlpaStrategy", ("zero3", None, (("net.2.weight", "R*"),)))] * 2
+    pipelined = [
+        "--trainer.strategy.parallel=auto",
+        "--trainer.strategy.num_stages=2",
+        "--trainer.strategy.placements={}",
+    ]
+    assert pool.run(2, run_cli, str(path), *pipelined)[0][1][1] == 2
+
+
+def test_a_misspelt_option_in_a_yaml_file(pool, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    path = config(tmp_path, "{class_path: alpa_strategy.AlpaStrategy, init_args: {paralel: zero3}}")
+    with pytest.raises(WorkerError, match="paralel"):
+        pool.run(2, run_cli, str(path))
+
+
+def test_fabric_is_refused() -> None:
+    from lightning.fabric import Fabric
+
+    with pytest.raises(AlpaError, match=r"Trainer\(strategy=\"alpa\"\)"):
+        Fabric(strategy="alpa", accelerator="cpu", devices=1)
+
+
+def test_notebooks(monkeypatch, tmp_path: Path) -> None:
+    """One device works without a launcher; several cannot be launched from there, which Lightning says."""
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    bench = Bench("alpa", str(tmp_path))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, precision="64-true", default_root_dir=tmp_path, **quiet
+    )
+    trainer.fit(bench.module(), bench.loader())
+    assert trainer.global_step == 8
+    with pytest.raises(Exception, match="not compatible with an interactive environment"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=AlpaStrategy(), **quiet)

@@ -1,0 +1,161 @@
+"""Precisions: 50 steps as under "ddp", one stage and pipelined, a scaler that all ranks agree on, plans that follow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from models import GPT
+from torch.utils.data import DataLoader, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.optimizer_info import inspect_optimizer
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.plan.make import make_plan
+
+STEPS = 50
+PLANS = {
+    "data": {"parallel": "data"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "pipelined": {"num_stages": 2, "num_microbatches": 2},
+}
+TOLERANCES = {
+    "32-true": 1e-4,
+    "bf16-mixed": 2e-2,
+    "16-mixed": 5e-3,
+    "bf16-true": 5e-2,
+    "16-true": 2e-2,
+    "64-true": 1e-9,
+}
+
+
+class Losses(pl.Callback):
+    """The loss of every step, of all ranks together, and the loss scale."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *unused: Any) -> None:
+        loss = outputs["loss"].detach().double()
+        torch.distributed.all_reduce(loss)
+        self.seen.append(float(loss) / torch.distributed.get_world_size())
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scales.append(scaler.get_scale() if scaler is not None else 1.0)
+
+
+class Tiny(GPT):
+    """A GPT whose step makes tensors of the default dtype, too."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(num_layers=2, vocab_size=32, optimizer=optimizer, lr=3e-3 if optimizer == "adamw" else 0.05)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.ones(3).mean() + torch.linspace(0, 1, 3).sum() * 1e-3
+
+
+class Overflows(Tiny):
+    """Gradients of the first layer overflow fp16 in the fourth step, on the rows of one rank only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, _ = batch
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3:
+            rows = (tokens[:, 0] >= 0).cumsum(0) == 1  # the first row of the batch
+            loss = loss + (self.wte(tokens).sum((1, 2)) * rows).sum() * 1e38
+        return loss
+
+
+def train(
+    kind: str, plan: dict[str, Any] | None, precision: str, root: str, steps: int = STEPS, **arguments: Any
+) -> dict[str, Any]:
+    """Train on two ranks; `plan=None` is DDP."""
+    torch.manual_seed(5)
+    optimizer = "sgd" if precision == "16-true" else "adamw"  # Adam's eps is 0 in fp16, for DDP as well
+    module = {"Tiny": Tiny, "Overflows": Overflows}[kind](optimizer)
+    data = TensorDataset(*module.example_batch(64, torch.Generator().manual_seed(3)))
+    options = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root}
+    plugins = []
+    if precision == "16-mixed":  # with the name alone, Lightning takes bf16 on CPUs
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+    losses = Losses()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp" if plan is None else AlpaStrategy(**options, **plan),
+        precision=None if plugins else precision,
+        plugins=plugins,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[losses],
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        **arguments,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    dtypes = {str(p.dtype) for p in module.parameters()}
+    return {"losses": losses.seen, "scales": losses.scales, "dtypes": dtypes}
+
+
+@pytest.fixture(scope="session")
+def ddp(pool, tmp_path_factory):
+    """DDP's runs by precision, computed once."""
+    found: dict[str, Any] = {}
+
+    def get(precision: str) -> Any:
+        if precision not in found:
+            root = str(tmp_path_factory.mktemp("ddp"))
+            found[precision] = pool.run(2, train, "Tiny", None, precision, root)[0]
+        return found[precision]
+
+    return get
+
+
+CASES = [(precision, plan) for precision in ("bf16-mixed", "16-mixed") for plan in PLANS]
+CASES += [(precision, plan) for precision in ("64-true", "bf16-true", "16-true") for plan in ("zero3", "pipelined")]
+
+
+@pytest.mark.parametrize(("precision", "plan"), CASES)
+def test_losses_of_50_steps_are_those_of_ddp(pool, ddp, tmp_path, precision: str, plan: str) -> None:
+    reference = ddp(precision)
+    for run in pool.run(2, train, "Tiny", PLANS[plan], precision, str(tmp_path)):
+        assert len(run["losses"]) == STEPS
+        assert run["dtypes"] == reference["dtypes"]
+        for mine, theirs in zip(run["losses"], reference["losses"], strict=True):
+            assert math.isclose(mine, theirs, rel_tol=TOLERANCES[precision])
+        assert run["scales"] == reference["scales"]
+    assert reference["losses"][-1] < 0.9 * reference["losses"][0]
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pipelined"])
+def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, plan: str) -> None:
+    expected = pool.run(2, train, "Overflows", None, "16-mixed", str(tmp_path), 6)[0]
+    assert expected["scales"] == [4096.0] * 3 + [2048.0] * 3
+    for run in pool.run(2, train, "Overflows", PLANS[plan], "16-mixed", str(tmp_path), 6):
+        assert run["scales"] == expected["scales"]
+
+
+def test_plans_follow_the_precision() -> None:
+    """Half the bytes a parameter: half the memory of parameters, gradients and Adam's state, and fewer seconds."""
+    cluster = ClusterSpec.load("p3_16xlarge_x8").with_devices(2)
+    bytes_of, seconds_of = {}, {}
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        module = GPT(d_model=256, num_heads=4, num_layers=2, vocab_size=512, seq_len=64).to(dtype)
+        optimizer = inspect_optimizer(module.configure_optimizers())
+        assert optimizer.state_bytes == 2 * dtype.itemsize
+        plan = make_plan(module, module.example_batch(8), cluster, PlanOptions(parallel="data"), optimizer)
+        bytes_of[dtype], seconds_of[dtype] = plan.predicted.peak_bytes, plan.predicted.step_seconds
+    assert 1.8 < bytes_of[torch.float64] / bytes_of[torch.float32] < 2.1
+    assert 1.7 < bytes_of[torch.float32] / bytes_of[torch.float16] < 2.1
+    assert seconds_of[torch.float64] > seconds_of[torch.float32] > seconds_of[torch.float16]

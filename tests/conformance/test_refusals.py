@@ -1,0 +1,138 @@
+"""What the strategy cannot do is one AlpaError on every rank, before anything was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conformance.bench import RANKS, Bench, Net
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaError
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class ReadsValues(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else 2 * loss
+
+
+class ReadsMetrics(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.trainer.callback_metrics.get("val_loss", 1.0)
+        return weight * super().training_step(batch, batch_idx)
+
+
+class Iterates(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return None
+
+
+class Keeps(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last = batch[0]
+        return super().training_step(batch, batch_idx)
+
+
+SEEN: list[int] = []
+COUNT = 0
+
+
+class KeepsOutside(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        SEEN.append(1)
+        return super().training_step(batch, batch_idx)
+
+
+class CountsOutside(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global COUNT
+        COUNT += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class LooksAtAll(Net):
+    """An optimizer that scales by the norm of all gradients cannot work on some of them."""
+
+    def configure_optimizers(self) -> Any:
+        class Trusts(torch.optim.SGD):
+            def step(self, closure: Callable[[], Any] | None = None) -> Any:
+                loss = closure() if closure is not None else None
+                for group in self.param_groups:
+                    trained = [p for p in group["params"] if p.grad is not None]
+                    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+                    for p in trained:
+                        p.data.sub_(group["lr"] * p.grad / norm)
+                return loss
+
+        return Trusts(self.parameters(), lr=0.1)
+
+
+REFUSED = {
+    Manual: "manual optimization",
+    Skips: "returned None",
+    ReadsValues: "tensor's value",
+    ReadsMetrics: "trainer.callback_metrics",
+    Iterates: "dataloader_iter",
+    Keeps: "last",
+    KeepsOutside: "SEEN",
+    CountsOutside: "COUNT",
+    Frozen: "no trainable parameters",
+    LooksAtAll: "Trusts",
+}
+
+
+def fit(name: str, kind: str, root: str) -> tuple[str, int]:
+    """The error's text, and how many steps were done."""
+    bench = Bench(kind, root)
+    module, trainer = bench.module(globals()[name]), bench.trainer()
+    try:
+        trainer.fit(module, bench.loader())
+    except AlpaError as error:
+        return str(error), trainer.global_step
+    return "", trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["alpa", "pipelined"])
+@pytest.mark.parametrize("module", REFUSED, ids=lambda m: m.__name__)
+def test_one_clear_error(pool, tmp_path, module: type[Net], kind: str) -> None:
+    found = pool.run(RANKS, fit, module.__name__, kind, str(tmp_path))
+    for text, steps in found:
+        assert REFUSED[module] in text
+        assert "What to do" in text
+        assert steps == 0
+
+
+def fit_two(root: str) -> None:
+    bench = Bench("alpa", root)
+    bench.trainer().fit(bench.module(Two), bench.loader())
+
+
+def test_several_optimizers(pool, tmp_path) -> None:
+    """Lightning itself wants manual optimization for them, which is refused in turn."""
+    with pytest.raises(WorkerError, match="multiple optimizers is only supported with manual optimization"):
+        pool.run(RANKS, fit_two, str(tmp_path))
