@@ -36,7 +36,7 @@ from typing_extensions import override
 from alpa_strategy.errors import AlpaError, OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
-from alpa_strategy.lightning.checks import check_module, check_optimizers
+from alpa_strategy.lightning.checks import check_callbacks, check_module, check_optimizers
 from alpa_strategy.lightning.launcher import Launcher
 from alpa_strategy.lightning.meta import (
     is_on_meta,
@@ -255,6 +255,7 @@ class AlpaStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            check_callbacks(trainer)
             check_module(trainer, self.lightning_module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
@@ -25,6 +26,15 @@ def check_module(trainer: Any, module: Any) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise AlpaError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
+
+
+def check_callbacks(trainer: Any) -> None:
+    """AlpaError for callbacks of Lightning's that cannot work under this strategy."""
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
+        raise AlpaError(
+            "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot follow",
+            "remove the callback and prune the trained module (torch.nn.utils.prune), or use another strategy",
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
@@ -39,7 +39,7 @@ _HOOKS = (
     "on_save_checkpoint",
     "on_train_end",
 )
-_LOOKING = (WeightAveraging, StochasticWeightAveraging, ModelPruning)  # of Lightning's own callbacks
+_LOOKING = (WeightAveraging, StochasticWeightAveraging)  # of Lightning's own callbacks
 _PARAMETER_WORDS = re.compile(
     r"(?:^|_)(?:params?|parameters?|weights?|bias(?:es)?|grads?|gradients?|state_dict|deepcopy)(?:_|$)"
 )

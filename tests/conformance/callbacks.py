@@ -222,13 +222,6 @@ def configure_callbacks(bench: Bench) -> Any:
     return bench.fit(Configures, validate=True, max_epochs=5)
 
 
-def pruning(bench: Bench) -> Any:
-    prune = lightning_callbacks.ModelPruning(
-        "l1_unstructured", amount=0.3, parameter_names=["weight"], use_global_unstructured=True
-    )
-    return bench.fit(max_epochs=2, callbacks=[prune])
-
-
 def learning_rate_finder(bench: Bench) -> Any:
     finder = lightning_callbacks.LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=12)
     found = bench.fit(callbacks=[finder], max_epochs=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.bench import RANKS, Bench, Net
+from lightning.pytorch.callbacks import ModelPruning
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaError
@@ -92,6 +93,11 @@ class LooksAtAll(Net):
         return Trusts(self.parameters(), lr=0.1)
 
 
+class Prunes(Net):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])]
+
+
 REFUSED = {
     Manual: "manual optimization",
     Skips: "returned None",
@@ -103,6 +109,7 @@ REFUSED = {
     CountsOutside: "COUNT",
     Frozen: "no trainable parameters",
     LooksAtAll: "Trusts",
+    Prunes: "ModelPruning",
 }
 
 
