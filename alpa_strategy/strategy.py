@@ -506,11 +506,17 @@ class AlpaStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._large is not None:
             return self._large.whole_values(super().lightning_module_state_dict())
-        return self._checkpoints.module_state(self)
+        with self._as_training_holds_it():
+            return self._checkpoints.module_state(self)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(self, optimizer)
+        with self._as_training_holds_it():
+            return self._checkpoints.optimizer_state(self, optimizer)
+
+    def _as_training_holds_it(self) -> Any:
+        """Context: parameters in parts, also within a hook that sees them whole and saves."""
+        return nullcontext() if self._run is None else self._run.whole.suspended()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

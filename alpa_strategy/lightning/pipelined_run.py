@@ -239,7 +239,8 @@ class PipelinedRun(TrainingRun):
 
     def whole_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        return staged_state_dict(optimizer, self.store)
+        with self.whole.suspended():
+            return staged_state_dict(optimizer, self.store)
 
     def release(self) -> None:
         """Give the module and the optimizer their whole tensors back, for good. Collective."""

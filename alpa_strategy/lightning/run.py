@@ -202,7 +202,8 @@ class TrainingRun:
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        return whole_state_dict(optimizer, self.store)
+        with self.whole.suspended():
+            return whole_state_dict(optimizer, self.store)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""

@@ -67,6 +67,23 @@ class WholeParameters:
         finally:
             _set_data(whole)
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """As outside of this context, what was changed so far included: for a checkpoint that is saved inside."""
+        if self._depth == 0:
+            yield
+            return
+        self._take_changes(False)
+        depth, parts = self._depth, self._parts
+        whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
+        self._depth, self._parts = 0, []
+        _put(parts)
+        try:
+            yield
+        finally:
+            self._depth, self._parts = depth, parts
+            _put(whole)
+
     def _gather(self, with_gradients: bool) -> None:
         store = self._store
         # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
@@ -87,7 +104,8 @@ class WholeParameters:
         if not failed:
             self._take_changes(with_gradients)
         if self._depth == 0:
-            self._put_parts_back()
+            _put(self._parts)
+            self._parts = []
 
     def _take_changes(self, with_gradients: bool) -> None:
         """Bring what was changed in the whole tensors into the parts. No communication."""
@@ -104,14 +122,6 @@ class WholeParameters:
                     whole = parameter.grad
                     self._parts[i] = (parameter, part, None if whole is None else store.shard_like(name, whole))
 
-    def _put_parts_back(self) -> None:
-        for parameter, _, _ in self._parts:
-            parameter.grad = None  # of the whole shape
-        _set_data((parameter, part) for parameter, part, _ in self._parts)
-        for parameter, _, grad in self._parts:
-            parameter.grad = grad
-        self._parts = []
-
 
 @contextmanager
 def shapes_only(store: Any) -> Iterator[None]:
@@ -126,6 +136,15 @@ def shapes_only(store: Any) -> Iterator[None]:
         yield
     finally:
         _set_data(shards)
+
+
+def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
+    """Give parameters their data and gradients."""
+    for parameter, _, _ in tensors:
+        parameter.grad = None  # of another shape than the data that comes
+    _set_data((parameter, data) for parameter, data, _ in tensors)
+    for parameter, _, grad in tensors:
+        parameter.grad = grad
 
 
 def _set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
