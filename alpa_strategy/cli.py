@@ -133,7 +133,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
     from alpa_strategy.inter_op.stage_costs import CostStore
-    from alpa_strategy.plan.make import make_plan, memory_limit
+    from alpa_strategy.plan.make import make_plan
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
@@ -149,7 +149,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     plan = make_plan(model, batch, cluster, options, progress=progress, context=context, store=store)
     store.done()
     console = Console()
-    console.print(plan_table(plan, memory_limit=memory_limit(options, cluster)))
+    console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
         plan.save(arguments.output)

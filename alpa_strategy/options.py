@@ -87,6 +87,10 @@ class PlanOptions:
             or self.remat is True
         )
 
+    def usable_bytes(self, device_bytes: float) -> float:
+        """Bytes of a device of `device_bytes` that a plan may use."""
+        return device_bytes * self.memory_fraction if self.memory_limit is None else self.memory_limit
+
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
         rows = [(f.name, getattr(self, f.name)) for f in fields(self)]

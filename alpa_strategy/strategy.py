@@ -324,9 +324,10 @@ class AlpaStrategy(ParallelStrategy):
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
         from alpa_strategy.lightning.evaluation import Evaluation
-        from alpa_strategy.lightning.planning import prepare
+        from alpa_strategy.lightning.planning import is_tight, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.optimizer_info import inspect_optimizer
+        from alpa_strategy.runtime.host_memory import keep_freed_memory, return_freed_memory
 
         assert self.lightning_module is not None
         seed = agree_on_seed()
@@ -334,6 +335,8 @@ class AlpaStrategy(ParallelStrategy):
         optimizer = inspect_optimizer(self.optimizers)
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
             prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
+            if self.root_device.type == "cpu":
+                return_freed_memory() if is_tight(prepared, job) else keep_freed_memory()
             if prepared.plan.is_pipelined:
                 from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
             else:

@@ -129,7 +129,6 @@ class Planner:
         from alpa_strategy.inter_op.submeshes import submeshes
         from alpa_strategy.optimizer_info import optimizer_info_of
         from alpa_strategy.options import PlanOptions
-        from alpa_strategy.plan.make import memory_limit
         from alpa_strategy.recipe import build_data, build_model, load_recipe
 
         overrides = [f"data.batch_size={cell.rows}"]
@@ -145,7 +144,7 @@ class Planner:
         self.flops = model_flops(cell, self.model, sum(op_flops(op.call) for op in step.ops))
         graph = microbatch(step, num_microbatches).graph
         costs, optimizer = RooflineCosts(self.cluster.device), optimizer_info_of(self.model)
-        limit = memory_limit(options, self.cluster)
+        limit = options.usable_bytes(self.cluster.device.memory_bytes)
         cuts = cluster_layers(graph)
         self.job = CostJob(graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit)
         self.meshes = submeshes(self.cluster)

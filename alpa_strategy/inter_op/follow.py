@@ -60,7 +60,6 @@ def follow_plan(
     Raises:
         PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
     """
-    from alpa_strategy.plan.make import memory_limit
 
     micro = follow_microbatches(step, running, cluster.num_devices)
     graph, count, stages = micro.graph, micro.num_microbatches, running.stages
@@ -72,7 +71,7 @@ def follow_plan(
         )
     cuts = stage_cuts(graph, stages)
     free = replace(options, placements=(), parallel="auto", logical_mesh=None)
-    limit = memory_limit(options, cluster)
+    limit = options.usable_bytes(cluster.device.memory_bytes)
     solver = StageSolver(CostJob(graph, cuts, count, cluster, costs, free, optimizer, limit, remat=False))
     alive = _alive(step, running, count)
     solved: list[SolvedStage] = []

@@ -101,11 +101,10 @@ def plan_pipeline(
         PlanError: nothing fits, or a pin cannot be met.
     """
     from alpa_strategy.cost.roofline import RooflineCosts
-    from alpa_strategy.plan.make import memory_limit
 
     progress = progress or (lambda name: nullcontext())
     costs = costs or RooflineCosts(cluster.device)
-    limit = memory_limit(options, cluster)
+    limit = options.usable_bytes(cluster.device.memory_bytes)
     spent: dict[str, float] = defaultdict(float)
     check_pins(step, cluster, options)
     meshes = submeshes(cluster)

@@ -32,7 +32,6 @@ from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.make import memory_limit
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.torch_comm import build_mesh
@@ -165,7 +164,7 @@ class TrainingRun:
 
     def whole_fits(self, with_gradients: bool = False) -> str | None:
         """None where whole parameters (and gradients) fit beside what this device keeps; else why they do not."""
-        limit, store = memory_limit(self._job.options, self._cluster), self.store
+        limit, store = self._job.options.usable_bytes(self._cluster.device.memory_bytes), self.store
         parts = sum(p.numel() * p.element_size() for p in store.parameters)
         state = sum(p.numel() for p in store.parameters) * self._optimizer_info.state_bytes
         whole = sum(store.whole_shape(store.name_of(p)).numel() * p.element_size() for p in store.parameters)
@@ -176,7 +175,7 @@ class TrainingRun:
 
     def release_fits(self) -> str | None:
         """None where this device can hold the whole parameters and optimizer state; else why it cannot."""
-        limit, store = memory_limit(self._job.options, self._cluster), self.store
+        limit, store = self._job.options.usable_bytes(self._cluster.device.memory_bytes), self.store
         shapes = [(p, store.whole_shape(store.name_of(p)).numel()) for p in store.parameters]
         needed = sum(n * p.element_size() for p, n in shapes)
         needed += self._optimizer_info.state_bytes * sum(n for p, n in shapes if p.requires_grad)

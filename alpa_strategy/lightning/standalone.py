@@ -29,9 +29,9 @@ def _limit(job: Job) -> float:
         return options.memory_limit
     if job.cluster is not None:
         spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-        return spec.device.memory_bytes * options.memory_fraction
+        return options.usable_bytes(spec.device.memory_bytes)
     if job.device.type == "cuda":
-        return torch.cuda.get_device_properties(job.device).total_memory * options.memory_fraction
+        return options.usable_bytes(torch.cuda.get_device_properties(job.device).total_memory)
     return float("inf")
 
 

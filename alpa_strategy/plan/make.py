@@ -101,7 +101,7 @@ def plan_step(
 
     progress = progress or (lambda name: nullcontext())
     costs = costs or RooflineCosts(cluster.device)
-    limit = memory_limit(options, cluster)
+    limit = options.usable_bytes(cluster.device.memory_bytes)
     seconds: dict[str, float] = {}
     problems: list[tuple[float, str, IntraOp]] = []  # seconds if memory were free: no plan on that mesh is faster
     failures: list[tuple[str, PlanError]] = []
@@ -220,13 +220,6 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
     return fitting
 
 
-def memory_limit(options: PlanOptions, cluster: ClusterSpec) -> float:
-    """Bytes per device that a plan may use."""
-    if options.memory_limit is not None:
-        return options.memory_limit
-    return cluster.device.memory_bytes * options.memory_fraction
-
-
 def _baselines(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo, costs: OpCosts
 ) -> dict[str, float | None]:
@@ -235,7 +228,7 @@ def _baselines(
         return {}
     flat = (cluster.num_devices,)
     tables = OptionTables(cluster.logical_mesh(flat), costs, optimizer, options.accumulate_grad_batches)
-    intra = build(step, tables, memory_limit(options, cluster))
+    intra = build(step, tables, options.usable_bytes(cluster.device.memory_bytes))
     found: dict[str, float | None] = {}
     for name in BASELINES if options.baselines else BASELINES[:1]:
         named = replace(options, parallel=name, placements=(), logical_mesh=flat)

@@ -54,8 +54,8 @@ def test_the_budget_ends_measuring_with_the_longest_ops_done():
     large = call(aten.mm.default, tensor(512, 512), tensor(512, 512))
     many = [call(aten.mul.Tensor, tensor(4, n), 2.0) for n in range(1, 400)]
     started = time.perf_counter()
-    table = measure_ops([*many, large], "cpu", 0.1, OpTable())
-    assert time.perf_counter() - started < 2.0
+    table = measure_ops([*many, large], "cpu", 0.5, OpTable())
+    assert time.perf_counter() - started < 5.0
     assert table.get(NAME, large) is not None
     assert measure_ops([large], "cpu", 0.0, OpTable()).get(NAME, large) is None
 
