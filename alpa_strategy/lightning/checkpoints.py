@@ -129,7 +129,8 @@ class Checkpoints:
             taken_up = taken_up.of_stateful_loader()
         elif taken_up is not None:
             _say_nothing_of_positions()
-        return ResumableLoader(loader, taken_up)
+        progress = self._trainer.fit_loop.epoch_progress
+        return ResumableLoader(loader, lambda: progress.current.processed, taken_up)
 
     # Saving
 

@@ -7,7 +7,7 @@ own state (`state_dict`) are left to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Pass:
         num_drawn: batches that were taken from it.
         num_ahead: of those, how many the Trainer has not used yet.
         before_last: random state before the last of them was taken, where that is known.
-        epoch: of its sampler, None where that has none.
+        epoch: which one it is, counted from 0 (and its sampler's); None: what the Trainer says.
         now: random state with which the training goes on.
     """
 
@@ -36,7 +36,7 @@ class Pass:
 
     def of_stateful_loader(self) -> Pass:
         """For a loader that finds its position by itself."""
-        return Pass(None, 0, 0, None, None, self.now)
+        return Pass(None, 0, 0, None, self.epoch, self.now)
 
 
 class ResumableLoader:
@@ -44,11 +44,12 @@ class ResumableLoader:
 
     Args:
         loader: any iterable of batches.
+        epoch: says which epoch the Trainer is in.
         resume: the pass that the first iteration takes up.
     """
 
-    def __init__(self, loader: Any, resume: Pass | None = None) -> None:
-        own = {"_loader": loader, "_resume": resume, "_iteration": None}
+    def __init__(self, loader: Any, epoch: Callable[[], int], resume: Pass | None = None) -> None:
+        own = {"_loader": loader, "_epoch": epoch, "_resume": resume, "_iteration": None}
         self.__dict__.update(own)
 
     @property
@@ -69,7 +70,7 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
-        self._iteration = _Iteration(self._loader, resume)
+        self._iteration = _Iteration(self._loader, self._epoch(), resume)
         return self._iteration
 
     def position(self, num_ahead: int) -> Pass | None:
@@ -83,19 +84,20 @@ class ResumableLoader:
 class _Iteration:
     """The iterator over one pass."""
 
-    def __init__(self, loader: Any, resume: Pass | None) -> None:
+    def __init__(self, loader: Any, epoch: int, resume: Pass | None) -> None:
         self._resume = resume
         self._is_sized = _is_sized(loader)
-        self.num_drawn, self.before_last = 0, None
+        self.num_drawn, self.before_last, self.epoch = 0, None, epoch
         in_the_middle = resume is not None and resume.start is not None
         if resume is not None:
-            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
-            _set_epoch(loader, resume.epoch)
+            if resume.epoch is not None:
+                # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
+                self.epoch = resume.epoch
+                _set_epoch(loader, resume.epoch)
             state = resume.start if in_the_middle else resume.now
             if state is not None:
                 set_random_state(state)
         self.start = random_state()
-        self.epoch = _epoch(loader)
         self._iterator = iter(loader)
         if not in_the_middle:
             self._go_on = None if resume is None else random_state()
@@ -144,16 +146,8 @@ def _is_sized(loader: Any) -> bool:
         return False
 
 
-def _samplers(loader: Any) -> list[Any]:
+def _set_epoch(loader: Any, epoch: int) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return [s for s in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)) if s is not None]
-
-
-def _epoch(loader: Any) -> int | None:
-    return next((s.epoch for s in _samplers(loader) if isinstance(getattr(s, "epoch", None), int)), None)
-
-
-def _set_epoch(loader: Any, epoch: int | None) -> None:
-    for sampler in _samplers(loader):
-        if epoch is not None and callable(getattr(sampler, "set_epoch", None)):
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)

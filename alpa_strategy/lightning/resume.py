@@ -63,8 +63,9 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
     states = stored["ranks"]
     batches = loop["epoch_loop.batch_progress"]
     in_the_middle = not batches["is_last_batch"]
-    if in_the_middle and batches["current"]["ready"]:
-        _reopen_epoch(loop["epoch_progress"])
+    epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
+    if in_the_middle and batches["current"]["ready"] and epochs:
+        _open_epoch(loop["epoch_progress"], epochs[0])
     if len(states) == world_size:
         own = states[rank]
         if own["loader_states"]:
@@ -82,7 +83,7 @@ def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -
     if at is None:
         return Pass(None, 0, 0, None, None, now)
     if not in_the_middle:
-        return Pass(None, 0, 0, None, None if at["epoch"] is None else at["epoch"] + 1, now)
+        return Pass(None, 0, 0, None, at["epoch"] + 1, now)
     return Pass(**{**at, "now": now})
 
 
@@ -111,9 +112,12 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
     return scaled
 
 
-def _reopen_epoch(epochs: dict[str, dict[str, int]]) -> None:
-    """`max_steps` ended an epoch in its middle, which Lightning counts as a whole one: it goes on."""
-    for counts in (epochs["total"], epochs["current"]):
-        if counts["processed"] == counts["started"] > 0:
-            counts["processed"] -= 1
-            counts["completed"] = min(counts["completed"], counts["processed"])
+def _open_epoch(progress: dict[str, dict[str, int]], epoch: int) -> None:
+    """Let the counters say that epoch number `epoch` is under way.
+
+    Lightning's say something else where `max_steps` ended it in its middle (then it counts as a whole one), and in the
+    first epoch after a resumption at the end of one (then it was never counted as begun).
+    """
+    for counts in (progress["total"], progress["current"]):
+        counts["ready"] = counts["started"] = epoch + 1
+        counts["processed"] = counts["completed"] = epoch

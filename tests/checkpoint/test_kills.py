@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-import torch
 from checkpoint.runs import ONE_STAGE, PIPELINE, assert_bitwise, fit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from worker_pool import WorkerError
@@ -21,7 +21,7 @@ from alpa_strategy import open_checkpoint
 from alpa_strategy.checkpoint.tensors import StoredTensor
 from alpa_strategy.checkpoint.tree import map_tensors
 
-STEPS = 60
+STEPS = 50
 KILLS = 20
 
 
@@ -29,26 +29,40 @@ def saving(root: str) -> ModelCheckpoint:
     return ModelCheckpoint(f"{root}/kept", "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
 
 
+class Kills(pl.Callback):
+    """Draws a rank and a moment, and kills the rank then: in the midst of a save, or at any time."""
+
+    def __init__(self, root: str, number: int) -> None:
+        draw = random.Random(number)
+        self.victim, self.step, self.at_save = draw.randrange(2), draw.randrange(1, 6), draw.random() < 0.6
+        self.seconds = draw.uniform(0, 0.03 if self.at_save else 0.3)
+        self.folder, self.num_steps = Path(root) / "kept", 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.step and trainer.global_rank == self.victim:
+            threading.Thread(target=self._kill, daemon=True).start()
+
+    def _kill(self) -> None:
+        before = self._savings()
+        while self.at_save and self._savings() <= before:  # what an earlier kill has left does not count
+            pass
+        time.sleep(self.seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _savings(self) -> set[tuple[str, int]]:
+        found = set()
+        for path in self.folder.glob(".alpa.*.saving"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add((path.name, path.stat().st_ino))
+        return found
+
+
 def train(root: str, options: dict[str, Any], kill: int | None) -> dict[int, Any]:
-    """Train from the last checkpoint on; with a number, some rank is killed at a moment that is drawn with it."""
-    rank = torch.distributed.get_rank()
-    if kill is not None:
-        draw = random.Random(kill)
-        victim, seconds, at_save = draw.randrange(2), draw.uniform(0.05, 2.0), draw.random() < 0.6
-        if rank == victim:
-            threading.Thread(target=_kill, args=(Path(root) / "kept", seconds, at_save), daemon=True).start()
-    _, _, steps = fit(root, options, 2, STEPS, ckpt_path="last", callbacks=[saving(root)])
+    """Train from the last checkpoint on; with a number, a rank is killed at a moment that is drawn with it."""
+    callbacks = [saving(root)] if kill is None else [Kills(root, kill), saving(root)]
+    _, _, steps = fit(root, options, 2, STEPS, ckpt_path="last", callbacks=callbacks)
     return steps
-
-
-def _kill(folder: Path, seconds: float, at_save: bool) -> None:
-    while not list(folder.glob("last*.ckpt")):  # training is under way
-        time.sleep(0.01)
-    time.sleep(seconds)
-    while at_save and not list(folder.glob(".alpa.*.saving")):
-        pass
-    time.sleep(random.uniform(0, 0.03) if at_save else 0)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check(folder: Path) -> int:

@@ -43,6 +43,21 @@ def test_resume_is_bitwise(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_twice, str(tmp_path), CASES[case]) == [True, True]
 
 
+def resume_in_a_chain(root: str, options: dict[str, Any]) -> bool:
+    """Go on from what a resumed training saved, in the middle and at the end of epochs, again and again."""
+    _, _, expected = fit(f"{root}/undisturbed", options, 2, 13)
+    path = None
+    for end in (3, 4, 5, 7, 8, 9, 10, 12, 13):
+        _, _, steps = fit(root, options, 2, end, ckpt_path=path, callbacks=[Keep(f"{root}/kept", 1)])
+        assert_bitwise(steps, {step: expected[step] for step in steps})
+        path = checkpoint_at(root, end)
+    return True
+
+
+def test_a_chain_of_resumptions(pool, tmp_path: Path) -> None:
+    assert pool.run(2, resume_in_a_chain, str(tmp_path), PIPELINE) == [True, True]
+
+
 def resume_the_others(root: str) -> bool:
     """Saves that a Trainer makes at other moments, in one kind of run."""
     options = ONE_STAGE["zero3"]
