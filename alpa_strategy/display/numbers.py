@@ -1,8 +1,12 @@
-"""Numbers as people read them: three significant digits with a unit."""
+"""Numbers as people read them: three significant digits with a unit; and what is known of a plan's optimality."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alpa_strategy.plan.plan import Plan
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -51,3 +55,11 @@ def peak_rss_bytes() -> int:
 def _three_digits(value: float) -> str:
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f}"
+
+
+def proof_of(plan: Plan) -> str:
+    """How good the plan is known to be; of a pipeline, the layouts inside of its stages (the cut is searched)."""
+    what = "layouts " if plan.is_pipelined else ""
+    if plan.gap <= 1e-6:
+        return f"{what}proved optimal"
+    return f"{what}within {max(plan.gap, 1e-4):.2%} of the optimum"

@@ -6,7 +6,7 @@ import math
 from html import escape
 
 from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
-from alpa_strategy.display.numbers import format_bytes, format_seconds
+from alpa_strategy.display.numbers import format_bytes, format_seconds, proof_of
 from alpa_strategy.display.ops_strip import ops_strip_svg
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
@@ -78,7 +78,7 @@ def _header(body: list[str], plan: Plan, y: float) -> float:
     where = f" on {plan.cluster_name}" if plan.cluster_name else ""
     p = plan.predicted
     body.append(_text(MARGIN, y, f"{devices} device{'s' * (devices != 1)}{where}", 'font-size="20" font-weight="600"'))
-    proof = "proved optimal" if plan.gap <= 1e-6 else f"within {max(plan.gap, 1e-4):.2%} of the optimum"
+    proof = proof_of(plan)
     facts = f"{format_seconds(p.step_seconds)} per step, {format_bytes(p.peak_bytes)} per device, {proof}"
     if len(plan.stages) > 1:
         facts += f", {plan.num_microbatches} micro-batches, {plan.schedule}"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.groups import Shape, parameter_groups
-from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds
+from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds, proof_of
 from alpa_strategy.display.stages import device_range, stage_overview
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.plan.plan import Collective, Plan, StagePlan
@@ -81,7 +81,7 @@ def _headline(plan: Plan) -> Text:
         text.append(f", mesh {_grid(plan.stages[0].logical_mesh)}")
     else:
         text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}")
-    proof = "proved optimal" if plan.gap <= 1e-6 else f"within {max(plan.gap, 1e-4):.2%} of the optimum"
+    proof = proof_of(plan)
     text.append(f", {proof}", style="green" if plan.gap <= 1e-6 else "yellow")
     return text
 
