@@ -21,3 +21,12 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """What a test leaves in the environment (seed_everything: PL_GLOBAL_SEED) would reach workers that start later."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
