@@ -114,7 +114,6 @@ def follow_fingerprint(
 
 def follow_microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
     """The step in as many micro-batches as the running plan has, or the most below that its rows and ops allow."""
-    num_ranks = num_devices if step.batch_scope == "rank" else 1
     num_meshes = len({stage.first_device for stage in running.stages})
     first: PlanError | None = None
     for count in range(running.num_microbatches, 0, -1):
@@ -123,7 +122,7 @@ def follow_microbatches(step: StepGraph, running: Plan, num_devices: int) -> Mic
             first = first or PlanError(why, "load batches of one size")
             continue
         try:
-            return microbatch(step, count, num_ranks)
+            return microbatch(step, count, num_devices)
         except PlanError as error:
             first = first or error
     assert first is not None

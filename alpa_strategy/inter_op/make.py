@@ -121,9 +121,8 @@ def plan_pipeline(
             untried = counts[number:]
             break
         with progress(f"{count} micro-batches"):
-            ranks = cluster.num_devices if step.batch_scope == "rank" else 1
             try:
-                graph = microbatch(step, count, ranks).graph
+                graph = microbatch(step, count, cluster.num_devices).graph
             except PlanError as error:
                 if len(counts) == 1:
                     raise
@@ -190,7 +189,7 @@ def _solve_schedules(
     job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float
 ) -> list[_Candidate]:
     """The DP for every schedule that is allowed; candidates better than `known`, best first."""
-    tables = _tables(job, meshes, runs)
+    tables = stage_tables(job, meshes, runs)
     names = [job.options.schedule] if job.options.schedule else SEARCHED
     found: list[_Candidate] = []
     for schedule in names:
@@ -269,7 +268,7 @@ def _candidate(
     )  # fmt: skip
 
 
-def _tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
+def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
     """The runs of all submeshes side by side."""
     width = max(r.seconds.shape[2] for r in runs)
 
@@ -409,8 +408,3 @@ def plan_job(job: CostJob, meshes: Sequence[tuple[int, int]], store: CostStore |
         except PlanError as error:
             failures.append(error.problem)
     raise PlanError("; ".join(failures), "use more devices, or raise memory_limit")
-
-
-def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
-    """What the stage DP reads, of the runs on all submeshes."""
-    return _tables(job, meshes, runs)

@@ -31,7 +31,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1, exact
     accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws other numbers than in one batch.
 
     Args:
-        num_ranks: ranks that bring their own rows (`batch_scope="rank"`): each must be able to cut its own.
+        num_ranks: ranks of the job; with `batch_scope="rank"` each brings rows of its own and must be able to cut them.
         exact: False: what is no sum over rows but depends on sums (the square root of a mean, the load-balancing loss
             of a mixture of experts) is computed from each micro-batch's own, as in plain gradient accumulation; a note
             of the graph says where. True: that is refused.

@@ -16,9 +16,9 @@ from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.plan.plan import ParameterPlan, source_layout
 from alpa_strategy.sharding import localize, op_strategies
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, shard, value_layout
+from alpa_strategy.sharding.layout import DualLayout, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
@@ -71,17 +71,6 @@ def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...
     """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest chunk)."""
     origin = (0,) * len(mesh_shape)
     return meta.with_shape(value_layout(layout).local_shape(meta.shape, mesh_shape, origin)).num_bytes
-
-
-def source_layout(plan: ParameterPlan, requires_grad: bool) -> DualLayout:
-    """The dual layout in which a stored parameter enters the step (see `ParameterPlan`)."""
-    sources = []
-    for mode in plan.modes:
-        if mode[0] == "S":
-            sources.append(shard(int(mode[1:])))
-        else:
-            sources.append(BROADCAST if requires_grad and mode != "R" else REPLICATE)
-    return tuple(sources)
 
 
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int = 1) -> list[str]:

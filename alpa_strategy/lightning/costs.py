@@ -39,11 +39,10 @@ def measured_stage_costs(
     from alpa_strategy.inter_op.make import microbatch_counts
     from alpa_strategy.inter_op.microbatch import microbatch
 
-    num_ranks = cluster.num_devices if step.batch_scope == "rank" else 1
     likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
     calls: set[OpCall] = set()
     for count in likely[:LIKELY_COUNTS]:
-        graph = microbatch(step, count, num_ranks).graph
+        graph = microbatch(step, count, cluster.num_devices).graph
         for size in {1, cluster.devices_per_node}:
             calls |= local_calls(graph, (size,))
     return _timed(calls, cluster, job, budget_seconds)

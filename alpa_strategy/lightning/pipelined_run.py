@@ -79,8 +79,7 @@ class PipelinedRun(TrainingRun):
         return self._training_pipeline(micro, self.plan.stages)
 
     def _micro(self, step: StepGraph) -> MicroStep:
-        num_ranks = world_size() if step.batch_scope == "rank" else 1
-        return microbatch(step, self.plan.num_microbatches, num_ranks)
+        return microbatch(step, self.plan.num_microbatches, world_size())
 
     def _pipelined(
         self,
@@ -120,8 +119,7 @@ class PipelinedRun(TrainingRun):
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
             return WholeStep()
-        num_ranks = world_size() if step.batch_scope == "rank" else 1
-        return self._training_pipeline(microbatch(step, plan.num_microbatches, num_ranks), plan.stages)
+        return self._training_pipeline(microbatch(step, plan.num_microbatches, world_size()), plan.stages)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
@@ -204,7 +202,7 @@ class PipelinedRun(TrainingRun):
         plan = find_or_make_following_plan(
             step, self.plan, _evaluation_pins, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero
         )
-        micro = microbatch(step, plan.num_microbatches, world_size() if step.batch_scope == "rank" else 1)
+        micro = microbatch(step, plan.num_microbatches, world_size())
         graphs = [slice_stage(micro.graph, *stage.ops) for stage in plan.stages]
         pins = [_evaluation_pins(graph, stage) for graph, stage in zip(graphs, self.plan.stages, strict=True)]
         parameters = {

@@ -19,9 +19,8 @@ from torch import Tensor
 from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.intra_op.options import source_layout
 from alpa_strategy.lower.local_ops import build_local_op
-from alpa_strategy.plan.plan import StagePlan
+from alpa_strategy.plan.plan import StagePlan, source_layout
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.reshard import Reshard

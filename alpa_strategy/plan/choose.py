@@ -166,12 +166,11 @@ def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOption
         return False
     if options.parallel != "auto" or options.logical_mesh is not None:
         return False
-    num_ranks = cluster.num_devices if step.batch_scope == "rank" else 1
     counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]
     if not counts:
         return False
     try:
         # A note says where micro-batches are not exactly the whole batch (BatchNorm): that is for the user to ask for.
-        return microbatch(step, counts[-1], num_ranks).graph.notes == step.notes
+        return microbatch(step, counts[-1], cluster.num_devices).graph.notes == step.notes
     except PlanError:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.sharding.layout import Layout
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, Layout, shard
 
 FORMAT_VERSION = 1
 
@@ -95,6 +95,17 @@ class ParameterPlan:
     def module_layout(self) -> Layout:
         """Storage layout in the dims of the module's parameter (every segment is cut where there are several)."""
         return _storage_layout(self.module_modes)
+
+
+def source_layout(plan: ParameterPlan, requires_grad: bool = True) -> DualLayout:
+    """The dual layout in which a stored parameter enters the step and leaves its gradient (see `ParameterPlan`)."""
+    sources = []
+    for mode in plan.modes:
+        if mode[0] == "S":
+            sources.append(shard(int(mode[1:])))
+        else:
+            sources.append(BROADCAST if requires_grad and mode != "R" else REPLICATE)
+    return tuple(sources)
 
 
 def shift_mode(mode: str, by: int) -> str:

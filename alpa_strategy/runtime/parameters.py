@@ -22,25 +22,17 @@ from torch.distributed.tensor.placement_types import Shard
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.plan.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.regather import Regather
 from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, Layout, shard
+from alpa_strategy.sharding.layout import REPLICATE, DualLayout, Layout, shard
 
 
 def storage_layout(plan: ParameterPlan) -> DualLayout:
     """Dual layout of the stored parameter and of its gradient after the step."""
     return tuple(REPLICATE if mode[0] == "R" else shard(int(mode[1:])) for mode in plan.modes)
-
-
-def use_layout(plan: ParameterPlan) -> DualLayout:
-    """Dual layout in which the lowered step takes the parameter and leaves its gradient."""
-    duals = {"R": REPLICATE, "R*": BROADCAST}
-    return tuple(
-        BROADCAST if mode[0] == "G" else duals[mode] if mode in duals else shard(int(mode[1:])) for mode in plan.modes
-    )
 
 
 @dataclass
@@ -109,7 +101,7 @@ class ParameterStore:
                 f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
                 "plan again, or build the model as it was when it was planned",
             )
-        storage, use = storage_layout(plan), use_layout(plan)
+        storage, use = storage_layout(plan), source_layout(plan)
         whole = (REPLICATE,) * len(self.mesh.shape)
         return _Stored(
             name=given.name,
@@ -284,10 +276,11 @@ class ParameterStore:
 
     def replica(self, name: str) -> tuple[int, int]:
         """Of the devices that hold the same part of a parameter: which one this is, and how many they are."""
+        return self._replica(self._by_name[name].layout)
+
+    def _replica(self, layout: Layout) -> tuple[int, int]:
         index, count = 0, 1
-        for placement, size, coordinate in zip(
-            self._by_name[name].layout, self.mesh.shape, self.mesh.coordinate, strict=True
-        ):
+        for placement, size, coordinate in zip(layout, self.mesh.shape, self.mesh.coordinate, strict=True):
             if not isinstance(placement, Shard):
                 index, count = index * size + coordinate, count * size
         return index, count
@@ -324,8 +317,7 @@ class ParameterStore:
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this device's elements count in a sum over the mesh: of those that hold the same, the first does."""
-        axes = zip(self.layout_of(parameter), self.mesh.coordinate, strict=True)
-        return all(isinstance(placement, Shard) or index == 0 for placement, index in axes)
+        return self._replica(self.layout_of(parameter))[0] == 0
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -179,8 +179,7 @@ class Pipeline:
         if has_backward:
             for store in self._stores:
                 store.start_step()
-        if has_backward:
-            self.schedule.run(has_backward)
+            self.schedule.run()
         else:
             self._run_forward()
         self._outbox.drain()

@@ -77,16 +77,13 @@ class _Stage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        if not self.has_backward:
-            return
         if full_backward:
             self.worker.backward(bwd_chunk_id)
         else:
             self.worker.backward_inputs(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if self.has_backward:
-            self.worker.backward_weights(bwd_chunk_id)
+        self.worker.backward_weights(bwd_chunk_id)
 
     # Two adjacent stages on one mesh: the worker hands over by itself.
 
@@ -137,6 +134,7 @@ class Schedule:
                 "use another schedule, or place the stages as it does",
             )
         self._schedule._loss_fn = None  # losses are values of our stages
+        self._schedule._has_backward = True  # without a loss function of its own it would not know
 
     def _make(self, stages: list[_Stage], num_meshes: int, num_microbatches: int) -> _PipelineScheduleRuntime:
         try:
@@ -162,9 +160,8 @@ class Schedule:
                 f"choose another of {', '.join(SCHEDULES)}, or other numbers",
             ) from error
 
-    def run(self, has_backward: bool) -> None:
-        """All micro-batches of a step: forward and backward, or forward only."""
-        self._schedule._has_backward = has_backward
+    def run(self) -> None:
+        """All micro-batches of a step, forward and backward."""
         was_disabled, _logger.disabled = _logger.disabled, True  # it would print the whole schedule before each error
         try:
             self._schedule.step(return_outputs=False)

@@ -18,10 +18,9 @@ from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.slice import crossing_values, shared_parameters, slice_stage, slice_stages
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.intra_op.options import source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.plan import Fingerprint, Plan, Predicted
+from alpa_strategy.plan.plan import Fingerprint, Plan, Predicted, source_layout
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding.layout import Layout, dual_layout, value_layout

@@ -18,9 +18,9 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.intra_op.options import source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import source_layout
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.thread_mesh import ThreadMesh, run_on_threads

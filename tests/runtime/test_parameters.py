@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.plan.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
-from alpa_strategy.runtime.parameters import ParameterStore, use_layout
+from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.layout import BROADCAST, REPLICATE
@@ -113,7 +113,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     for p in inputs:
         # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
         whole = tuple(REPLICATE if m == "R" else BROADCAST for m in plans[p.name].modes)
-        uses[p.name] = Reshard(use_layout(plans[p.name]), whole, p.meta.shape, mesh)
+        uses[p.name] = Reshard(source_layout(plans[p.name]), whole, p.meta.shape, mesh)
     divided = [axis for axis, m in enumerate(mode) if m != "R"]
     for i, x in enumerate(batches()):
         for axis in divided:
@@ -215,7 +215,7 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         inputs = inputs_of(net)
         store = ParameterStore(net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs}, mesh)
         store.shard()
-        gather = Reshard(use_layout(plan_of(mode, (7, 6))), (BROADCAST,), (7, 6), mesh)
+        gather = Reshard(source_layout(plan_of(mode, (7, 6))), (BROADCAST,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
         with store.regather_hooks() if regather else torch.enable_grad():
             weight = gather(net.first.weight.to(dtype))
@@ -240,7 +240,7 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
         inputs = inputs_of(net)
         store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
         store.shard()
-        gather = Reshard(use_layout(ParameterPlan(("S0",))), (BROADCAST,), (7, 6), mesh)
+        gather = Reshard(source_layout(ParameterPlan(("S0",))), (BROADCAST,), (7, 6), mesh)
         with store.regather_hooks():
             y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
         with torch.no_grad():
