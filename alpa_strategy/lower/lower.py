@@ -67,7 +67,7 @@ class LoweredStep:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """(what leaves the step, what later stages get), by value index."""
         results = self.function(
-            [parameters[name] for name in self.parameter_names],
+            _ByIndex(parameters, self.parameter_names),
             [buffers[name] for name in self.buffer_names],
             batch,
             received,
@@ -75,6 +75,16 @@ class LoweredStep:
         count = len(self.escaping)
         escaping = dict(zip(self.escaping, results[:count], strict=True))
         return escaping, dict(zip(self.sent, results[count:], strict=True))
+
+
+class _ByIndex:
+    """Parameters by their number in the program; each is asked for where it is used first: it may yet be on its way."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        self._parameters, self._names = parameters, names
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._parameters[self._names[index]]
 
 
 def lower(
@@ -187,12 +197,12 @@ class _Writer:
         results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
         self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
         inputs = [
-            *[f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)],
             *[f"v{b.value} = buffers[{i}]" for i, b in enumerate(self.step.buffers)],
             *[f"v{b.value} = batch[{i}]" for i, b in enumerate(self.step.batch)],
             *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
         ]
-        body = _drop_dead([*inputs, *self.lines])
+        parameters = {f"v{p.value}": f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)}
+        body = _drop_dead([*inputs, *_before_first_use(parameters, self.lines)])
         source = "def step(parameters, buffers, batch, received):\n" + "".join(f"    {line}\n" for line in body)
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -205,6 +215,19 @@ class _Writer:
             self.step.escaping,
             self.step.sent,
         )
+
+
+def _before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[str]:
+    """`lines` with each variable's defining line before the first line that reads it; those never read left out."""
+    placed: dict[str, None] = {}
+    result = []
+    for line in lines:
+        for name in _variables(line.partition("  #")[0]):
+            if name in definitions and name not in placed:
+                placed[name] = None
+                result.append(definitions[name])
+        result.append(line)
+    return result
 
 
 def _drop_dead(lines: list[str]) -> list[str]:

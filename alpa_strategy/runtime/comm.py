@@ -61,6 +61,10 @@ class Pending:
 class AsyncAxisComm(AxisComm, Protocol):
     """An `AxisComm` that can also start a collective and go on."""
 
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        """`all_gather`, without waiting."""
+        ...
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` over the axis **in place**, without waiting."""
         ...
@@ -68,6 +72,14 @@ class AsyncAxisComm(AxisComm, Protocol):
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
         """Sum over the axis `rows` [size, ...], this device keeps row `index`, without waiting."""
         ...
+
+
+def start_all_gather(axis: AxisComm, tensor: Tensor, dim: int, total: int) -> Pending:
+    """`AsyncAxisComm.start_all_gather`, at once where the axis cannot wait."""
+    if hasattr(axis, "start_all_gather"):
+        return axis.start_all_gather(tensor, dim, total)
+    result = axis.all_gather(tensor, dim, total)
+    return Pending(lambda: result)
 
 
 def start_all_reduce(axis: AxisComm, tensor: Tensor) -> Pending:

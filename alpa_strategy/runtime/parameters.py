@@ -12,7 +12,7 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan, source_layout
-from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.regather import Regather
 from alpa_strategy.runtime.reshard import Reshard
@@ -48,6 +48,7 @@ class _Stored:
     to_whole: Reshard
     is_gathered_once: bool
     accumulator: torch.autograd.graph.Node | None = None  # kept alive: it carries our hook
+    gathering: Pending | None = None  # of the copy, begun with the step
     leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
     complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
     is_complete: bool = False  # whether parameter.grad was left by a reduction
@@ -152,9 +153,16 @@ class ParameterStore:
 
     # One training step
 
-    def step_inputs(self) -> dict[str, Tensor]:
-        """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step."""
-        return {name: self._step_input(stored) for name, stored in self._stored.items()}
+    def step_inputs(self) -> Mapping[str, Tensor]:
+        """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
+
+        All gatherings start now and run beside the step; asking for a parameter waits for its own.
+        """
+        for stored in self._stored.values():
+            if stored.is_gathered_once and stored.leaf is None and stored.gathering is None:
+                with torch.no_grad():
+                    stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
+        return _StepInputs(self, tuple(self._stored))
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
@@ -165,7 +173,9 @@ class ParameterStore:
             return self._as_in_step(stored, stored.parameter)
         if stored.leaf is None:
             with torch.no_grad():
-                leaf = stored.to_use.values(self._as_in_step(stored, stored.parameter.detach()))
+                if stored.gathering is None:
+                    stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
+                leaf, stored.gathering = stored.gathering.wait(), None
             leaf = leaf.requires_grad_(stored.parameter.requires_grad)
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
@@ -183,7 +193,12 @@ class ParameterStore:
     def after_optimizer_step(self) -> None:
         """Drop gathered copies: the next step gathers the new values."""
         for stored in self._stored.values():
-            stored.leaf = None
+            self._drop_copy(stored)
+
+    def _drop_copy(self, stored: _Stored) -> None:
+        if stored.gathering is not None:  # the step did not use it
+            stored.gathering.wait()
+        stored.leaf = stored.gathering = None
 
     def discard_gradients(self) -> None:
         """Forget what an interrupted or skipped backward left behind."""
@@ -231,7 +246,7 @@ class ParameterStore:
             )
         with torch.no_grad():
             stored.parameter.copy_(self.shard_like(name, tensor) if self._is_sharded else tensor)
-        stored.leaf = None
+        self._drop_copy(stored)
 
     def whole_shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter, as the module had it."""
@@ -245,6 +260,8 @@ class ParameterStore:
             use = Layout(tuple(dual.value for dual in stored.to_use.dst))
             ranges = use.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
             stored.leaf.data.copy_(whole.view(stored.shape)[tuple(slice(*r) for r in ranges)])
+        else:
+            self._drop_copy(stored)
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of this device's part of parameter `name`, as the module holds it."""
@@ -371,3 +388,19 @@ class ParameterStore:
             holder=lambda: stored.leaf if stored.is_gathered_once else parameter,
             put=put,
         )
+
+
+class _StepInputs(Mapping[str, Tensor]):
+    """What the step takes, by name; each waits for its gathering when it is asked for."""
+
+    def __init__(self, store: ParameterStore, names: tuple[str, ...]) -> None:
+        self._store, self._names = store, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._store.step_input(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

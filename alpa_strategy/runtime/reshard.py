@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.runtime.comm import AxisComm, MeshComm
+from alpa_strategy.runtime.comm import AxisComm, MeshComm, Pending, start_all_gather
 from alpa_strategy.runtime.regather import active_regather
 from alpa_strategy.sharding.layout import DualLayout, Layout, chunk_range, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps
@@ -68,6 +68,13 @@ class Reshard:
     def values(self, tensor: Tensor) -> Tensor:
         """The forward alone, without autograd."""
         return _run(self.forward_steps, tensor, self._mesh)
+
+    def start(self, tensor: Tensor) -> Pending:
+        """`values`, without waiting where it is one gathering; else all of it is done by `wait`."""
+        match self.forward_steps:
+            case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
+                return start_all_gather(self._mesh.axes[axis], tensor, dim, shape[dim])
+        return Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""

@@ -159,19 +159,29 @@ class TorchAxisComm:
         return result
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
+        return self.start_all_gather(tensor, dim, total).wait()
+
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        """The chunks of the axis one after the other along `dim`, without waiting."""
         sizes = chunk_sizes(total, self.size)
         self._check_size(tensor, dim, sizes[self.index])
         if self.size == 1:
-            return tensor
+            return Pending(lambda: tensor)
         tensor = tensor.detach()
         if sizes[self.index] < sizes[0]:  # the collective wants equal chunks: pad to the largest
             padding = tensor.new_zeros((*tensor.shape[:dim], sizes[0] - sizes[self.index], *tensor.shape[dim + 1 :]))
             tensor = torch.cat([tensor, padding], dim)
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._backend.all_gather(_as_bytes(gathered), _as_bytes(tensor.contiguous()), self.group, False)
-        if sizes[0] != sizes[-1]:
-            return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
-        return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        own = tensor.contiguous()
+        work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            if sizes[0] != sizes[-1]:
+                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        return Pending(finish)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         if self.size == 1:
