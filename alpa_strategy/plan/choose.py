@@ -23,7 +23,6 @@ Progress = Callable[[str], AbstractContextManager]
 MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
 SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
 BACKWARD_SHARE = 2 / 3  # of compute
-TIE = 0.02  # within this share the solved plan stays
 
 
 def choose_plan(
@@ -104,7 +103,7 @@ def _or_data_parallel(
         plan = plan_step(step, cluster, flat, optimizer, costs=costs)
     except PlanError:
         return one
-    if hidden_seconds(plan) >= seconds * (1 - TIE):
+    if hidden_seconds(plan) >= seconds:
         return one
     plan = replace(plan, fingerprint=one.fingerprint, baselines=one.baselines, solver_seconds=one.solver_seconds)
     return _with_note(plan, "data parallel: the reduction of gradients runs beside the backward")
