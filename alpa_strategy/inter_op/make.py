@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,61 +22,27 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
 from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
-from alpa_strategy.inter_op.cross_mesh import boundary_seconds
-from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
+from alpa_strategy.inter_op.counts import Look, Submeshes, climb
 from alpa_strategy.inter_op.explain import largest_need
 from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.pins import check_pins
 from alpa_strategy.inter_op.schedules import (
-    ONE_STAGE,
-    SCHEDULES,
-    ZERO_BUBBLE,
-    Terms,
-    in_flight,
     rank_of,
-    stages_per_rank,
-    terms,
-    why_not,
 )
-from alpa_strategy.inter_op.slice import crossing_values
-from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, RunCosts, stage_costs
+from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
+from alpa_strategy.inter_op.submeshes import submeshes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.plan.replicated import replicated_notes
 
 Progress = Callable[[str], AbstractContextManager]
-TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-PATIENCE = 2  # numbers of micro-batches tried without getting better
-SEARCH_SECONDS = 15.0  # no further number of micro-batches is begun that would likely end later than this
-# GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
-SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its
-    mesh."""
-
-    seconds: float
-    job: CostJob
-    schedule: str
-    per_rank: int
-    terms: Terms
-    choice: StageChoice
-    submesh_of: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    remat: tuple[bool, ...]
-    alive: tuple[int, ...]
-    wires: tuple[float, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.choice.stages) // self.per_rank
+KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised
+SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
 
 def plan_pipeline(
@@ -102,69 +68,127 @@ def plan_pipeline(
     """
     from alpa_strategy.cost.roofline import RooflineCosts
 
-    progress = progress or (lambda name: nullcontext())
     costs = costs or RooflineCosts(cluster.device)
-    limit = options.usable_bytes(cluster.device.memory_bytes)
-    spent: dict[str, float] = defaultdict(float)
     check_pins(step, cluster, options)
-    meshes = submeshes(cluster)
-    best: list[_Candidate] = []
-    failures: list[str] = []
-    untried: list[int] = []
-    last_job: CostJob | None = None  # of which nothing fitted
-    without_gain = 0
-    begun = time.perf_counter()
-    counts = microbatch_counts(step, cluster, options)
-    for number, count in enumerate(counts):
-        started = time.perf_counter()
-        if best and started + (started - begun) / number > begun + SEARCH_SECONDS:
-            untried = counts[number:]
-            break
-        with progress(f"{count} micro-batches"):
-            try:
-                graph = microbatch(step, count, cluster.num_devices).graph
-            except PlanError as error:
-                if len(counts) == 1:
-                    raise
-                failures.append(f"{count} micro-batches: {error.problem}")
-                continue
-            job = CostJob(graph, _cuts(graph, options), count, cluster, costs, options, optimizer, limit, options.remat)
-            spent["micro-batches and layers"] += time.perf_counter() - started
-            started = time.perf_counter()
-            runs = stage_costs(job, meshes, store)
-            spent["stage costs"] += time.perf_counter() - started
-            started = time.perf_counter()
-            found = _solve_schedules(job, meshes, runs, min((c.seconds for c in best), default=known))
-            spent["stage DP"] += time.perf_counter() - started
-        if not found:
-            faster = "" if known == math.inf else f" in less than {known:.3g} s"
-            failures.append(f"{count} micro-batches: no stages fit into {format_bytes(limit)} a device{faster}")
-            last_job = job if known == math.inf else None
-        gained = bool(found) and (not best or found[0].seconds < min(c.seconds for c in best))
-        without_gain = 0 if gained or not best else without_gain + 1
-        best = sorted([*best, *found], key=lambda c: c.seconds)[:4]
-        if without_gain >= PATIENCE:
-            break
+    search = _Search(step, cluster, options, optimizer, costs, progress or (lambda name: nullcontext()), store)
+    search.run(known)
     started = time.perf_counter()
-    for candidate in best:
+    for candidate in search.best:
         try:
-            with progress("solve the chosen stages"):
-                plan = _solved_plan(candidate, meshes)
+            with search.progress("solve the chosen stages"):
+                plan = _solved_plan(candidate, search.meshes)
         except PlanError as error:
-            failures.append(f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}: {error.problem}")
+            count = candidate.job.num_microbatches
+            search.failures.append(f"{count} micro-batches, {candidate.schedule}: {error.problem}")
             continue
-        spent["chosen stages"] = time.perf_counter() - started
+        search.spent["chosen stages"] = time.perf_counter() - started
         fingerprint = fingerprint_of(step, cluster, options, optimizer)
-        notes = [*step.notes, *plan.notes, *replicated_notes(step, costs)]
-        if untried:
-            notes.append(f"numbers of micro-batches not tried for lack of time: {', '.join(map(str, untried))}")
-        return replace(plan, fingerprint=fingerprint, notes=tuple(notes), solver_seconds=dict(spent))
-    if last_job is not None and (largest := largest_need(last_job, meshes)):
-        failures.append(largest)
+        notes = (*step.notes, *plan.notes, *replicated_notes(step, costs))
+        return replace(plan, fingerprint=fingerprint, notes=notes, solver_seconds=dict(search.spent))
+    if search.last_job is not None and (largest := largest_need(search.last_job, search.meshes)):
+        search.failures.append(largest)
     raise PlanError(
-        "no pipeline fits:\n    " + "\n    ".join(failures),
+        "no pipeline fits:\n    " + "\n    ".join(search.failures),
         "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",
     )
+
+
+class _Search:
+    """The numbers of micro-batches that are looked at (see `counts.climb`), and the best candidates of them.
+
+    Attributes:
+        best: candidates over all submeshes, best first.
+        failures: why there are no others.
+        last_job: of which nothing fitted into memory.
+        spent: seconds by phase.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        cluster: ClusterSpec,
+        options: PlanOptions,
+        optimizer: OptimizerInfo,
+        costs: OpCosts,
+        progress: Progress,
+        store: CostStore | None,
+    ) -> None:
+        self.step, self.cluster, self.options, self.optimizer = step, cluster, options, optimizer
+        self.costs, self.progress = costs, progress
+        self.store = store or CostStore()
+        self.meshes = submeshes(cluster)
+        self.best: list[Candidate] = []
+        self.failures: list[str] = []
+        self.last_job: CostJob | None = None
+        self.spent: dict[str, float] = defaultdict(float)
+        self._jobs: dict[int, CostJob | None] = {}
+
+    def run(self, known: float) -> None:
+        """Fill `best` with candidates that are predicted to take less than `known` seconds."""
+        counts = microbatch_counts(self.step, self.cluster, self.options)
+        if len(counts) == 1:
+            self._jobs[counts[0]] = self._make_job(counts[0])
+        climb(counts, self.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
+        self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
+        if not self.best and not self.failures:
+            self.failures.append(f"no number of micro-batches can take less than {known:.3g} s")
+
+    def _job(self, count: int) -> CostJob | None:
+        """None where the step cannot be cut so; says why once."""
+        if count not in self._jobs:
+            try:
+                self._jobs[count] = self._make_job(count)
+            except PlanError as error:
+                self.failures.append(f"{count} micro-batches: {error.problem}")
+                self._jobs[count] = None
+        return self._jobs[count]
+
+    def _make_job(self, count: int) -> CostJob:
+        with self._timed("micro-batches and layers"):
+            graph = microbatch(self.step, count, self.cluster.num_devices).graph
+            limit = self.options.usable_bytes(self.cluster.device.memory_bytes)
+            cuts, remat = _cuts(graph, self.options), self.options.remat
+            return CostJob(
+                graph, cuts, count, self.cluster, self.costs, self.options, self.optimizer, limit, remat
+            )  # fmt: skip
+
+    def _bound(self, count: int) -> float:
+        """Seconds if all devices were always busy: an op on several devices takes at least as much of their time."""
+        job = self._job(count)
+        if job is None:
+            return math.inf
+        seconds = sum(sum(self.costs.op_seconds(op.call)) for op in job.graph.ops)
+        return count * seconds / self.cluster.num_devices
+
+    def _look(self, count: int, used: Submeshes | None, known: float) -> Look:
+        """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
+        job = self._job(count)
+        assert job is not None
+        meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
+        ceiling = min([SLACK * known, *(c.seconds for c in self.best)])
+        with self.progress(f"{count} micro-batches"):
+            with self._timed("stage costs"):
+                runs = stage_costs(job, meshes, self.store)
+            with self._timed("stage DP"):
+                found = solve_schedules(job, meshes, runs, ceiling)
+        if used is not None:
+            return Look(found[0].seconds, used) if found else Look()
+        self.best += found
+        if not found:
+            limit = format_bytes(job.memory_limit)
+            faster = "" if ceiling == math.inf else f" in less than {ceiling:.3g} s"
+            self.failures.append(f"{count} micro-batches: no stages fit into {limit} a device{faster}")
+            self.last_job = job if ceiling == math.inf else None
+            return Look()
+        return Look(found[0].seconds, frozenset(found[0].submesh_of))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[phase] += time.perf_counter() - started
 
 
 def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:
@@ -185,152 +209,7 @@ def _cuts(graph: StepGraph, options: PlanOptions) -> tuple[int, ...]:
     return cluster_layers(graph, max(wanted, min(default_num_layers(graph), len(graph.ops))))
 
 
-def _solve_schedules(
-    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float
-) -> list[_Candidate]:
-    """The DP for every schedule that is allowed; candidates better than `known`, best first."""
-    tables = stage_tables(job, meshes, runs)
-    names = [job.options.schedule] if job.options.schedule else SEARCHED
-    found: list[_Candidate] = []
-    for schedule in names:
-        for candidate in _solve_schedule(job, meshes, runs, tables, schedule, lambda: min([known, *_seconds(found)])):
-            found.append(candidate)
-    return sorted(found, key=lambda c: c.seconds)
-
-
-def _seconds(candidates: Iterable[_Candidate]) -> list[float]:
-    return [c.seconds for c in candidates]
-
-
-def _solve_schedule(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    schedule: str,
-    known: Callable[[], float],
-) -> Iterable[_Candidate]:
-    """One schedule: with one stage a mesh any meshes, in order; with several, equal meshes."""
-    B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
-    wanted = job.options.num_stages
-    if schedule in ONE_STAGE:
-        most = min(L, D)
-        counts = [wanted] if wanted else None
-        alive = in_flight(schedule, most, B)[::-1]
-        weights = terms(schedule, most, B)
-        choice = solve_stages(tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known())
-        if choice is not None:
-            which = tuple(s.submesh for s in choice.stages)
-            own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
-            yield _candidate(job, runs, tables, schedule, 1, weights, choice, which, own)
-        return
-    for index, mesh in enumerate(meshes):
-        ranks, rest = divmod(D, math.prod(mesh))
-        for v in stages_per_rank(schedule):
-            total = ranks * v
-            if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
-                continue
-            weights = terms(schedule, ranks, B, v, splits=not job.remat)
-            pairs = in_flight(schedule, ranks, B, v)
-            own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
-            choice = solve_stages(
-                _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs),
-                total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE, known=known(),
-            )  # fmt: skip
-            if choice is not None:
-                stages = tuple(replace(s, submesh=index) for s in choice.stages)
-                choice = replace(choice, stages=stages)
-                yield _candidate(job, runs, tables, schedule, v, weights, choice, (index,) * total, own)
-
-
-def _candidate(
-    job: CostJob,
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    schedule: str,
-    per_rank: int,
-    weights: Terms,
-    choice: StageChoice,
-    which: tuple[int, ...],
-    alive: tuple[int, ...],
-) -> _Candidate:
-    shapes, remat, wires = [], [], []
-    for i, stage in enumerate(choice.stages):
-        at = (stage.first, stage.last, stage.candidate)
-        own = runs[stage.submesh]
-        shapes.append(own.shapes[int(own.shape[at])])
-        remat.append(bool(own.remat[at]))
-        last = i + 1 == len(choice.stages)
-        wires.append(0.0 if last else float(tables.boundary[stage.last, stage.submesh, which[i + 1]]))
-    return _Candidate(
-        choice.seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
-        tuple(wires),
-    )  # fmt: skip
-
-
-def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
-    """The runs of all submeshes side by side."""
-    width = max(r.seconds.shape[2] for r in runs)
-
-    def stack(name: str, fill: float) -> np.ndarray:
-        arrays = [getattr(r, name) for r in runs]
-        padded = [
-            np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill).astype(float) for a in arrays
-        ]
-        return np.stack(padded, axis=2)
-
-    return StageTables(
-        np.array([math.prod(mesh) for mesh in meshes]),
-        stack("seconds", np.inf) + runtime_seconds(job.cluster.device),
-        stack("once", 0.0),
-        stack("always", 0.0),
-        stack("in_flight", 0.0),
-        _boundaries(job, meshes),
-        stage_fits(job.cluster, tuple(meshes)),
-    )
-
-
-def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients.
-
-    Where stages lie is not known to the DP: on several nodes every boundary is taken to cross nodes, as the
-    slowest does.
-    """
-    graph, crosses = job.graph, True if job.cluster.num_nodes > 1 else None
-    found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
-    for index, position in enumerate(job.cuts[1:-1], start=1):
-        metas = [graph.values[v] for v in crossing_values(graph, position)]
-        sizes = [sum(m.num_bytes for m in metas), sum(m.num_bytes for m in metas if m.requires_grad)]
-        for a, source in enumerate(meshes):
-            for b, target in enumerate(meshes):
-                found[index, a, b] = sum(
-                    boundary_seconds(size, source, target, job.cluster, crosses) for size in sizes if size
-                )
-    return found
-
-
-def _on_equal_meshes(
-    tables: StageTables, index: int, per_rank: int, keep_remat: bool, runs: Sequence[RunCosts]
-) -> StageTables:
-    """Only submesh `index`, counted as one device each; a mesh holds `per_rank` stages' lasting bytes."""
-    only = slice(index, index + 1)
-    seconds = tables.seconds[:, :, only]
-    if not keep_remat:
-        width = runs[index].remat.shape[2]
-        seconds = seconds.copy()
-        seconds[:, :, 0, :width][runs[index].remat] = np.inf
-    assert tables.boundary is not None
-    return StageTables(
-        np.ones(1, dtype=int),
-        seconds,
-        tables.once_seconds[:, :, only],
-        tables.bytes_always[:, :, only] * per_rank,
-        tables.bytes_in_flight[:, :, only],
-        tables.boundary[:, only, only],
-    )
-
-
-def _solved_plan(candidate: _Candidate, meshes: Sequence[tuple[int, int]]) -> Plan:
+def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Plan:
     """The chosen stages, each solved by the ILP, and the prediction from their exact costs."""
     job = candidate.job
     solver = StageSolver(job)
@@ -400,7 +279,7 @@ def plan_job(job: CostJob, meshes: Sequence[tuple[int, int]], store: CostStore |
     Raises:
         PlanError: nothing fits.
     """
-    found = _solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf)
+    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf)
     failures = [f"no stages fit into {job.memory_limit:.3g} bytes a device"]
     for candidate in found[:4]:
         try:

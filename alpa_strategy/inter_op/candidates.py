@@ -1,0 +1,201 @@
+"""Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every schedule.
+
+Priced on the costs of `stage_costs.py` and the schedules' closed forms; `make.py` solves the best of them exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alpa_strategy.inter_op.clock import runtime_seconds
+from alpa_strategy.inter_op.cross_mesh import boundary_seconds
+from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
+from alpa_strategy.inter_op.schedules import (
+    ONE_STAGE,
+    SCHEDULES,
+    ZERO_BUBBLE,
+    Terms,
+    in_flight,
+    rank_of,
+    stages_per_rank,
+    terms,
+    why_not,
+)
+from alpa_strategy.inter_op.slice import crossing_values
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.submeshes import stage_fits
+
+TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
+# GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
+SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its
+    mesh."""
+
+    seconds: float
+    job: CostJob
+    schedule: str
+    per_rank: int
+    terms: Terms
+    choice: StageChoice
+    submesh_of: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    remat: tuple[bool, ...]
+    alive: tuple[int, ...]
+    wires: tuple[float, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.choice.stages) // self.per_rank
+
+
+def solve_schedules(
+    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float
+) -> list[Candidate]:
+    """The DP for every schedule that is allowed; candidates better than `known`, best first."""
+    tables = stage_tables(job, meshes, runs)
+    names = [job.options.schedule] if job.options.schedule else SEARCHED
+    found: list[Candidate] = []
+    for schedule in names:
+        for candidate in _solve_schedule(job, meshes, runs, tables, schedule, lambda: min([known, *_seconds(found)])):
+            found.append(candidate)
+    return sorted(found, key=lambda c: c.seconds)
+
+
+def _seconds(candidates: Iterable[Candidate]) -> list[float]:
+    return [c.seconds for c in candidates]
+
+
+def _solve_schedule(
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    runs: Sequence[RunCosts],
+    tables: StageTables,
+    schedule: str,
+    known: Callable[[], float],
+) -> Iterable[Candidate]:
+    """One schedule: with one stage a mesh any meshes, in order; with several, equal meshes."""
+    B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
+    wanted = job.options.num_stages
+    if schedule in ONE_STAGE:
+        most = min(L, D)
+        counts = [wanted] if wanted else None
+        alive = in_flight(schedule, most, B)[::-1]
+        weights = terms(schedule, most, B)
+        choice = solve_stages(tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known())
+        if choice is not None:
+            which = tuple(s.submesh for s in choice.stages)
+            own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
+            yield _candidate(job, runs, tables, schedule, 1, weights, choice, which, own)
+        return
+    for index, mesh in enumerate(meshes):
+        ranks, rest = divmod(D, math.prod(mesh))
+        for v in stages_per_rank(schedule):
+            total = ranks * v
+            if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
+                continue
+            weights = terms(schedule, ranks, B, v, splits=not job.remat)
+            pairs = in_flight(schedule, ranks, B, v)
+            own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
+            choice = solve_stages(
+                _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs),
+                total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE, known=known(),
+            )  # fmt: skip
+            if choice is not None:
+                stages = tuple(replace(s, submesh=index) for s in choice.stages)
+                choice = replace(choice, stages=stages)
+                yield _candidate(job, runs, tables, schedule, v, weights, choice, (index,) * total, own)
+
+
+def _candidate(
+    job: CostJob,
+    runs: Sequence[RunCosts],
+    tables: StageTables,
+    schedule: str,
+    per_rank: int,
+    weights: Terms,
+    choice: StageChoice,
+    which: tuple[int, ...],
+    alive: tuple[int, ...],
+) -> Candidate:
+    shapes, remat, wires = [], [], []
+    for i, stage in enumerate(choice.stages):
+        at = (stage.first, stage.last, stage.candidate)
+        own = runs[stage.submesh]
+        shapes.append(own.shapes[int(own.shape[at])])
+        remat.append(bool(own.remat[at]))
+        last = i + 1 == len(choice.stages)
+        wires.append(0.0 if last else float(tables.boundary[stage.last, stage.submesh, which[i + 1]]))
+    return Candidate(
+        choice.seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
+        tuple(wires),
+    )  # fmt: skip
+
+
+def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
+    """The runs of all submeshes side by side."""
+    width = max(r.seconds.shape[2] for r in runs)
+
+    def stack(name: str, fill: float) -> np.ndarray:
+        arrays = [getattr(r, name) for r in runs]
+        padded = [
+            np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill).astype(float) for a in arrays
+        ]
+        return np.stack(padded, axis=2)
+
+    return StageTables(
+        np.array([math.prod(mesh) for mesh in meshes]),
+        stack("seconds", np.inf) + runtime_seconds(job.cluster.device),
+        stack("once", 0.0),
+        stack("always", 0.0),
+        stack("in_flight", 0.0),
+        _boundaries(job, meshes),
+        stage_fits(job.cluster, tuple(meshes)),
+    )
+
+
+def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients.
+
+    Where stages lie is not known to the DP: on several nodes every boundary is taken to cross nodes, as the
+    slowest does.
+    """
+    graph, crosses = job.graph, True if job.cluster.num_nodes > 1 else None
+    found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
+    for index, position in enumerate(job.cuts[1:-1], start=1):
+        metas = [graph.values[v] for v in crossing_values(graph, position)]
+        sizes = [sum(m.num_bytes for m in metas), sum(m.num_bytes for m in metas if m.requires_grad)]
+        for a, source in enumerate(meshes):
+            for b, target in enumerate(meshes):
+                found[index, a, b] = sum(
+                    boundary_seconds(size, source, target, job.cluster, crosses) for size in sizes if size
+                )
+    return found
+
+
+def _on_equal_meshes(
+    tables: StageTables, index: int, per_rank: int, keep_remat: bool, runs: Sequence[RunCosts]
+) -> StageTables:
+    """Only submesh `index`, counted as one device each; a mesh holds `per_rank` stages' lasting bytes."""
+    only = slice(index, index + 1)
+    seconds = tables.seconds[:, :, only]
+    if not keep_remat:
+        width = runs[index].remat.shape[2]
+        seconds = seconds.copy()
+        seconds[:, :, 0, :width][runs[index].remat] = np.inf
+    assert tables.boundary is not None
+    return StageTables(
+        np.ones(1, dtype=int),
+        seconds,
+        tables.once_seconds[:, :, only],
+        tables.bytes_always[:, :, only] * per_rank,
+        tables.bytes_in_flight[:, :, only],
+        tables.boundary[:, only, only],
+    )
