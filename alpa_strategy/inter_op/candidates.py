@@ -57,11 +57,23 @@ class Candidate:
 
 
 def solve_schedules(
-    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    runs: Sequence[RunCosts],
+    known: float,
+    schedules: Sequence[str] | None = None,
+    allowed: np.ndarray | None = None,
 ) -> list[Candidate]:
-    """The DP for every schedule that is allowed; candidates better than `known`, best first."""
+    """The DP for every schedule that is allowed; candidates better than `known`, best first.
+
+    Args:
+        schedules: default: the one that the options pin, or all that are searched.
+        allowed: [first layer, last + 1, submesh] which stages there may be; None: all.
+    """
     tables = stage_tables(job, meshes, runs)
-    names = [job.options.schedule] if job.options.schedule else SEARCHED
+    if allowed is not None:
+        tables = replace(tables, seconds=np.where(allowed[..., None], tables.seconds, np.inf))
+    names = schedules or ([job.options.schedule] if job.options.schedule else SEARCHED)
     found: list[Candidate] = []
     for schedule in names:
         for candidate in _solve_schedule(job, meshes, runs, tables, schedule, lambda: min([known, *_seconds(found)])):

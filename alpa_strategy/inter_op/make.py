@@ -273,15 +273,24 @@ def _no_fingerprint():
     return Fingerprint("", "", "", "", "", "")
 
 
-def plan_job(job: CostJob, meshes: Sequence[tuple[int, int]], store: CostStore | None = None) -> Plan:
+def plan_job(
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    store: CostStore | None = None,
+    schedules: Sequence[str] | None = None,
+    allowed: np.ndarray | None = None,
+) -> Plan:
     """The best plan of one job, without a fingerprint: what `plan_pipeline` does for each number of micro-batches.
+
+    Args:
+        schedules, allowed: see `candidates.solve_schedules`.
 
     Raises:
         PlanError: nothing fits.
     """
-    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf)
+    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf, schedules, allowed)
     failures = [f"no stages fit into {job.memory_limit:.3g} bytes a device"]
-    for candidate in found[:4]:
+    for candidate in found[:KEPT]:
         try:
             return _solved_plan(candidate, meshes)
         except PlanError as error:
