@@ -15,7 +15,7 @@ import numpy as np
 
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import BoundaryChoice
-from alpa_strategy.intra_op.elimination import Factor, Network, network_of
+from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.ordering import elimination_order
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
@@ -170,7 +170,7 @@ def _eliminate_onto(
     decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for v in order:
         rest = tuple(sorted({u for f in buckets[v] for u in f.scope} - {v}, key=position.__getitem__))
-        table = _join(buckets[v], (*rest, v), network.sizes)
+        table = join(buckets[v], (*rest, v), network.sizes)
         best = table.argmin(axis=-1)
         decisions.append((v, rest, best))
         message = np.take_along_axis(table, best[..., None], axis=-1)[..., 0]
@@ -182,25 +182,13 @@ def _eliminate_onto(
         else:
             buckets[rest[0]].append(Factor(rest, message))
     last += [factor for v in kept for factor in buckets[v]]
-    minimum = _join(last, kept, network.sizes) + constant
+    minimum = join(last, kept, network.sizes) + constant
     values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
     values[kept[0]], values[kept[1]] = np.indices(minimum.shape)
     for v, rest, best in reversed(decisions):
         chosen = best[tuple(values[u] for u in rest)] if rest else best
         values[v] = np.broadcast_to(chosen, minimum.shape)
     return minimum, values
-
-
-def _join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
-    axis = {v: i for i, v in enumerate(scope)}
-    total = np.zeros([sizes[v] for v in scope])
-    for factor in factors:
-        order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
-        shape = [1] * len(scope)
-        for v in factor.scope:
-            shape[axis[v]] = sizes[v]
-        total += factor.table.transpose(order).reshape(shape)
-    return total
 
 
 def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

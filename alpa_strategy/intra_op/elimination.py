@@ -6,6 +6,7 @@ The order (ordering.py) is planned on sizes alone, so an instance that is too wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
         rest = _others(holding[v], v, position)
         key = _signature(holding[v], (*rest, v))
         if key not in known:
-            joined = _join(holding[v], (*rest, v), network.sizes)
+            joined = join(holding[v], (*rest, v), network.sizes)
             best = joined.argmin(axis=-1)
             known[key] = best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
         best, message = known[key]
@@ -104,7 +105,7 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
         rest = scopes[v] = _others(holding[v], v, position)
         key = _signature(holding[v], (*rest, v))
         if key not in known:
-            known[key] = _join(holding[v], (*rest, v), network.sizes).min(axis=-1)
+            known[key] = join(holding[v], (*rest, v), network.sizes).min(axis=-1)
         inward[v] = known[key]
         if rest:
             holding[rest[0]].append(Factor(rest, inward[v]))
@@ -118,7 +119,7 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
         scope = (*scopes[v], v)
-        belief = _join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
+        belief = join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
         marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
         for child in children[v]:
             known = np.isfinite(inward[child])
@@ -155,16 +156,26 @@ def _minimum_onto(table: np.ndarray, scope: tuple[int, ...], onto: tuple[int, ..
     return reduced.transpose([left.index(u) for u in onto])
 
 
-def _join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
+def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
+    """The sum of `factors` as one table over `scope`.
+
+    Small tables are added up first, next always the one that widens the sum least: each pass over the whole table
+    costs as much as all those over parts of it.
+    """
     axis = {v: i for i, v in enumerate(scope)}
-    total = np.zeros([sizes[v] for v in scope])
+    left: list[np.ndarray] = []
     for factor in sorted(factors, key=lambda f: f.table.size):
         order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
         shape = [1] * len(scope)
         for v in factor.scope:
             shape[axis[v]] = sizes[v]
-        total += factor.table.transpose(order).reshape(shape)
-    return total
+        left.append(factor.table.transpose(order).reshape(shape))
+    total = np.zeros([1] * len(scope))
+    while left:
+        widths = [math.prod(map(max, total.shape, table.shape)) for table in left]
+        total = total + left.pop(widths.index(min(widths)))
+    whole = tuple(sizes[v] for v in scope)
+    return total if total.shape == whole else np.broadcast_to(total, whole).copy()
 
 
 def _priced(cost: np.ndarray, memory: np.ndarray, price: float) -> np.ndarray:
