@@ -27,13 +27,17 @@ def stage_overview(plan: Plan) -> Table:
         seconds = (stage.forward_seconds, stage.backward_seconds)
         row = [str(index), stage.layers, device_range(stage), " x ".join(map(str, stage.logical_mesh))]
         row += [format_seconds(each) if each else "" for each in seconds]
-        row[5] += " (recomputes)" if stage.remat else ""
+        row[5] += f" (recomputes{_spans(stage)})" if stage.remat else ""
         row.append(format_bytes(stage.predicted.peak_bytes))
         if clock:
             mesh = next(m for m, stages in enumerate(clock.stages) if index in stages)
             row.append(f"{clock.idle_share(mesh):.0%}")
         table.add_row(*row)
     return table
+
+
+def _spans(stage: StagePlan) -> str:
+    return f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
 
 
 def device_range(stage: StagePlan) -> str:

@@ -141,7 +141,8 @@ def _stage_line(index: int, stage: StagePlan) -> Text:
     devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}"
     text = Text.assemble((f"Stage {index}", "bold"), f"  {devices}, mesh {_grid(stage.logical_mesh)}, ")
     text.append(f"{format_seconds(stage.predicted.step_seconds)}, {format_bytes(stage.predicted.peak_bytes)}")
-    return text.append(", activations recomputed" if stage.remat else "")
+    spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
+    return text.append(f", activations recomputed{spans}" if stage.remat else "")
 
 
 def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:

@@ -18,7 +18,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.layers import span_name
+from alpa_strategy.inter_op.layers import cluster_layers, span_name
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.schedules import in_flight, rank_of, why_not
 from alpa_strategy.inter_op.slice import last_readers, makers, stage_on
@@ -78,15 +78,17 @@ def follow_plan(
     per_mesh = Counter(stage.first_device for stage in stages)
     for index, stage in enumerate(stages):
         own = stage_on(graph, cuts[index], cuts[index + 1], math.prod(stage.logical_mesh))
+        recomputes = stage.remat and step.loss >= 0
         wish = StageWish(
             cuts[index],
             cuts[index + 1],
             stage.submesh,
             stage.logical_mesh,
-            stage.remat and step.loss >= 0,
+            recomputes,
             alive[index],
             per_mesh[stage.first_device],
             pins(own, stage),
+            _layer_cuts(own, cuts[index], len(stage.spans)) if recomputes else (),
         )
         solved.append(solver.solve(wish))
     plans = tuple(
@@ -164,6 +166,11 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
     for origin in reversed(origins):
         cuts.append(int(origin[cuts[-1]]))
     return tuple(reversed(cuts))
+
+
+def _layer_cuts(own: StepGraph, first: int, count: int) -> tuple[int, ...]:
+    """Where a stage's graph, whose first op is the step's `first`, may be cut into about `count` spans."""
+    return tuple(first + cut for cut in cluster_layers(own, min(count, len(own.ops)))[1:-1])
 
 
 def _passing_bytes(graph: StepGraph) -> np.ndarray:

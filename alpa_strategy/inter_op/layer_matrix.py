@@ -21,8 +21,10 @@ from alpa_strategy.intra_op.ordering import elimination_order
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 
-NUM_PARTS = 8  # forward, backward, once, always, saved, boundary in, boundary out, largest short-lived
-WORKING = 7
+# forward, backward, once, always, saved, boundary in, boundary out, largest short-lived; where every layer is
+# recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run
+NUM_PARTS = 10
+ENTERING, LEAVING, WORKING, AGAIN, PASSING = range(5, NUM_PARTS)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
     choices = list(stage.choices)
     for mapping, kept in ((into, kept_in), (out, kept_out)):
         for choice, (_, chosen) in mapping.items():
-            kept += stage.choices[choice].boundary[chosen]
+            kept += stage.choices[choice].saved[chosen]
             choices[choice] = _nothing(1)
     choices += [_nothing(len(kept_in)), _nothing(len(kept_out))]
     parts = list(stage.transfers)
@@ -147,11 +149,11 @@ def _followed(
 
 def _nothing(size: int) -> Parts:
     zero = np.zeros(size)
-    return Parts(zero, zero, zero, zero, zero, zero)
+    return Parts(zero, zero, zero, zero, zero, zero, zero)
 
 
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
-    seconds, num_bytes = weigh(parts, num_microbatches, price.in_flight, remat=False)
+    seconds, num_bytes = weigh(parts, num_microbatches, price.in_flight)
     if not price.price:
         return seconds
     return [s + price.price * b for s, b in zip(seconds, num_bytes, strict=True)]
@@ -222,14 +224,15 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
             )
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
-    total[..., 5] = joined.entering_bytes[:, None]
-    total[..., 6] = joined.leaving_bytes[None, :]
+    total[..., ENTERING] = joined.entering_bytes[:, None]
+    total[..., LEAVING] = joined.leaving_bytes[None, :]
     total[..., WORKING] = working + 2 * gathered
     return total
 
 
 def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0) -> None:
-    for i, array in enumerate((parts.forward, parts.backward, parts.once, parts.always, parts.saved)):
+    summed = (parts.forward, parts.backward, parts.once, parts.always, parts.saved)
+    for i, array in (*enumerate(summed), (AGAIN, parts.again)):
         if array.any():
             picked = array[index]
             total[..., i] += np.where(where, picked, 0.0)

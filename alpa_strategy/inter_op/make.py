@@ -226,7 +226,7 @@ def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Pla
         first_devices.append(first)
         wish = StageWish(
             job.cuts[stage.first], job.cuts[stage.last], mesh, candidate.shapes[i], candidate.remat[i],
-            candidate.alive[i], candidate.per_rank, stored[first],
+            candidate.alive[i], candidate.per_rank, stored[first], job.cuts[stage.first + 1 : stage.last],
         )  # fmt: skip
         solved.append(solver.solve(wish))
         stored[first].update(solved[-1].plan.parameter_plans)

@@ -23,7 +23,18 @@ import numpy as np
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.inter_op.layer_matrix import NUM_PARTS, WORKING, Ends, LayerMatrix, Price, layer_matrix
+from alpa_strategy.inter_op.layer_matrix import (
+    AGAIN,
+    ENTERING,
+    LEAVING,
+    NUM_PARTS,
+    PASSING,
+    WORKING,
+    Ends,
+    LayerMatrix,
+    Price,
+    layer_matrix,
+)
 from alpa_strategy.inter_op.slice import crossing_values, stage_on
 from alpa_strategy.inter_op.stage_problem import take_apart
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts, build
@@ -186,10 +197,24 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
         )
         for key in problems
     }
-    return _compose([every[key] for key in keys])
+    return _compose([every[key] for key in keys], _new_shares(layers))
 
 
-def _compose(layers: Sequence[LayerMatrix]) -> np.ndarray:
+def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
+    """[layer][first]: which share of the bytes that a layer receives no earlier layer from `first` on receives too."""
+    reader: dict[int, int] = {}  # value -> the last layer that received it
+    found = []
+    for number, layer in enumerate(layers):
+        sizes = {v: layer.values[v].num_bytes for v in layer.received}
+        known = np.zeros(number)
+        for value, size in sizes.items():
+            known[: reader.get(value, -1) + 1] += size
+            reader[value] = number
+        found.append(1 - known / max(sum(sizes.values()), 1))
+    return found
+
+
+def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) -> np.ndarray:
     """All runs by min-plus products along the chain, with the parts of what was chosen."""
     L, K = len(layers), layers[0].objective.shape[0]
     result = np.zeros((K, L, L + 1, NUM_PARTS))
@@ -208,8 +233,10 @@ def _compose(layers: Sequence[LayerMatrix]) -> np.ndarray:
                 before, after = parts[rows, best], own[best, columns[None, :]]
                 objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
                 total = before + after
-                total[..., 5], total[..., 6] = before[..., 5], after[..., 6]
-                total[..., WORKING] = np.maximum(before[..., WORKING], after[..., WORKING])
+                total[..., ENTERING], total[..., LEAVING] = before[..., ENTERING], after[..., LEAVING]
+                for largest in (WORKING, AGAIN):
+                    total[..., largest] = np.maximum(before[..., largest], after[..., largest])
+                total[..., PASSING] = before[..., PASSING] + new_shares[last][:, None] * after[..., ENTERING]
                 objective = np.concatenate([objective, cost[start, columns][None]])
                 parts = np.concatenate([total, own[start, columns][None]])
             else:
@@ -223,14 +250,23 @@ def _compose(layers: Sequence[LayerMatrix]) -> np.ndarray:
 
 
 def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
-    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price], without and with remat."""
-    forward, backward, once, always, saved, entering, leaving, working = np.moveaxis(parts, (0, -1), (-1, 0))
+    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without recomputation, with a
+    stage recomputed as a whole, and layer by layer."""
+    forward, backward, once, always, saved, entering, leaving, working, again, passing = np.moveaxis(
+        parts, (0, -1), (-1, 0)
+    )
+    memory = {
+        False: [(always + working, saved + leaving)],
+        True: [
+            (always + working + leaving + saved, entering),
+            (always + working + leaving + again, entering + passing),
+        ],
+    }
     found = []
     for recompute in (False, True) if remat is None else (remat,):
         seconds = (2 if recompute else 1) * forward + backward
-        base = always + working + (saved if recompute else 0.0)
-        each = (entering if recompute else saved) + leaving
-        found.append((seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute)))
+        for base, each in memory[recompute]:
+            found.append((seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute)))
     return found
 
 
@@ -244,7 +280,8 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
     for count in alive:
         need = always + count * each
         fitting = np.where(need <= job.memory_limit, total, np.inf)
-        picks.append(fitting.argmin(axis=2))
+        least = fitting.min(axis=2, keepdims=True)
+        picks.append(np.where(fitting <= least * (1 + 1e-9), need, np.inf).argmin(axis=2))  # of equals the smallest
     index = np.stack(picks, axis=2)  # [first, last + 1, alive]
     chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
     fits = np.stack([np.isfinite(np.take_along_axis(
@@ -328,7 +365,7 @@ def _key(job: CostJob, submesh: tuple[int, int]) -> str:
     graph = job.graph
     parts = (
         graph.graph_digest, graph.parameter_digest, graph.batch_digest, job.cuts, job.num_microbatches, submesh,
-        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, PRICES,
+        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, PRICES, NUM_PARTS,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

@@ -1,7 +1,8 @@
 """A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per micro-batch in flight.
 
 From the same `build` as a single stage. `weighted` puts the parts together again for a number of micro-batches,
-of which so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage.
+of which so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage. Where a
+stage recomputes, it does so span by span (`spans.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from alpa_strategy.inter_op.spans import Spans
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.problem import Problem
 
@@ -24,7 +26,8 @@ class Parts:
         once: seconds once per step.
         always: bytes whatever is in flight.
         saved: bytes of one micro-batch between its forward and its backward.
-        boundary: of these, the received and sent values, which recomputation keeps.
+        kept: bytes of these that recomputation keeps: what is received, and what passes from span to span.
+        again: bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`.
     """
 
     forward: np.ndarray
@@ -32,108 +35,161 @@ class Parts:
     once: np.ndarray
     always: np.ndarray
     saved: np.ndarray
-    boundary: np.ndarray
+    kept: np.ndarray
+    again: np.ndarray
+
+
+EVERY_SPAN = -1  # there while any span is recomputed
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """`intra` (restricted or not) with the parts of its choices and transfers."""
+    """`intra` (restricted or not) with the parts of its choices and transfers, and the spans of their `again`."""
 
     intra: IntraOp
     choices: tuple[Parts, ...]
     transfers: tuple[Parts, ...]
+    num_spans: int
+    choice_spans: tuple[int, ...]
+    transfer_spans: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `Parts`. `working` are short-lived bytes on top."""
+    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on top."""
 
     forward: float
     backward: float
     once: float
     always: float
     saved: float
-    boundary: float
+    kept: float
+    again: tuple[float, ...]
     working: float = 0.0
 
     def seconds(self, remat: bool = False) -> float:
         """One micro-batch."""
         return self.forward * (2 if remat else 1) + self.backward
 
-    def num_bytes(self, in_flight: int, remat: bool = False) -> float:
-        """Peak of one device."""
-        kept = self.boundary * (in_flight - 1) + self.saved if remat else self.saved * in_flight
-        return self.always + kept + self.working
+    def num_bytes(self, in_flight: float, remat: bool = False) -> float:
+        """Peak of one device: with recomputation one span's graph at a time."""
+        alive = self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
+        return self.always + alive + self.working
 
 
-def take_apart(intra: IntraOp, tables: OptionTables) -> StageProblem:
-    """The parts of every choice and transfer of a stage's problem."""
-    step, problem = intra.step, intra.problem
+def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,)) -> StageProblem:
+    """The parts of every choice and transfer of a stage's problem.
+
+    Args:
+        intra: with a transfer per span of `starts` (`Spans.split`).
+    """
+    step, problem, spans = intra.step, intra.problem, Spans(intra, starts)
     num_parameters, num_ops = len(intra.parameters), len(intra.ops)
-    boundary = {b.choice for b in (*intra.received.values(), *intra.sent.values())}
+    received = {b.choice for b in intra.received.values()}
+    sent = {b.choice for b in intra.sent.values()}
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
-    choices = []
+    choices, choice_spans = [], []
     for index, choice in enumerate(problem.choices):
         zero = np.zeros(len(choice.cost))
-        parts = Parts(zero, zero, zero, zero, zero, zero)
+        parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
         if index < num_parameters:
             parts = replace(parts, once=choice.cost, always=choice.memory)
-        elif index < num_parameters + num_ops:
+        elif span is not None:
             forward = intra.ops[index - num_parameters].forward_seconds
-            parts = replace(parts, forward=forward, backward=choice.cost - forward, saved=choice.memory)
-        elif index in boundary:
-            parts = replace(parts, backward=choice.cost, saved=choice.memory, boundary=choice.memory)
+            parts = replace(
+                parts,
+                forward=forward,
+                backward=choice.cost - forward,
+                saved=choice.memory,
+                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else zero,
+                again=choice.memory,
+            )
+        elif index in received:
+            parts = replace(parts, backward=choice.cost, saved=choice.memory, kept=choice.memory)
+        elif index in sent:  # gone once it has arrived
+            parts = replace(parts, backward=choice.cost, saved=choice.memory, again=choice.memory)
         elif index in batch:
-            parts = replace(parts, saved=choice.memory)
+            parts = replace(parts, saved=choice.memory, again=choice.memory)
         else:
             parts = replace(parts, always=choice.memory)
         choices.append(parts)
-    transfers = []
+        choice_spans.append(EVERY_SPAN if span is None else span)
+    transfers, transfer_spans = [], []
     for transfer, layouts in zip(problem.transfers, intra.transfers, strict=True):
         forward, _ = tables.reshard(layouts.sources, layouts.targets, step.values[layouts.value])
         with np.errstate(invalid="ignore"):
             backward = np.where(np.isfinite(transfer.cost), transfer.cost - forward, np.inf)
         zero = np.zeros_like(transfer.cost)
         finite = np.where(np.isfinite(forward), forward, 0.0)
-        transfers.append(Parts(finite, backward, zero, zero, transfer.memory, zero))
-    return StageProblem(intra, tuple(choices), tuple(transfers))
+        span = spans.of_use(transfer, transfer.uses[0])
+        again = transfer.memory
+        if spans.of_choice(transfer.producer) not in (None, span):  # kept as it was made
+            same = [[source == target for target in layouts.targets] for source in layouts.sources]
+            again = np.where(same, 0.0, again)
+        transfers.append(Parts(finite, backward, zero, zero, transfer.memory, zero, again))
+        transfer_spans.append(span)
+    return StageProblem(
+        intra, tuple(choices), tuple(transfers), spans.count, tuple(choice_spans), tuple(transfer_spans)
+    )
 
 
 def weighted(
-    stage: StageProblem, num_microbatches: float, in_flight: float, remat: bool = False, memory_limit: float = np.inf
+    stage: StageProblem,
+    num_microbatches: float,
+    in_flight: float,
+    remat: bool = False,
+    memory_limit: float = np.inf,
+    shares: Sequence[float] | None = None,
 ) -> Problem:
-    """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a device."""
-    cost, memory = weigh(stage.choices, num_microbatches, in_flight, remat)
-    choices = [replace(c, cost=s, memory=b) for c, s, b in zip(stage.intra.problem.choices, cost, memory, strict=True)]
-    cost, memory = weigh(stage.transfers, num_microbatches, in_flight, remat)
-    transfers = [
-        replace(t, cost=s, memory=b) for t, s, b in zip(stage.intra.problem.transfers, cost, memory, strict=True)
-    ]
+    """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a device.
+
+    Args:
+        shares: of the spans, adding up to 1. The memory row has this mean of the spans' graphs in the place of the
+            largest: never more, and the same where only spans count that need as much as it. None: equal shares.
+    """
+    shares = shares or [1 / stage.num_spans] * stage.num_spans
+    share_of = {EVERY_SPAN: 1.0, **dict(enumerate(shares))}
+    problem = stage.intra.problem
+    cost, memory = weigh(stage.choices, num_microbatches, in_flight, remat, [share_of[s] for s in stage.choice_spans])
+    choices = [replace(c, cost=s, memory=b) for c, s, b in zip(problem.choices, cost, memory, strict=True)]
+    cost, memory = weigh(
+        stage.transfers, num_microbatches, in_flight, remat, [share_of[s] for s in stage.transfer_spans]
+    )
+    transfers = [replace(t, cost=s, memory=b) for t, s, b in zip(problem.transfers, cost, memory, strict=True)]
     return Problem(tuple(choices), tuple(transfers), memory_limit)
 
 
 def weigh(
-    parts: Sequence[Parts], num_microbatches: float, in_flight: float, remat: bool
+    parts: Sequence[Parts], num_microbatches: float, in_flight: float, remat: bool = False, shares: Sequence[float] = ()
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each."""
+    """(seconds per step, bytes) of each; `shares` of `Parts.again` where it recomputes."""
     forwards = 2 if remat else 1
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]
     if remat:
-        return seconds, [p.always + p.saved - p.boundary + in_flight * p.boundary for p in parts]
+        return seconds, [p.always + s * p.again + in_flight * p.kept for p, s in zip(parts, shares, strict=True)]
     return seconds, [p.always + in_flight * p.saved for p in parts]
 
 
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
-    """The parts of an assignment, summed; a value pays once per distinct target layout."""
-    total = np.zeros(6)
-    for parts, k in zip(stage.choices, assignment, strict=True):
-        total += [float(x[k]) for x in _arrays(parts)]
-    for parts, transfer in zip(stage.transfers, stage.intra.problem.transfers, strict=True):
-        source = transfer.source[assignment[transfer.producer]]
+    """The parts of an assignment, summed; a value pays once per distinct target layout (and span)."""
+    total, again = np.zeros(6), np.zeros(stage.num_spans)
+
+    def add(parts: Parts, span: int, at: int | tuple[int, int]) -> None:
+        nonlocal total
+        total += [float(x[at]) for x in _summed(parts)]
+        if span == EVERY_SPAN:
+            again[:] += parts.again[at]
+        else:
+            again[span] += parts.again[at]
+
+    for parts, span, k in zip(stage.choices, stage.choice_spans, assignment, strict=True):
+        add(parts, span, k)
+    for parts, span, transfer in zip(stage.transfers, stage.transfer_spans, stage.intra.problem.transfers, strict=True):
+        source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
-            total += [float(x[source, target]) for x in _arrays(parts)]
-    return StageCost(*map(float, total), working)
+            add(parts, span, (source, target))
+    return StageCost(*map(float, total), tuple(map(float, again)), working)
 
 
-def _arrays(parts: Parts) -> tuple[np.ndarray, ...]:
-    return parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.boundary
+def _summed(parts: Parts) -> tuple[np.ndarray, ...]:
+    return parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept

@@ -1,15 +1,16 @@
 """A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in
-flight."""
+flight, and where it recomputes, the spans that need least memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import stage_on
+from alpa_strategy.inter_op.spans import Spans, balanced_groups
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
 from alpa_strategy.inter_op.stage_problem import StageCost, StageProblem, cost_of, take_apart, weighted
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
@@ -19,13 +20,16 @@ from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.plan.plan import Collective, ParameterPlan, Predicted, StagePlan
 
+LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
+
 
 @dataclass(frozen=True)
 class StageWish:
     """What the DP chose: ops [first, last) on a submesh and logical shape.
 
     `alive`: (micro-batch, stage) pairs alive on the mesh at once; `per_rank`: stages that share the mesh; `pinned`: how
-    parameters are stored that another stage on the mesh uses too.
+    parameters are stored that another stage on the mesh uses too. `cuts`: op positions inside the stage at which spans
+    may begin that are recomputed one by one.
     """
 
     first: int
@@ -36,6 +40,21 @@ class StageWish:
     alive: int
     per_rank: int = 1
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where spans may begin, counted from the stage's first op."""
+        return (0, *(cut - self.first for cut in self.cuts if self.remat and self.first < cut < self.last))
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """`starts` of the spans, the solution with them, its short-lived bytes."""
+
+    starts: tuple[int, ...]
+    solution: Solution
+    working: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class StageSolver:
     def __init__(self, job: CostJob) -> None:
         self.job = job
         self._tables: dict[tuple, OptionTables] = {}
-        self._solutions: dict[tuple, tuple[Solution, float]] = {}
+        self._solutions: dict[tuple, tuple[Solution, float]] = {}  # without a memory limit
 
     def solve(self, wish: StageWish) -> SolvedStage:
         """The cheapest layouts of the stage that fit.
@@ -68,40 +87,70 @@ class StageSolver:
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-        intra = build(graph, tables)
-        restricted = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
-        pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
-        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, pins)
-        solution, working = self._solve(take_apart(restricted, tables), wish, key)
-        cost = cost_of(take_apart(intra, tables), solution.assignment, working)
-        return SolvedStage(self._plan(intra, solution, cost, wish), cost, _gap(solution))
+        whole = build(graph, tables)
 
-    def _solve(self, stage: StageProblem, wish: StageWish, key: tuple) -> tuple[Solution, float]:
+        def problem(starts: tuple[int, ...], is_restricted: bool = True) -> StageProblem:
+            intra = Spans(whole, starts).split(whole)
+            if is_restricted:
+                intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
+            return take_apart(intra, tables, starts)
+
+        pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
+        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins)
+        found = self._solve(problem, wish, key)
+        stage = problem(found.starts, False)
+        cost = cost_of(stage, found.solution.assignment, found.working)
+        plan = self._plan(stage.intra, found, cost, wish)
+        return SolvedStage(plan, cost, _gap(found.solution))
+
+    def _solve(self, problem: Callable[[tuple[int, ...]], StageProblem], wish: StageWish, key: tuple) -> _Solved:
         """Without the memory limit first: most stages of a good plan do not need it, and share that solution."""
-        job = self.job
-        limit = job.memory_limit / wish.per_rank
-        alive = wish.alive / wish.per_rank
+        job, limit, alive = self.job, self.job.memory_limit / wish.per_rank, wish.alive / wish.per_rank
+        finest = problem(wish.starts)
         if key not in self._solutions:
-            free = solve(weighted(stage, job.num_microbatches, 1, wish.remat), job.options.solver_seconds)
-            self._solutions[key] = free, working_bytes(stage.intra, free.assignment)
+            free = solve(weighted(finest, job.num_microbatches, 1, wish.remat), job.options.solver_seconds)
+            self._solutions[key] = free, working_bytes(finest.intra, free.assignment)
         solution, working = self._solutions[key]
-        if cost_of(stage, solution.assignment, working).num_bytes(alive, wish.remat) <= limit:
-            return solution, working
-        reserve = 0.0
-        for _ in range(4):
-            problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve)
+        starts = wish.starts
+        if len(starts) > 1:
+            starts = _least_memory(problem, finest, cost_of(finest, solution.assignment).again, solution, alive, starts)
+        stage = finest if starts == wish.starts else problem(starts)
+        cost = cost_of(stage, solution.assignment, working)
+        if cost.num_bytes(alive, wish.remat) <= limit:
+            return _Solved(starts, solution, working)
+        return self._solve_within(stage, cost, wish, starts, limit, alive)
+
+    def _solve_within(
+        self, stage: StageProblem, cost: StageCost, wish: StageWish, starts: tuple[int, ...], limit: float, alive: float
+    ) -> _Solved:
+        """The cheapest layouts whose bytes fit.
+
+        The row of the ILP has a mean of those spans that were found to be the largest; what it leaves out of the
+        largest one's bytes, and what is short-lived, is reserved.
+        """
+        job, reserve, least = self.job, 0.0, math.inf
+        large: set[int] = set()
+        for _ in range(4 + 2 * (stage.num_spans > 1)):
+            most = max(cost.again)
+            large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
+            shares = [(span in large) / len(large) for span in range(stage.num_spans)]
+            problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
             solution = solve(problem, job.options.solver_seconds)
             working = working_bytes(stage.intra, solution.assignment)
-            if solution.num_bytes + working <= limit:
-                return solution, working
-            reserve = max(reserve, working)
-        needed = format_bytes(solution.num_bytes + working)
+            cost = cost_of(stage, solution.assignment, working)
+            need = cost.num_bytes(alive, wish.remat)
+            if need <= limit:
+                return _Solved(starts, solution, working)
+            least = min(least, need)
+            left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
+            reserve = max(reserve, working + (left_out if wish.remat else 0.0))
+        needed = format_bytes(least)
         raise PlanError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
 
-    def _plan(self, intra: IntraOp, solution: Solution, cost: StageCost, wish: StageWish) -> StagePlan:
+    def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, wish: StageWish) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
         count = self.job.num_microbatches
-        plan = decode(intra, solution.assignment, self.job.costs, self.job.optimizer, wish.submesh)
+        plan = decode(intra, found.solution.assignment, self.job.costs, self.job.optimizer, wish.submesh)
         seconds = count * cost.seconds(wish.remat) + cost.once
         optimizer = plan.predicted.optimizer_seconds
         compute = count * plan.predicted.compute_seconds
@@ -120,9 +169,36 @@ class StageSolver:
                 optimizer,
             ),
             remat=wish.remat,
+            remat_cuts=tuple(wish.first + start for start in found.starts[1:]),
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if wish.remat else 0.0),
         )
+
+
+def _least_memory(
+    problem: Callable[[tuple[int, ...]], StageProblem],
+    finest: StageProblem,
+    again: Sequence[float],
+    solution: Solution,
+    alive: float,
+    starts: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Of ever fewer spans with about equal graphs, those that need least memory under a solution.
+
+    Many spans keep more for every micro-batch in flight, few have larger graphs.
+
+    Args:
+        finest, again: the stage cut at all of `starts`, and the bytes of these spans' graphs.
+    """
+    best, least = starts, cost_of(finest, solution.assignment).num_bytes(alive, True)
+    count = len(starts) // 2
+    while count:
+        fewer = tuple(starts[position] for position in balanced_groups(again, count))
+        need = cost_of(problem(fewer), solution.assignment).num_bytes(alive, True)
+        if need < least:
+            best, least = fewer, need
+        count //= 2
+    return best
 
 
 def _forward_compute(cost: StageCost, predicted: Predicted) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -75,6 +75,9 @@ class EvaluationParameters:
         return nullcontext()
 
     def sync(self, enabled: bool) -> None:
+        """Nothing: there are no gradients."""
+
+    def hold(self, names: Collection[str]) -> None:
         """Nothing: there are no gradients."""
 
     def finish_backward(self) -> None:

@@ -32,9 +32,9 @@ from alpa_strategy.lightning.staged_optimizer_state import (
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.stage_call import StageParameters
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.runtime.staged_step import (
-    StageParameters,
     build_pipeline,
     stage_meshes,
     stage_randoms,

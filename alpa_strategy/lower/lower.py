@@ -10,7 +10,7 @@ import functools
 import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.plan.plan import StagePlan, source_layout
@@ -43,7 +44,8 @@ class LoweredStep:
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
     Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run_stage`
-    gives that and the same for `step.sent`, in the layouts of `StagePlan.sent`.
+    gives that and the same for `step.sent`, in the layouts of `StagePlan.sent`; `run_span` also the values `made` for
+    later spans of the stage, in the layouts in which they are made.
     """
 
     source: str
@@ -52,6 +54,7 @@ class LoweredStep:
     buffer_names: tuple[str, ...]
     escaping: tuple[int, ...]
     sent: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
 
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
@@ -66,15 +69,27 @@ class LoweredStep:
         received: Sequence[Tensor] = (),
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """(what leaves the step, what later stages get), by value index."""
+        return self.run_span(parameters, buffers, batch, received)[:2]
+
+    def run_span(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        received: Sequence[Tensor] = (),
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
+        """(what leaves the step, what later stages get, what later spans of the stage get), by value index."""
         results = self.function(
             _ByIndex(parameters, self.parameter_names),
             [buffers[name] for name in self.buffer_names],
             batch,
             received,
         )
-        count = len(self.escaping)
-        escaping = dict(zip(self.escaping, results[:count], strict=True))
-        return escaping, dict(zip(self.sent, results[count:], strict=True))
+        left = iter(results)
+        escaping, sent, made = (
+            {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
+        )
+        return escaping, sent, made
 
 
 class _ByIndex:
@@ -101,11 +116,42 @@ def lower(
     return writer.finish()
 
 
+def lower_spans(
+    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+) -> list[tuple[StepGraph, LoweredStep]]:
+    """The spans that a stage recomputes one by one (`StagePlan.spans`), each with its graph, whose `received` includes
+    what earlier spans make.
+
+    Args:
+        step: the whole micro-batched step.
+    """
+    sent = set(slice_stage(step, *stage.ops).sent)
+    graphs = [slice_stage(step, *span) for span in stage.spans]
+    layouts: dict[int, DualLayout] = {}
+    found = []
+    for number, graph in enumerate(graphs):
+        read_later = {value for later in graphs[number + 1 :] for value in later.received}
+        made = tuple(value for value in graph.sent if value in read_later)
+        graph = replace(graph, sent=tuple(value for value in graph.sent if value in sent))
+        writer = _Writer(graph, stage, mesh, device, random, layouts)
+        for op in graph.ops:
+            writer.op(op)
+        layouts |= {value: writer.layouts[value] for value in made}
+        found.append((graph, writer.finish(made)))
+    return found
+
+
 class _Writer:
     """Emits the program line by line and binds what the lines refer to."""
 
     def __init__(
-        self, step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+        self,
+        step: StepGraph,
+        stage: StagePlan,
+        mesh: MeshComm,
+        device: torch.device,
+        random: ShardedRandom,
+        made_before: Mapping[int, DualLayout] | None = None,
     ) -> None:
         self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
         self.lines: list[str] = []
@@ -120,10 +166,12 @@ class _Writer:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
         for given in (*step.buffers, *step.constants):
             self.layouts[given.value] = (REPLICATE,) * num_axes
+        self.layouts.update(made_before or {})
         for value in step.received:
-            if value not in stage.received:
+            if value in stage.received:
+                self.layouts[value] = dual_layout(stage.received[value])
+            elif value not in self.layouts:
                 raise PlanError(f"the plan has no layout for received value {value}", "plan this step again")
-            self.layouts[value] = dual_layout(stage.received[value])
         for constant in step.constants:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(device)
 
@@ -190,11 +238,12 @@ class _Writer:
             self.copies[key] = name
         return self.copies[key]
 
-    def finish(self) -> LoweredStep:
-        """Results in their layouts, unpacking of the inputs, and the compiled function."""
+    def finish(self, made: tuple[int, ...] = ()) -> LoweredStep:
+        """Results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function."""
         whole = (REPLICATE,) * len(self.mesh.shape)
         results = [self.copy(value, whole) for value in self.step.escaping]
         results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
+        results += [f"v{value}" for value in made]
         self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
         inputs = [
             *[f"v{b.value} = buffers[{i}]" for i, b in enumerate(self.step.buffers)],
@@ -214,6 +263,7 @@ class _Writer:
             tuple(b.name for b in self.step.buffers),
             self.step.escaping,
             self.step.sent,
+            made,
         )
 
 

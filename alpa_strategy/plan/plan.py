@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ class StagePlan:
         collectives: what the stage communicates per step.
         predicted: the stage's own prediction.
         remat: whether activations are recomputed in the backward.
+        remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
+            by one; (): as a whole.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives, such as
             "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
@@ -156,6 +159,13 @@ class StagePlan:
     backward_seconds: float = 0.0
     boundary_seconds: float = 0.0
     layers: str = ""
+    remat_cuts: tuple[int, ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(first, last + 1) op indices of what is recomputed together."""
+        first, last = self.ops
+        return tuple(pairwise((first, *self.remat_cuts, last)))
 
     @property
     def parameters(self) -> dict[str, Layout]:

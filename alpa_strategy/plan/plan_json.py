@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from alpa_strategy.errors import PlanError, ShardingError
@@ -163,6 +164,7 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "ops": list(stage.ops),
         "layers": stage.layers,
         "remat": stage.remat,
+        "remat_cuts": list(stage.remat_cuts),
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "boundary_seconds": stage.boundary_seconds,
@@ -196,6 +198,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         ),
         predicted=_predicted_from_data(fields.sub("predicted")),
         remat=fields.get("remat", bool),
+        remat_cuts=_cuts_from_data(fields),
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
         **{
@@ -204,6 +207,17 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         },
         layers=fields.get("layers", str) if fields.has("layers") else "",
     )
+
+
+def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
+    """Positions inside the stage's ops, ascending; a field that older plans do not have."""
+    cuts = fields.ints("remat_cuts", allow_empty=True) if fields.has("remat_cuts") else ()
+    positions = (fields.ints("ops", 2)[0], *cuts, fields.ints("ops", 2)[1])
+    if cuts and not all(a < b for a, b in pairwise(positions)):
+        raise PlanError(f"{fields.path('remat_cuts')} must ascend between {positions[0]} and {positions[-1]}", _FIX)
+    if cuts and not fields.get("remat", bool):
+        raise PlanError(f"{fields.path('remat_cuts')} cuts a stage that does not recompute", _FIX)
+    return cuts
 
 
 def _parameter_to_text(plan: ParameterPlan) -> str:

@@ -100,12 +100,13 @@ class GradientReducer:
         """Forget a backward that was interrupted."""
         self._seen: dict[str, None] = {}
         self._num_started = 0
+        self.held: frozenset[str] = frozenset()  # more is still added to these
         for bucket in self._buckets or ():
             bucket.pending = None
 
     def mark_ready(self, name: str) -> None:
         """The local gradient of `name` is complete (called by a hook of the backward); may start collectives."""
-        if not self.enabled:
+        if not self.enabled or name in self.held:
             return
         if name in self._seen:
             raise RuntimeMismatchError(

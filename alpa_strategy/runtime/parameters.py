@@ -12,7 +12,7 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +185,10 @@ class ParameterStore:
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
         self._reducer.enabled = enabled
+
+    def hold(self, names: Collection[str]) -> None:
+        """Gradients of these parameters (names of the step's) are not complete when they are made next."""
+        self._reducer.held = frozenset(names)
 
     def finish_backward(self) -> None:
         """After every backward: complete `parameter.grad` (when `sync` is on). Collective."""

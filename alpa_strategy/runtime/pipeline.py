@@ -6,7 +6,7 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.pipeline_exchange import Delivery, SharedSum
 from alpa_strategy.runtime.pipeline_stage import Schedule
-from alpa_strategy.runtime.random import Replay
+from alpa_strategy.runtime.recompute import Recompute
 from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageProgram, StageWorker, Values
 from alpa_strategy.runtime.torch_comm import message_groups
 from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange, first_sentence
@@ -37,7 +37,7 @@ class OwnStage:
 
     parameters: name -> the module's parameter, whose `.grad` a step makes (local storage shard).
     buffers: name -> tensor; entries are replaced when a micro-batch updates them.
-    bookmark: where the stage recomputes its activations: `ShardedRandom.bookmark` of its random numbers.
+    recompute: where the stage recomputes its activations, the program span by span.
     """
 
     program: StageProgram
@@ -45,7 +45,7 @@ class OwnStage:
     mesh: MeshComm
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    bookmark: Callable[[], Replay] | None = None
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Pipeline:
         for index in sorted(own):
             store = stores.setdefault(id(own[index].store), SharedStore(own[index].store))
             stage = spec.stages[index]
-            loss = spec.loss if spec.loss in stage.escaping else None
+            loss = spec.loss if spec.loss in stage.escaping and spec.loss not in stage.received else None
             self._workers[index] = StageWorker(
                 index,
                 stage,
@@ -91,7 +91,7 @@ class Pipeline:
                 loss,
                 spec.num_microbatches,
                 self._outbox,
-                own[index].bookmark,
+                own[index].recompute,
             )
         self._stores = list(stores.values())
         self._connect()

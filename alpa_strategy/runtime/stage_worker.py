@@ -6,7 +6,7 @@ micro-batch in an order of its choice. Between the two the worker keeps what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.inter_op.channels import Channel, StageSpec
-from alpa_strategy.runtime.random import Replay
+from alpa_strategy.runtime.recompute import Kept, Recompute, Values
 from alpa_strategy.runtime.split_backward import SplitBackward
 from alpa_strategy.runtime.transfer import Outbox, Receipt, Transfer
-
-Values = dict[int, Tensor]
 
 
 class StageProgram(Protocol):
@@ -42,6 +40,8 @@ class Parameters(Protocol):
     def step_inputs(self) -> Mapping[str, Tensor]: ...
 
     def sync(self, enabled: bool) -> None: ...
+
+    def hold(self, names: Collection[str]) -> None: ...
 
     def finish_backward(self) -> None: ...
 
@@ -94,22 +94,12 @@ class _Port:
         return self.first_tag + 2 * microbatch + 1
 
 
-@dataclass(frozen=True)
-class _Again:
-    """What a stage runs again where it recomputes: tensors as they were, and its random numbers."""
-
-    buffers: Mapping[str, Tensor]
-    batch: Mapping[int, Tensor]
-    received: Values
-    replay: Replay
-
-
 @dataclass
 class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Values  # received values that want a gradient
-    again: _Again | None = None  # until the stage has recomputed the two that follow
+    kept: Kept | None = None  # where the stage recomputes; nothing below is there then
     roots: dict[int, GradientEdge] = field(default_factory=dict)  # results that get one: no tensors, so these can go
     loss: tuple[GradientEdge, Tensor] | None = None
     split: SplitBackward | None = None
@@ -123,9 +113,7 @@ class StageWorker:
         index: the stage's place in the pipeline.
         program, store, buffers: what it runs and on what; `buffers` is updated in place.
         loss: value index of the loss where this stage makes it, else None.
-        bookmark: given where activations are recomputed: the forward keeps no graph, and every backward begins with
-            the same forward once more. So all devices of the stage run the same collectives in the same order, which
-            hooks of saved tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensors.
+        recompute: given where activations are recomputed: the program span by span.
     """
 
     def __init__(
@@ -138,9 +126,9 @@ class StageWorker:
         loss: int | None,
         num_microbatches: int,
         outbox: Outbox,
-        bookmark: Callable[[], Replay] | None = None,
+        recompute: Recompute | None = None,
     ) -> None:
-        self._bookmark = bookmark
+        self._recompute = recompute
         self.index, self.spec = index, spec
         self._program, self.store, self._buffers = program, store, buffers
         self._loss, self._num_microbatches, self._outbox = loss, num_microbatches, outbox
@@ -190,43 +178,36 @@ class StageWorker:
                 if self._has_backward and value in port.channel.differentiable:
                     inputs[value] = tensor.requires_grad_()
                 received[value] = tensor
-        batch, again = self._batches[microbatch], None
-        if self._has_backward and self._bookmark is not None:
-            again = _Again(dict(self._buffers), batch, received, self._bookmark())
-        escaping, sent = self._run(self._buffers, batch, received, self._has_backward and again is None)
+        escaping, sent, kept = self._run(self._batches[microbatch], received, inputs)
         del received
         for port in self._outgoing:
             self._outbox.send(
                 port.forward.send_ops([sent[v] for v in port.channel.values], port.forward_tag(microbatch))
             )
+        if self._has_backward:
+            flight = self._in_flight[microbatch] = _InFlight(inputs, kept)
+            if kept is None:
+                self._find_roots(flight, escaping, sent)
+            self.store.after_forward()
         for name, value in self.spec.buffer_updates.items():
             self._buffers[name] = escaping[value].detach()
         self.escaped.append({value: escaping[value].detach() for value in self.spec.escaping})
-        if self._has_backward:
-            flight = self._in_flight[microbatch] = _InFlight(inputs, again)
-            if again is None:
-                self._find_roots(flight, escaping, sent)
-            self.store.after_forward()
 
-    def _run(
-        self, buffers: Mapping[str, Tensor], batch: Mapping[int, Tensor], received: Values, with_grad: bool
-    ) -> tuple[Values, Values]:
-        with torch.set_grad_enabled(with_grad):
-            escaping, sent = self._program(self.store.store.step_inputs(), buffers, batch, received)
+    def _run(self, batch: Mapping[int, Tensor], received: Values, inputs: Values) -> tuple[Values, Values, Kept | None]:
+        """(escaping, sent or passed on, what recomputation keeps)."""
+        parameters, kept = self.store.store.step_inputs(), None
+        if self._has_backward and self._recompute is not None:
+            escaping, sent, kept = self._recompute.forward(parameters, self._buffers, batch, received, inputs)
+        else:
+            with torch.set_grad_enabled(self._has_backward):
+                escaping, sent = self._program(parameters, self._buffers, batch, received)
         passed_on = {v: received[v] for port in self._outgoing for v in port.channel.values if v in received}
-        return escaping, {**passed_on, **sent}
+        return escaping, {**passed_on, **sent}, kept
 
     def _find_roots(self, flight: _InFlight, escaping: Values, sent: Values) -> None:
         wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})
         flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
         flight.loss = self._loss_root(escaping)
-
-    def _recompute(self, flight: _InFlight) -> None:
-        if flight.again is None:
-            return
-        again, flight.again = flight.again, None
-        with again.replay():
-            self._find_roots(flight, *self._run(again.buffers, again.batch, again.received, True))
 
     def _loss_root(self, escaping: Values) -> tuple[GradientEdge, Tensor] | None:
         if self._loss is None or not escaping[self._loss].requires_grad:
@@ -245,16 +226,20 @@ class StageWorker:
             if key not in port.arriving:
                 port.arriving[key] = port.backward.receive(port.backward_tag(microbatch))
 
-    def _root_grads(self, microbatch: int) -> None:
+    def _arrived_grads(self, microbatch: int) -> Values:
         """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
         self.post_backward(microbatch)
-        flight = self._in_flight[microbatch]
-        self._recompute(flight)  # while they are on their way
         grads: Values = {}
         for port in self._outgoing:
             tensors = port.arriving.pop(-1 - microbatch).wait()
             for value, tensor in zip(port.channel.differentiable, tensors, strict=True):
                 grads[value] = grads[value] + tensor if value in grads else tensor
+        return grads
+
+    def _root_grads(self, microbatch: int) -> None:
+        """What the backward starts from."""
+        grads = self._arrived_grads(microbatch)
+        flight = self._in_flight[microbatch]
         pairs = [(edge, grads[value]) for value, edge in flight.roots.items()]
         if flight.loss is not None:
             pairs.append(flight.loss)
@@ -262,9 +247,22 @@ class StageWorker:
 
     def backward(self, microbatch: int) -> None:
         """The whole backward of a micro-batch: receive, differentiate, send back."""
+        if self._recompute is not None:
+            self.store.before_backward(self._num_microbatches)
+            self._recomputed_backward(microbatch)
+            return
         self._root_grads(microbatch)
         self.store.before_backward(self._num_microbatches)
         self._whole_backward(microbatch, self._in_flight.pop(microbatch))
+
+    def _recomputed_backward(self, microbatch: int) -> None:
+        assert self._recompute is not None
+        self.post_backward(microbatch)
+        kept = self._in_flight.pop(microbatch).kept
+        assert kept is not None
+        again = self._recompute.again(kept, self.store.store.step_inputs())  # while gradients are on their way
+        grads = again.backward(self._arrived_grads(microbatch), self._loss_scale, self.store.store.hold)
+        self._send_grads(microbatch, grads)
 
     def _whole_backward(self, microbatch: int, flight: _InFlight) -> None:
         assert flight.roots_used is not None
@@ -275,12 +273,12 @@ class StageWorker:
 
     def backward_inputs(self, microbatch: int) -> None:
         """The first half of the backward, which other stages wait for."""
-        self._root_grads(microbatch)
-        flight = self._in_flight[microbatch]
-        if self._bookmark is not None:  # what is recomputed is not kept for a later half
-            self._whole_backward(microbatch, flight)
+        if self._recompute is not None:  # what is recomputed is not kept for a later half
+            self._recomputed_backward(microbatch)
             self._in_flight[microbatch] = _InFlight({}, roots_used=([], []))
             return
+        self._root_grads(microbatch)
+        flight = self._in_flight[microbatch]
         if not flight.inputs:
             return
         assert flight.roots_used is not None

@@ -7,13 +7,11 @@ shape of batch takes the same meshes and stores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -23,22 +21,18 @@ from alpa_strategy.inter_op.pipeline_spec import BatchTensor, PipelineSpec, Shar
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.stage_worker import Parameters, Values
+from alpa_strategy.runtime.recompute import Recompute
+from alpa_strategy.runtime.stage_call import StageCall, StageParameters, recomputed_spans
+from alpa_strategy.runtime.stage_worker import StageProgram
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.op import TensorMeta
-
-
-class StageParameters(Parameters, Protocol):
-    """What a stage's program asks of its parameters' store."""
-
-    def regather_hooks(self) -> AbstractContextManager[Any]: ...
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
@@ -137,20 +131,25 @@ def build_pipeline(
         shared=_shared(graphs, stages),
         cluster=cluster,
     )
-    position = {leaf.value: i for i, leaf in enumerate(graph.batch)}
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, meshes, strict=True)):
         if mesh is None:
             continue
-        random = randoms[index]
-        lowered = lower(stage_graph, stage, mesh, device, random)
+        random, recompute = randoms[index], None
+        if stage.remat:
+            spans = recomputed_spans(graph, stage, mesh, device, random, stores[index])
+            recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
+            program: StageProgram = recompute
+        else:
+            lowered = lower(stage_graph, stage, mesh, device, random)
+            program = StageCall(lowered, stage_graph, graph, stage, stores[index])
         own[index] = OwnStage(
-            program=StageCall(lowered, stage_graph, position, stage, stores[index]),
+            program=program,
             store=stores[index],
             mesh=mesh,
             parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
             buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
-            bookmark=random.bookmark if stage.remat else None,
+            recompute=recompute,
         )
     return Pipeline(spec, own, device)
 
@@ -164,36 +163,6 @@ def stage_randoms(
         for index, mesh in enumerate(meshes)
         if mesh is not None
     }
-
-
-class StageCall:
-    """A `LoweredStep` in the form of a `StageProgram`: inputs by value, ZeRO-3's regathering."""
-
-    def __init__(
-        self,
-        lowered: LoweredStep,
-        graph: StepGraph,
-        position: Mapping[int, int],
-        stage: StagePlan,
-        store: StageParameters,
-    ) -> None:
-        self.lowered = lowered
-        self._batch = tuple(position[leaf.value] for leaf in graph.batch)
-        self._received = graph.received
-        self._store = store
-        self._gathers_at_use = any(mode[0] == "S" for p in stage.parameter_plans.values() for mode in p.modes)
-
-    def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> tuple[Values, Values]:
-        rows = [batch[i] for i in self._batch]
-        handed = [received[v] for v in self._received]
-        with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return self.lowered.run_stage(parameters, buffers, rows, handed)
 
 
 def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSpec:

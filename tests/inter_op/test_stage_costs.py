@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
@@ -20,8 +22,10 @@ from alpa_strategy.inter_op.make import plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.schedules import in_flight, why_not
 from alpa_strategy.inter_op.slice import stage_on
+from alpa_strategy.inter_op.spans import Spans, balanced_groups
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_problem import cost_of, take_apart, weighted
+from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import evaluate
@@ -83,10 +87,13 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     assert gaps[0] <= 0.03
 
 
-def test_the_parts_of_a_stage_add_up():
+@pytest.mark.parametrize("starts", [(0,), (0, 9), (0, 5, 9, 20)], ids=str)
+def test_the_parts_of_a_stage_add_up(starts):
+    """With equal shares the problem's bytes have the mean of the spans' graphs where the cost has the largest."""
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    stage = take_apart(build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables), tables)
+    intra = build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
+    stage = take_apart(Spans(intra, starts).split(intra), tables, starts)
     rng = np.random.default_rng(0)
     for remat in (False, True):
         problem = weighted(stage, 8, 3, remat)
@@ -94,8 +101,54 @@ def test_the_parts_of_a_stage_add_up():
             assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in problem.choices]
             cost = cost_of(stage, assignment)
             seconds, num_bytes = evaluate(problem, assignment)
+            left_out = max(cost.again) - sum(cost.again) / len(starts) if remat else 0.0
             assert seconds == pytest.approx(8 * cost.seconds(remat) + cost.once)
-            assert num_bytes == pytest.approx(cost.num_bytes(3, remat))
+            assert num_bytes + left_out == pytest.approx(cost.num_bytes(3, remat))
+
+
+def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
+    """Under one assignment: the cut stage's graphs add up to the whole's, but for what is kept instead."""
+    job = job_of("mlp")
+    tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
+    intra = build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
+    assignment = solve(weighted(take_apart(intra, tables), 4, 1)).assignment
+    starts = job.cuts[:-1]
+    whole, cut = (cost_of(take_apart(Spans(intra, s).split(intra), tables, s), assignment) for s in ((0,), starts))
+    assert len(cut.again) == len(starts) > 2
+    assert whole.kept < cut.kept
+    assert max(cut.again) < whole.again[0] <= sum(cut.again) + cut.kept
+    assert cut.num_bytes(1, True) < whole.num_bytes(1, True)
+    assert cut.num_bytes(100, True) > whole.num_bytes(100, True)
+    assert cut.saved >= whole.saved
+
+
+@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=12), st.integers(1, 12))
+def test_groups_are_balanced(weights, count):
+    starts = balanced_groups(weights, count)
+    assert starts[0] == 0
+    assert len(starts) <= count
+    assert list(starts) == sorted(set(starts))
+    heaviest = max(sum(weights[a:b]) for a, b in pairwise((*starts, len(weights))))
+    for cuts in combinations(range(1, len(weights)), min(count, len(weights)) - 1):
+        other = max(sum(weights[a:b]) for a, b in pairwise((0, *cuts, len(weights))))
+        assert heaviest <= other * (1 + 1e-9) + 1e-9
+
+
+def test_a_stage_recomputes_in_the_spans_that_need_least_memory():
+    """Layer by layer with few micro-batches in flight, in fewer spans with many; within a limit that binds."""
+    job = job_of("mlp")
+    solver = StageSolver(job)
+    wish = StageWish(0, job.cuts[-1], (1, 2), (2,), True, 1, cuts=job.cuts[1:-1])
+    few, many = (solver.solve(replace(wish, alive=alive)) for alive in (1, 1000))
+    assert len(few.plan.spans) > len(many.plan.spans)
+    assert set(few.plan.remat_cuts) <= set(job.cuts)
+    whole = solver.solve(replace(wish, cuts=()))
+    assert whole.plan.spans == ((0, job.cuts[-1]),)
+    assert few.plan.predicted.peak_bytes < whole.plan.predicted.peak_bytes
+    limit = 0.9 * few.plan.predicted.peak_bytes
+    tight = StageSolver(replace(job, memory_limit=limit)).solve(wish)
+    assert tight.plan.predicted.peak_bytes <= limit
+    assert tight.plan.predicted.step_seconds >= few.plan.predicted.step_seconds
 
 
 def test_more_micro_batches_in_flight_are_paid_with_time():

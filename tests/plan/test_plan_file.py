@@ -24,16 +24,19 @@ def plans(draw: st.DrawFn) -> Plan:
     num_axes = draw(st.integers(1, 2))
     names = st.text(min_size=1, max_size=8)
     predicted = Predicted(draw(SECONDS), draw(st.integers(0, 10**15)), draw(SECONDS))
+    remat, num_ops = draw(st.booleans()), draw(st.integers(1, 99))
+    cuts = draw(st.sets(st.integers(1, num_ops - 1), max_size=4)) if remat and num_ops > 1 else ()
     stage = StagePlan(
         submesh=(draw(st.integers(1, 4)), draw(st.integers(1, 8))),
         first_device=draw(st.integers(0, 64)),
         logical_mesh=tuple(draw(st.lists(st.integers(1, 8), min_size=num_axes, max_size=num_axes))),
-        ops=(0, draw(st.integers(1, 99))),
+        ops=(0, num_ops),
         parameter_plans={n: ParameterPlan(tuple(draw(MODES) for _ in range(num_axes))) for n in draw(st.sets(names))},
         strategies={n: tuple(draw(AXIS_STRATEGIES) for _ in range(num_axes)) for n in draw(st.sets(names))},
         collectives=(Collective("all_reduce", 0, "step", 3, 12, draw(SECONDS)),),
         predicted=predicted,
-        remat=draw(st.booleans()),
+        remat=remat,
+        remat_cuts=tuple(sorted(cuts)),
     )
     return Plan(
         fingerprint=FINGERPRINT,
@@ -94,6 +97,7 @@ def edited(path: tuple, value: object) -> dict:
         (("stages", 0, "strategies", "linear"), "S0;R", "'S0;R' is not a strategy"),
         (("stages", 0, "logical_mesh"), [], "logical_mesh has 0 numbers"),
         (("stages", 0, "remat"), 1, "remat is 1, expected a bool"),
+        (("stages", 0, "remat_cuts"), [1], "remat_cuts must ascend between 0 and 1"),
     ],
 )
 def test_a_wrong_field_is_named(path: tuple, value: object, message: str, tmp_path: Path) -> None:

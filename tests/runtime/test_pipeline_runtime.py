@@ -17,6 +17,7 @@ from pipeline_net import COUNT, LOSS, StageCase, build, check_steps, global_batc
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.schedules import actions, in_flight
+from alpa_strategy.runtime.recompute import Recompute, Span
 
 TWO = (StageCase((0,), (0, 1)), StageCase((1,), (2, 3)))
 THREE = tuple(StageCase((i,), (i,)) for i in range(3))
@@ -95,7 +96,8 @@ def run_watched(schedule, recomputes=False):
         worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
         worker._program = program
         if recomputes:
-            worker._bookmark = lambda: nullcontext  # nothing random to draw again
+            span = Span(lambda *args, own=program: (*own(*args), {}), tuple(worker.spec.received))
+            worker._recompute = Recompute([span], lambda: nullcontext, worker._loss)  # nothing random to draw again
     gc.collect()
     gc.disable()
     try:

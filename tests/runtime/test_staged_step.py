@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random as python_random
+import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.make import plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
@@ -61,7 +64,9 @@ def random_stage(graph, ops, ranks, rng, remat):
         for choice in intra.problem.choices
     ]
     stage = decode(intra, assignment, costs, ADAM, (1, len(ranks)))
-    return replace(stage, ops=ops, first_device=ranks[0], remat=remat)
+    inner = range(ops[0] + 1, ops[1])
+    cuts = sorted(rng.sample(inner, min(len(inner), rng.randint(0, 5)))) if remat else []
+    return replace(stage, ops=ops, first_device=ranks[0], remat=remat, remat_cuts=tuple(cuts))
 
 
 def same_storage(stages, meshes_of):
@@ -206,6 +211,67 @@ def test_gpt_under_every_schedule(pool, schedule, remat):
 def test_recomputation_on_several_devices(pool, seed):
     """Devices of a stage save different tensors and compute different gradients: they still recompute together."""
     pool.run(4, run_model, "gpt", ((0, 1), (2, 3)), "1F1B", 2, seed, True)
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "convnet"])
+def test_recomputation_without_a_pipeline(pool, name):
+    """Spans share weights (a tied embedding), whose gradients are reduced once they are complete."""
+    for seed in range(2):
+        pool.run(2, run_model, name, ((0, 1),), "1F1B", 2, seed, True)
+
+
+class SavedBytes:
+    """The most bytes that autograd holds at once, each storage once; parameters do not count."""
+
+    def __init__(self, parameters):
+        self._alive = Counter({p.untyped_storage().data_ptr(): 1 for p in parameters})
+        self.now = self.most = 0
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        self._alive[key] += 1
+        self.now += size if self._alive[key] == 1 else 0
+        self.most = max(self.most, self.now)
+        holder = Holder(tensor)
+        weakref.finalize(holder, self._drop, key, size)
+        return holder
+
+    def _drop(self, key, size):
+        self._alive[key] -= 1
+        self.now -= 0 if self._alive[key] else size
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def run_and_count(cuts):
+    """The most bytes saved for the backward of two micro-batches on one device, and the loss; `cuts`: None (nothing is recomputed),
+    "whole", or "layers"."""
+    module, step, whole, mine = captured("gpt", 1)
+    micro = microbatch(step, 2, 1)
+    graph = micro.graph
+    stage = random_stage(graph, (0, len(graph.ops)), (0,), python_random.Random(0), False)
+    layers = cluster_layers(graph, 4)[1:-1] if cuts == "layers" else ()
+    stage = replace(stage, remat=cuts is not None, remat_cuts=layers)
+    pipeline, stores = prepare(module, micro, [stage], "1F1B")
+    saved = SavedBytes(module.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
+        result = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
+    pipeline.close()
+    assert saved.now == 0
+    return saved.most, result.values[graph.loss].item()
+
+
+def test_layer_by_layer_less_is_saved_than_by_recomputing_a_stage_as_a_whole(pool):
+    (kept, loss), (whole, loss_again), (layers, loss_by_layers) = (
+        pool.run(1, run_and_count, cuts)[0] for cuts in (None, "whole", "layers")
+    )
+    assert loss == loss_again == loss_by_layers
+    assert whole <= kept
+    assert layers < 0.6 * whole
 
 
 @pytest.mark.parametrize(

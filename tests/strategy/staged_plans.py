@@ -16,6 +16,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.optimizer_info import optimizer_info_of
@@ -58,7 +59,11 @@ def staged_plan(
     stages = []
     for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
         size = len(ranks)
-        wish = StageWish(first, last, (1, size), (size,), remat, num_microbatches, places.count(ranks), stored[ranks])
+        inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
+        spans = tuple(first + cut for cut in inner)
+        wish = StageWish(
+            first, last, (1, size), (size,), remat, num_microbatches, places.count(ranks), stored[ranks], spans
+        )
         plan = solver.solve(wish).plan
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))

@@ -69,6 +69,8 @@ def check(
     plan = staged_plan(model, kwargs, places, schedule, num_microbatches, inside, remat is True, scope)
     if remat == "first":
         plan = replace(plan, stages=(replace(plan.stages[0], remat=True), *plan.stages[1:]))
+    elif remat:
+        assert any(stage.remat_cuts for stage in plan.stages)
     plan.save(tmp_path / "plan.json")
     options = {
         "cluster": "pcie_8gpu",

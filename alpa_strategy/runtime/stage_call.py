@@ -1,0 +1,92 @@
+"""A `LoweredStep` as a stage's program: inputs by value, ZeRO-3's regathering; whole, or as the spans of a stage that
+recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.lower.lower import LoweredStep, lower_spans
+from alpa_strategy.plan.plan import StagePlan
+from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.recompute import Span, Values
+from alpa_strategy.runtime.stage_worker import Parameters
+
+
+class StageParameters(Parameters, Protocol):
+    """What a stage's program asks of its parameters' store."""
+
+    def regather_hooks(self) -> AbstractContextManager[Any]: ...
+
+
+class StageCall:
+    """A `LoweredStep` in the form of a `StageProgram`; its `run_span` is a `SpanProgram`.
+
+    Args:
+        graph: what was lowered.
+        step: the whole micro-batched step, whose batch is handed in by position.
+    """
+
+    def __init__(
+        self, lowered: LoweredStep, graph: StepGraph, step: StepGraph, stage: StagePlan, store: StageParameters
+    ) -> None:
+        self.lowered = lowered
+        position = {leaf.value: i for i, leaf in enumerate(step.batch)}
+        self._batch = tuple(position[leaf.value] for leaf in graph.batch)
+        self._received = graph.received
+        self._store = store
+        plans = [stage.parameter_plans[p.name] for p in graph.parameters]
+        self._gathers_at_use = any(mode[0] == "S" for plan in plans for mode in plan.modes)
+
+    def __call__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+    ) -> tuple[Values, Values]:
+        return self.run_span(parameters, buffers, batch, received)[:2]
+
+    def run_span(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+    ) -> tuple[Values, Values, Values]:
+        """See `SpanProgram`."""
+        rows = [batch[i] for i in self._batch]
+        handed = [received[v] for v in self._received]
+        with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
+            return self.lowered.run_span(parameters, buffers, rows, handed)
+
+
+def recomputed_spans(
+    step: StepGraph,
+    stage: StagePlan,
+    mesh: MeshComm,
+    device: torch.device,
+    random: ShardedRandom,
+    store: StageParameters,
+) -> list[Span]:
+    """The spans of a stage that recomputes (`StagePlan.spans`), for this device."""
+    spans: list[Span] = []
+    used: set[str] = set()
+    for graph, lowered in lower_spans(step, stage, mesh, device, random):
+        trained = {p.name for p in graph.parameters if p.meta.requires_grad}
+        spans.append(
+            Span(
+                StageCall(lowered, graph, step, stage, store).run_span,
+                graph.received,
+                tuple(value for value in lowered.made if step.values[value].requires_grad),
+                frozenset(trained & used),
+            )
+        )
+        used |= trained
+    return spans
