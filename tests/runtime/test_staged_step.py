@@ -248,15 +248,17 @@ class Holder:
 
 
 def run_and_count(cuts):
-    """The most bytes saved for the backward of two micro-batches on one device, and the loss; `cuts`: None (nothing is recomputed),
-    "whole", or "layers"."""
+    """The most bytes saved for the backward of two micro-batches on one device, and the loss.
+
+    cuts: None (nothing is recomputed), "whole", or "layers".
+    """
     module, step, whole, mine = captured("gpt", 1)
     micro = microbatch(step, 2, 1)
     graph = micro.graph
     stage = random_stage(graph, (0, len(graph.ops)), (0,), python_random.Random(0), False)
     layers = cluster_layers(graph, 4)[1:-1] if cuts == "layers" else ()
     stage = replace(stage, remat=cuts is not None, remat_cuts=layers)
-    pipeline, stores = prepare(module, micro, [stage], "1F1B")
+    pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
         result = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
