@@ -37,7 +37,7 @@ class PlanOptions:
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
         schedule: a name of `torch.distributed.pipelining` to pin (see inter_op/schedules.py), None to solve.
-        remat: whether stages recompute their activations in the backward; None: solved stage by stage.
+        remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
     """
 
     parallel: str | tuple[str, ...] = "auto"

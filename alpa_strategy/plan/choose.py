@@ -40,7 +40,7 @@ def choose_plan(
 
     `stage_costs` makes the op costs of pipelines, when they are looked at (default: `costs`).
 
-    A pipeline is made when the options ask for one. Else it is where micro-batches give exactly the whole batch's
+    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where micro-batches give exactly the whole batch's
     result, and no single stage fits or the pipeline is predicted to be faster by `MARGIN` than the best one, whose
     reduction of gradients is taken to hide behind the backward as far as it can.
 
@@ -52,17 +52,16 @@ def choose_plan(
         return costs if stage_costs is None else stage_costs()
 
     if options.asks_for_pipeline and pinned is None:
-        if cluster.num_devices == 1:
+        if cluster.num_devices == 1 and ((options.num_stages or 1) > 1 or options.schedule is not None):
             raise PlanError(
-                "num_microbatches, num_stages, schedule and remat need at least 2 devices",
-                "leave them out; accumulate_grad_batches does the work of micro-batches on one device",
+                "num_stages and schedule need at least 2 devices",
+                "leave them out; num_microbatches and remat are for one device, too",
             )
         return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
-    may_be_pipelined = pinned is None and _may_be_pipelined(step, cluster, options)
     try:
         one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
-        if may_be_pipelined:
+        if pinned is None and _may_be_pipelined(step, cluster, options):
             try:
                 return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
             except PlanError:
@@ -70,7 +69,7 @@ def choose_plan(
         raise
     if pinned is None:
         one = _or_data_parallel(one, step, cluster, options, optimizer, costs)
-    if not may_be_pipelined:
+    if pinned is not None or cluster.num_devices == 1 or not _may_be_pipelined(step, cluster, options):
         return one
     seconds = hidden_seconds(one)
     waiting = max(0.0, 1 - divided_seconds(step, cluster, costs or RooflineCosts(cluster.device)) / seconds)
@@ -161,7 +160,7 @@ def _with_note(plan: Plan, note: str) -> Plan:
 
 def _may_be_pipelined(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> bool:
     """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
-    if cluster.num_devices == 1 or options.num_stages == 1 or options.num_microbatches == 1:
+    if options.num_stages == 1 or options.num_microbatches == 1:
         return False
     if options.parallel != "auto" or options.logical_mesh is not None:
         return False

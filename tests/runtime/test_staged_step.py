@@ -25,6 +25,7 @@ from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
 from alpa_strategy.runtime.torch_comm import broadcast_object
 
@@ -257,7 +258,8 @@ def run_and_count(cuts):
     graph = micro.graph
     stage = random_stage(graph, (0, len(graph.ops)), (0,), python_random.Random(0), False)
     layers = cluster_layers(graph, 4)[1:-1] if cuts == "layers" else ()
-    stage = replace(stage, remat=cuts is not None, remat_cuts=layers)
+    plans = dict.fromkeys(stage.parameter_plans, ParameterPlan(("R",)))  # nothing to gather, which has own hooks
+    stage = replace(stage, parameter_plans=plans, remat=cuts is not None, remat_cuts=layers)
     pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):

@@ -98,6 +98,11 @@ def test_four_ranks(pool, plain, tmp_path, options):
     assert run["pipeline"] == tuple(options[key] for key in ("num_stages", "num_microbatches", "schedule"))
 
 
+def test_micro_batches_and_recomputation_on_one_device(pool, plain, tmp_path):
+    run = run_case(pool, plain, tmp_path, "gpt", 1, {"num_microbatches": 4, "remat": True}, clip=0.1)
+    assert run["pipeline"] == (1, 4, "none")
+
+
 def test_micro_batches_without_stages(pool, plain, tmp_path):
     run = run_case(pool, plain, tmp_path, "gpt", 2, {"num_stages": 1, "num_microbatches": 4})
     assert run["pipeline"][:2] == (1, 4)
