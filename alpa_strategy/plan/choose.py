@@ -40,9 +40,10 @@ def choose_plan(
 
     `stage_costs` makes the op costs of pipelines, when they are looked at (default: `costs`).
 
-    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where micro-batches give exactly the whole batch's
-    result, and no single stage fits or the pipeline is predicted to be faster by `MARGIN` than the best one, whose
-    reduction of gradients is taken to hide behind the backward as far as it can.
+    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
+    micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
+    faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
+    can.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
