@@ -66,7 +66,8 @@ def random_stage(graph, ops, ranks, rng, remat):
     ]
     stage = decode(intra, assignment, costs, ADAM, (1, len(ranks)))
     inner = range(ops[0] + 1, ops[1])
-    cuts = sorted(rng.sample(inner, min(len(inner), rng.randint(0, 5)))) if remat else []
+    cutter = python_random.Random(f"{ops}")  # recomputed or not, the plan is the same
+    cuts = sorted(cutter.sample(inner, min(len(inner), cutter.randint(0, 5)))) if remat else []
     return replace(stage, ops=ops, first_device=ranks[0], remat=remat, remat_cuts=tuple(cuts))
 
 
@@ -304,4 +305,7 @@ def test_dropout_is_reproducible_and_recomputed_alike(pool, places):
     first, again, recomputed = (pool.run(2, run_with_dropout, places, "1F1B", remat) for remat in (False, False, True))
     assert len(set(first[0][0])) == 3
     assert first == again
-    assert first == recomputed
+    for (losses, grads), (same_losses, same_grads) in zip(first, recomputed, strict=True):
+        assert losses == same_losses
+        for grad, same in zip(grads, same_grads, strict=True):  # summed in another order
+            torch.testing.assert_close(torch.tensor(grad), torch.tensor(same), rtol=1e-12, atol=1e-12)
