@@ -10,25 +10,17 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,7 +29,6 @@ from alpa_strategy.errors import AlpaError, OptionError
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_callbacks, check_module, check_optimizers
-from alpa_strategy.lightning.launcher import Launcher
 from alpa_strategy.lightning.meta import (
     is_on_meta,
     move_real_tensors,
@@ -45,9 +36,8 @@ from alpa_strategy.lightning.meta import (
     skip_sanity_check,
     stays_sharded,
 )
+from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
-from alpa_strategy.runtime.failure import FailureWatch, job_store
-from alpa_strategy.runtime.rendezvous import fresh_store, store_is_reused
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
@@ -57,7 +47,7 @@ if TYPE_CHECKING:
     from alpa_strategy.plan.plan import Plan
 
 
-class AlpaStrategy(ParallelStrategy):
+class AlpaStrategy(ParallelJob):
     """Plans how an ordinary LightningModule is sharded, shards it, and trains it: same results as on one device.
 
     Args:
@@ -111,6 +101,7 @@ class AlpaStrategy(ParallelStrategy):
     ) -> None:
         check_names(unknown, _OPTION_NAMES, "option of AlpaStrategy")
         super().__init__(
+            collective_timeout_seconds,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -142,37 +133,12 @@ class AlpaStrategy(ParallelStrategy):
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self.num_nodes = 1
         self._run: TrainingRun | None = None
-        self._watch: FailureWatch | None = None
-        self._interrupted = False
         self._is_accumulating = False
         self._evaluation: Evaluation | None = None
         self._large: LargeModel | None = None  # what was built without memory and is not made yet
         self._was_large = False
         self._shards_for_evaluation = False
-
-    # Which devices, which ranks
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Without it the Trainer neither replaces samplers nor lets `sync_dist` do anything."""
-        return True
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     @property
     def store(self) -> Any:
@@ -182,47 +148,9 @@ class AlpaStrategy(ParallelStrategy):
     # Before the module is set up
 
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.num_processes * self.num_nodes == 1:  # nothing to launch: works in a notebook too
-            return
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.cluster_environment is not None
-        reset_seed()
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
-        self._interrupted = False
-        if self.world_size > 1:
-            self._connect()
         self._checkpoints.begin(self.lightning_module.trainer, self._run)
-
-    def _connect(self) -> None:
-        """Join the job's process group, and watch the other ranks."""
-        assert self.cluster_environment is not None
-        store: dict[str, Any] = {}
-        if store_is_reused() and not dist.is_initialized():
-            place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-            store = {"store": fresh_store(*place, self.limits.collective_timeout_seconds)}
-        _init_dist_connection(
-            self.cluster_environment,
-            _get_default_process_group_backend_for_device(self.root_device),
-            timeout=timedelta(seconds=self.limits.collective_timeout_seconds),
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-            **store,
-        )
-        self._watch = FailureWatch(
-            job_store(),
-            self.global_rank,
-            self.world_size,
-            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
-        )
-        self._watch.start()
 
     @contextmanager
     @override
@@ -316,10 +244,9 @@ class AlpaStrategy(ParallelStrategy):
             )
         self._run.say(f"alpa: {change}: planning once more")
         random_streams = self._run.state_dict()
-        self._run.release()
-        self._run.close()
-        self._run = None
+        self._end_run()
         self._prepare(batch, batch_idx)
+        assert self._run is not None
         self._run.load_state_dict(random_streams)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
@@ -483,9 +410,7 @@ class AlpaStrategy(ParallelStrategy):
         if self._shards_for_evaluation and self._run is not None:
             self._shards_for_evaluation = False
             with torch.inference_mode(False):
-                self._run.release()
-            self._run.close()
-            self._run = self._evaluation = None
+                self._end_run()
 
     @override
     def on_train_end(self) -> None:
@@ -495,9 +420,14 @@ class AlpaStrategy(ParallelStrategy):
             return
         if self._run is not None:
             self._checkpoints.run_ends()
-            self._run.release()
-            self._run.close()
-            self._run = self._evaluation = None
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """The module has its whole parameters again. Collective."""
+        assert self._run is not None
+        self._run.release()
+        self._run.close()
+        self._run = self._evaluation = None
 
     # Checkpoints
 
@@ -524,7 +454,7 @@ class AlpaStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io):
-            self._interrupted = True
+            self.interrupted = True
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -563,48 +493,26 @@ class AlpaStrategy(ParallelStrategy):
             return tensor
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._interrupted:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
     # The end
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._interrupted = True
+        self.interrupted = True
         self._checkpoints.close(interrupted=True)
-        if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
-            self._watch.publish(exception)
+        self.tell_others(exception)
 
     @override
     def teardown(self) -> None:
         """Called after exceptions too: no collectives here."""
         self._shards_for_evaluation = False
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        stays = self._run is not None and self._was_large and not self._interrupted
+        self.stop_watching()
+        stays = self._run is not None and self._was_large and not self.interrupted
         if self._run is not None and not stays:
             self._run.close()
             self._run = None
         if not stays:
             self._evaluation = None
-        if not self._interrupted:
+        if not self.interrupted:
             self._checkpoints.close(interrupted=False)
         with self._recording():
             super().teardown()

@@ -1,0 +1,141 @@
+"""The job below the strategy: which devices and ranks there are, how they meet, and what passes between them.
+
+As in Lightning's DDP strategy, with two differences: ranks that Lightning's launcher started are ended when one of them
+fails, and every rank watches the others, so that none waits for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from typing_extensions import override
+
+from alpa_strategy.lightning.launcher import Launcher
+from alpa_strategy.runtime.failure import FailureWatch, job_store
+from alpa_strategy.runtime.rendezvous import fresh_store, store_is_reused
+
+
+class ParallelJob(ParallelStrategy):
+    """A `ParallelStrategy` of which every rank holds the whole module, or a part of it that others decide upon.
+
+    Args:
+        timeout_seconds: of the process group's collectives.
+        given: what the Trainer hands to every strategy.
+    """
+
+    def __init__(self, timeout_seconds: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.num_nodes = 1
+        self.interrupted = False
+        self._timeout_seconds = timeout_seconds
+        self._watch: FailureWatch | None = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without it the Trainer neither replaces samplers nor lets `sync_dist` do anything."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    # Before the module is set up
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1:  # nothing to launch: works in a notebook too
+            return
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        self.interrupted = False
+        if self.world_size > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Join the job's process group, and watch the other ranks."""
+        assert self.cluster_environment is not None
+        store: dict[str, Any] = {}
+        if store_is_reused() and not dist.is_initialized():
+            place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
+            store = {"store": fresh_store(*place, self._timeout_seconds)}
+        _init_dist_connection(
+            self.cluster_environment,
+            _get_default_process_group_backend_for_device(self.root_device),
+            timeout=timedelta(seconds=self._timeout_seconds),
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+            **store,
+        )
+        self._watch = FailureWatch(
+            job_store(),
+            self.global_rank,
+            self.world_size,
+            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
+        )
+        self._watch.start()
+
+    # Values between ranks
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self.interrupted:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # The end
+
+    def tell_others(self, exception: BaseException) -> None:
+        """This rank fails with `exception`: the others end as well."""
+        if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
+            self._watch.publish(exception)
+
+    def stop_watching(self) -> None:
+        """Nobody else's end concerns this rank any more. No communication."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
