@@ -18,6 +18,7 @@ from alpa_strategy.intra_op.build import BoundaryChoice
 from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.ordering import elimination_order
+from alpa_strategy.intra_op.presolve import restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 
@@ -62,6 +63,10 @@ def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_m
     shape = (len(prices), len(ends.entering_layouts), len(ends.leaving_layouts))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
     order: list[int] | None = None
+    live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
+    if any(len(strategies) == 0 for strategies in live):
+        return LayerMatrix(objective, parts)
+    is_restricted = any(len(k) < len(p.once) for k, p in zip(live, joined.choices, strict=True))
     for k, price in enumerate(prices):
         choices = _priced(joined.choices, price, num_microbatches)
         tables = _priced(joined.transfers, price, num_microbatches)
@@ -69,13 +74,15 @@ def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_m
             tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
             tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
         )
-        network = network_of(problem)
+        network = network_of(restrict(problem, live) if is_restricted else problem)
         if network is None:
             continue
         kept = (joined.entering, joined.leaving)
         if order is None:
             order = [v for v, _ in elimination_order(network.sizes, (f.scope for f in network.factors), kept)]
         objective[k], values = _eliminate_onto(network, kept, order)
+        if is_restricted:  # what pins and named plans forbid is not even looked at
+            values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
     return LayerMatrix(objective, parts)
 

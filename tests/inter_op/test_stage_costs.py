@@ -28,6 +28,7 @@ from alpa_strategy.inter_op.stage_problem import cost_of, take_apart, weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
 from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -85,6 +86,19 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     assert min(gaps) >= -1e-6
     assert max(gaps) <= 0.05, gaps
     assert gaps[0] <= 0.03
+
+
+@pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
+def test_named_plans_are_priced_as_their_ilp(parallel):
+    """What a named plan forbids is left out before the layers are solved: the price is that of the restricted ILP."""
+    job = job_of("gpt")
+    job = replace(job, options=replace(job.options, parallel=parallel))
+    parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
+    tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
+    whole = restrict(build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM)
+    exact = solve(weighted(take_apart(whole, tables), job.num_microbatches, 1)).seconds
+    priced = min(job.num_microbatches * (p[0] + p[1]) + p[2] for p in parts)
+    assert exact * (1 - 1e-6) <= priced <= exact * 1.03
 
 
 @pytest.mark.parametrize("starts", [(0,), (0, 9), (0, 5, 9, 20)], ids=str)
