@@ -88,7 +88,7 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     assert gaps[0] <= 0.03
 
 
-@pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
+@pytest.mark.parametrize("parallel", ["data", "zero3"])  # (the penalties of "tensor" are those of each layer)
 def test_named_plans_are_priced_as_their_ilp(parallel):
     """What a named plan forbids is left out before the layers are solved: the price is that of the restricted ILP."""
     job = job_of("gpt")
