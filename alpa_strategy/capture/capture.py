@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -14,7 +13,7 @@ from alpa_strategy.capture.attributes import SetAttribute, changed_attributes, i
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.segment import segment_fused_linears
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.capture.trace import TRAINING, Trace, trace_step
+from alpa_strategy.capture.trace import TRAINING, StepCall, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 
 
@@ -56,33 +55,22 @@ def capture_step(
             "return the loss from training_step and let Lightning step one optimizer",
         )
     rows_factor = world_size if batch_scope == "rank" else 1
-    trace_once = partial(
-        trace_step,
-        module,
-        batch,
-        rows_factor=rows_factor,
-        step=step,
-        batch_idx=batch_idx,
-        dataloader_idx=dataloader_idx,
-        context=context,
-    )
-    trace = trace_once()
+    call = StepCall(module, batch, step, rows_factor, batch_idx, dataloader_idx, context or nullcontext)
+    trace = trace_step(call)
     graph = convert(trace, step)
     if trace.recording.stored:
-        graph = _after_first_call(module, graph, trace.recording.stored, trace_once, step)
+        graph = _after_first_call(call, graph, trace.recording.stored)
     return replace(segment_fused_linears(graph), batch_scope=batch_scope)
 
 
-def _after_first_call(
-    module: LightningModule, graph: StepGraph, stored: list[SetAttribute], trace_again: Callable[[], Trace], step: str
-) -> StepGraph:
+def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribute]) -> StepGraph:
     """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
 
     It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
     """
-    with initialized(module, stored):
-        trace = trace_again()
-        again = convert(trace, step)
+    with initialized(call.module, stored):
+        trace = trace_step(call)
+        again = convert(trace, call.step)
         if trace.recording.stored or again.graph_digest != graph.graph_digest:
             raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
     return again

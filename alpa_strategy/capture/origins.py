@@ -1,0 +1,118 @@
+"""Where traced ops come from, the submodule and the user's line, and what must not be traced."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture import grouped_mm
+from alpa_strategy.capture.blame import user_frame, user_position
+from alpa_strategy.capture.checks import passing_answer
+from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.known import UNKNOWN, KnownValues
+from alpa_strategy.capture.recorder import Recording
+from alpa_strategy.errors import CaptureError
+
+_TRUTH = Tensor.__bool__
+
+
+class Origins(TorchFunctionMode):
+    """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        origins: dict[fx.Node, tuple[str, str]],
+        device: torch.device,
+        known: KnownValues,
+        record: Recording,
+    ) -> None:
+        super().__init__()
+        self.record = record
+        self.device, self.known = device, known
+        self.origins = origins
+        self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
+        self.stack = [""]
+        self.last: fx.Node | None = None
+
+    def _truth(self, tensor: Tensor) -> bool:
+        """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
+        answer = self.known.answer(_TRUTH, (tensor,), {})
+        if answer is not UNKNOWN:
+            return answer
+        answer = passing_answer(sys._getframe(2))
+        if answer is None:
+            return _TRUTH(tensor)
+        self.record.checks.append((tensor.clone(), answer, user_frame()))
+        return answer
+
+    def __enter__(self) -> Origins:
+        Tensor.__bool__ = lambda tensor: self._truth(tensor)
+        self.hooks = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        del Tensor.__bool__  # torch's own is the base class's
+        super().__exit__(*exc)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if norm and module.momentum is None and module.training and module.track_running_stats:
+            raise CaptureError(
+                f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a cumulative average "
+                "reads the number of batches so far as a Python number, which the captured step would freeze",
+                "give it a momentum, for example the default 0.1",
+            )
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for arg in pytree.tree_leaves((args, kwargs)):
+            if isinstance(arg, StepCounter):
+                arg.refuse()
+        self._check_device(func, args, kwargs or {})
+        answer = self.known.answer(func, args, kwargs or {})
+        if answer is not UNKNOWN:
+            return answer
+        experts = grouped_mm.replacement(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {})) if experts is None else grouped_mm.grouped_mm(*experts)
+        proxy_mode = get_proxy_mode()
+        if proxy_mode is not None:
+            nodes = proxy_mode.tracer.graph._root
+            node = nodes.prev
+            if node is not self.last:
+                position = user_position(sys._getframe(1))
+                origin = (self.stack[-1], f"{position[0]}:{position[1]}" if position else "")
+                newest = node
+                while node is not self.last and node is not nodes and node not in self.origins:
+                    self.origins[node] = origin
+                    node = node.prev
+                self.last = newest
+        return result
+
+    def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fake tensors of a device that this build does not have would end the process when autograd sees them."""
+        named = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
+        devices = [torch.device(d) for d in named if isinstance(d, str | torch.device)]
+        if func is Tensor.cuda:
+            devices.append(torch.device("cuda"))
+        for device in devices:
+            if device.type != self.device.type:
+                raise CaptureError(
+                    f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
+                    "use the module's device: device=self.device, or the device of another tensor",
+                )
