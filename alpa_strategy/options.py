@@ -15,6 +15,8 @@ PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 BATCH_SCOPES = ("rank", "global")
 SCHEDULE_NAMES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
+# Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
+SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,16 @@ class PlanOptions:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
         rows = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def waiting_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Bytes of complete gradients that wait for an update within the backward, where all have `total_bytes`."""
+    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, 1))
+
+
+def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Bytes at which a bucket is closed where all gradients have `total_bytes`."""
+    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
 
 
 def check_names(given: Iterable[str], allowed: Sequence[str], what: str = "option") -> None:
@@ -245,12 +257,17 @@ class OptimizerInfo:
         name: class name, for messages.
         parameter_wise: True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
             its own parameters.
+        may_step_in_backward: True when a plan may update each parameter as soon as its gradient is there, within the
+            backward: such a plan is made where no other fits.
+        steps_in_backward: True while such a plan is made (and run).
     """
 
     state_bytes: float = 8.0
     element_wise: bool = True
     name: str = "Adam"
     parameter_wise: bool = True
+    may_step_in_backward: bool = False
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True)

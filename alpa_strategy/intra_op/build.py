@@ -57,8 +57,8 @@ class IntraOp:
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
     `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
-    by `steps_per_update` training steps. `unrestricted` is the problem without pins and penalties, where `problem` has
-    them.
+    by `steps_per_update` training steps. `steps_in_backward`: see `OptimizerInfo`.
+    `unrestricted` is the problem without pins and penalties, where `problem` has them.
     """
 
     step: StepGraph
@@ -71,6 +71,7 @@ class IntraOp:
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
     steps_per_update: int = 1
     unrestricted: Problem | None = None
+    steps_in_backward: bool = False
 
 
 class OptionTables:
@@ -220,7 +221,18 @@ def build(
         transfers.append(transfer)
         layouts.append(named)
     problem = Problem(tuple(choices), tuple(transfers), memory_limit)
-    return IntraOp(step, mesh, problem, parameters, ops, tuple(layouts), received, sent, tables.steps_per_update)
+    return IntraOp(
+        step,
+        mesh,
+        problem,
+        parameters,
+        ops,
+        tuple(layouts),
+        received,
+        sent,
+        tables.steps_per_update,
+        steps_in_backward=tables.optimizer.steps_in_backward,
+    )
 
 
 def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:

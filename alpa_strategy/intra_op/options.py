@@ -100,6 +100,11 @@ def step_collectives_of(
     return found
 
 
+def is_complete_at_once(plan: ParameterPlan) -> bool:
+    """Whether the parameter's gradient is complete when autograd has made it: it needs no once-per-step reduction."""
+    return all(mode == "R" or mode[0] == "S" for mode in plan.modes)
+
+
 def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
     """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
 
@@ -141,7 +146,9 @@ def parameter_options(
                 bucketed_seconds(mesh.axes[a], kind, b) for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
             )
             cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
-            size += stored_meta.num_bytes + int(stored_meta.num_elements * optimizer.state_bytes)
+            size += int(stored_meta.num_elements * optimizer.state_bytes)
+            if not (optimizer.steps_in_backward and is_complete_at_once(plan)):
+                size += stored_meta.num_bytes
             if any(mode[0] == "G" for mode in modes):
                 size += 2 * whole  # the gathered copy and its gradient before the scatter
         plans.append(plan)

@@ -20,6 +20,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
+from alpa_strategy.lightning.early_step import uses_detached_parameters
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
 from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
@@ -185,11 +186,14 @@ def find_or_make_plan(
         running: the stage that is already running, for a step of another shape: parameters stay as they lie.
     """
     options, pinned = job.options, None
+    if optimizer.may_step_in_backward and uses_detached_parameters(step):
+        optimizer = replace(optimizer, may_step_in_backward=False)
     if running is None:
         _check_divisible(step, job)
     else:
         pinned = running.parameter_plans
         options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
+        optimizer = replace(optimizer, steps_in_backward=running.steps_in_backward)
     data = rank_zero.result_of(
         lambda: _plan_on_rank_zero(step, job, cluster, options, optimizer, pinned).to_dict(), "planning"
     )
@@ -225,12 +229,15 @@ def find_or_make_following_plan(
     return Plan.from_dict(rank_zero.result_of(work, "planning"))
 
 
-def _stored(wanted: Fingerprint, job: Job, make: Callable[[], Plan]) -> Plan:
-    """The stored plan of this fingerprint, or a new one that is stored."""
+def _stored(wanted: Fingerprint, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None) -> Plan:
+    """The stored plan of this fingerprint (or of that which a plan has when no usual one fits), or a new one that is
+    stored."""
     store = PlanStore(job.plan_folder)
     plan = store.find(wanted)
+    if plan is None and otherwise is not None:
+        plan = store.find(otherwise)
     if plan is not None:
-        job.say(f"alpa: plan {store.path(wanted)}")
+        job.say(f"alpa: plan {store.path(plan.fingerprint)}")
         return plan
     job.say(f"alpa: making a plan: {store.explain(wanted)}")
     plan = make()
@@ -254,6 +261,12 @@ def _plan_on_rank_zero(
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_devices(plan, job)
+        if plan.stages[0].steps_in_backward and not optimizer.may_step_in_backward:
+            raise PlanError(
+                f"the plan {job.plan_file} updates parameters within the backward, which this training does not allow",
+                "leave out what needs all gradients together (clipping, accumulation, a gradient scaler, hooks that "
+                "look at gradients), or make another plan",
+            )
         return plan
 
     def make() -> Plan:
@@ -282,7 +295,9 @@ def _plan_on_rank_zero(
             stage_costs=stage_costs,
         )
 
-    return _stored(wanted, job, make)
+    early = replace(optimizer, steps_in_backward=True)
+    otherwise = fingerprint_of(step, cluster, options, early) if optimizer.may_step_in_backward else None
+    return _stored(wanted, job, make, otherwise)
 
 
 def _check_divisible(step: StepGraph, job: Job) -> None:

@@ -34,6 +34,7 @@ from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
+from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.runtime.torch_comm import build_mesh
 
 MEET_SECONDS = 60.0
@@ -127,7 +128,8 @@ class TrainingRun:
         self._random = ShardedRandom(self.mesh, self._seed)
         lowered = lower(self.step, self.stage, self.mesh, self._job.device, self._random)
         plans = self.stage.parameter_plans
-        self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes)
+        stepping = StepInBackward(self._optimizer, bucket_bytes) if self.stage.steps_in_backward else None
+        self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes, stepping)
         self.store.shard(self._whole)
         shard_state(self._optimizer, self.store, self._whole)
         return lowered

@@ -43,7 +43,7 @@ def choose_plan(
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
     micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
     faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
-    can.
+    can. Where neither fits and the optimizer allows it, one stage whose parameters are updated within the backward.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
@@ -62,11 +62,20 @@ def choose_plan(
     try:
         one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
-        if pinned is None and _may_be_pipelined(step, cluster, options):
+        is_possible = shared_bytes(step, cluster, optimizer) <= _usable(cluster, options)
+        if is_possible and pinned is None and _may_be_pipelined(step, cluster, options):
             try:
                 return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
             except PlanError:
                 pass
+        if not optimizer.may_step_in_backward or optimizer.steps_in_backward or pinned is not None:
+            raise
+        try:
+            one = plan_step(step, cluster, options, replace(optimizer, steps_in_backward=True), progress, costs=costs)
+        except PlanError:
+            pass  # the first error speaks of the ordinary case
+        else:
+            return _with_note(one, "parameters are updated within the backward: all gradients at once would not fit")
         raise
     if pinned is None:
         one = _or_data_parallel(one, step, cluster, options, optimizer, costs)
@@ -146,6 +155,20 @@ def hidden_seconds(one: Plan) -> float:
         c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
     )
     return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
+
+
+def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:
+    """Bytes per device of parameters, gradients and optimizer state if nothing is held twice: the least possible."""
+    total = 0.0
+    for parameter in step.parameters:
+        meta = parameter.meta
+        total += meta.num_bytes * (2 if meta.requires_grad else 1)
+        total += meta.num_elements * optimizer.state_bytes if meta.requires_grad else 0.0
+    return total / cluster.num_devices
+
+
+def _usable(cluster: ClusterSpec, options: PlanOptions) -> float:
+    return options.usable_bytes(cluster.device.memory_bytes)
 
 
 def divided_seconds(step: StepGraph, cluster: ClusterSpec, costs: OpCosts) -> float:

@@ -16,6 +16,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """The fingerprint of planning `step` on `cluster`. The optimizer counts as an option: its state needs memory."""
     option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
+    if optimizer.steps_in_backward:
+        option_text += " steps in backward"
     return Fingerprint(
         graph=step.graph_digest,
         parameters=step.parameter_digest,

@@ -135,6 +135,7 @@ class StagePlan:
         remat: whether activations are recomputed in the backward.
         remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
             by one; (): as a whole.
+        steps_in_backward: whether parameters are updated within the backward, so that gradients need little memory.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives, such as
             "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
@@ -160,6 +161,7 @@ class StagePlan:
     boundary_seconds: float = 0.0
     layers: str = ""
     remat_cuts: tuple[int, ...] = ()
+    steps_in_backward: bool = False
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

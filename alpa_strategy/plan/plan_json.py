@@ -165,6 +165,7 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "layers": stage.layers,
         "remat": stage.remat,
         "remat_cuts": list(stage.remat_cuts),
+        "steps_in_backward": stage.steps_in_backward,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "boundary_seconds": stage.boundary_seconds,
@@ -206,6 +207,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
             for name in ("forward_seconds", "backward_seconds", "boundary_seconds")
         },
         layers=fields.get("layers", str) if fields.has("layers") else "",
+        steps_in_backward=fields.has("steps_in_backward") and fields.get("steps_in_backward", bool),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.options import bucket_limit
 from alpa_strategy.runtime.comm import (
     AxisComm,
     MeshComm,
@@ -28,8 +29,6 @@ from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding.layout import chunk_sizes
 
 WHOLE_MESH = -1  # stands for all axes at once
-# Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
-SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class GradientEntry:
         shape, dtype, device: of the local gradient before the reduction.
         holder: the tensor whose `.grad` is the local gradient (None where there is none).
         put: stores the reduced gradient.
+        is_used_up: whether the optimizer has used this backward's gradient already.
     """
 
     name: str
@@ -59,12 +59,15 @@ class GradientEntry:
     device: torch.device
     holder: Callable[[], Tensor | None]
     put: Callable[[Tensor], None]
+    is_used_up: Callable[[], bool] = lambda: False
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def has_gradient(self) -> bool:
+        if self.is_used_up():
+            return True
         holder = self.holder()
         return holder is not None and holder.grad is not None
 
@@ -136,6 +139,8 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.advance(stage)
         for entry in self._rest:
+            if entry.is_used_up():
+                continue
             entry.put(entry.reshard.gradients(entry.take_or_zeros()))
         for entry in self._unused:
             if entry.has_gradient():
@@ -166,8 +171,7 @@ class GradientReducer:
     def _build(self, entries: Iterable[GradientEntry]) -> None:
         """Fill buckets, gradients of one kind together; order buckets by when their last gradient comes."""
         entries = list(entries)
-        share = sum(entry.num_bytes for entry in entries) // SEVERAL_BUCKETS
-        limit = min(self._bucket_bytes, max(share, LEAST_BUCKET_BYTES))
+        limit = bucket_limit(sum(entry.num_bytes for entry in entries), self._bucket_bytes)
         closed: list[tuple[int, _Bucket]] = []
         open_buckets: dict[tuple, list[tuple[int, GradientEntry]]] = {}
 

@@ -27,6 +27,7 @@ from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.regather import Regather
 from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, Layout, shard
 
 
@@ -63,6 +64,7 @@ class ParameterStore:
         plans: name -> plan; by any of a tied parameter's names.
         mesh: the stage's mesh.
         bucket_bytes: size of the gradient buckets.
+        stepping: updates parameters within the backward where their gradient is complete then.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class ParameterStore:
         plans: Mapping[str, ParameterPlan],
         mesh: MeshComm,
         bucket_bytes: int = BUCKET_BYTES,
+        stepping: StepInBackward | None = None,
     ) -> None:
         self.mesh = mesh
+        self._stepping = stepping
         self._stored: dict[str, _Stored] = {}
         self._by_name: dict[str, _Stored] = {}
         self._by_parameter: dict[nn.Parameter, _Stored] = {}
@@ -133,6 +137,9 @@ class ParameterStore:
         for stored in self._trainable():
             if stored.to_use.backward_steps and not stored.is_gathered_once:
                 self._watch(stored)
+        if self._stepping is not None:
+            complete = [s for s in self._trainable() if not s.to_use.backward_steps and not s.is_gathered_once]
+            self._hooks += self._stepping.watch(stored.parameter for stored in complete)
         self._is_sharded = True
 
     def unshard(self) -> None:
@@ -192,7 +199,11 @@ class ParameterStore:
 
     def finish_backward(self) -> None:
         """After every backward: complete `parameter.grad` (when `sync` is on). Collective."""
+        if self._stepping is not None:
+            self._stepping.finish()
         self._reducer.finish()
+        if self._stepping is not None:
+            self._stepping.reset()
 
     def after_optimizer_step(self) -> None:
         """Drop gathered copies: the next step gathers the new values."""
@@ -207,6 +218,8 @@ class ParameterStore:
     def discard_gradients(self) -> None:
         """Forget what an interrupted or skipped backward left behind."""
         self._reducer.reset()
+        if self._stepping is not None:
+            self._stepping.reset()
         for stored in self._stored.values():
             stored.complete, stored.is_complete, stored.parameter.grad = None, False, None
             if stored.leaf is not None:
@@ -391,6 +404,7 @@ class ParameterStore:
             device=parameter.device,
             holder=lambda: stored.leaf if stored.is_gathered_once else parameter,
             put=put,
+            is_used_up=lambda: self._stepping is not None and self._stepping.has_stepped(parameter),
         )
 
 
