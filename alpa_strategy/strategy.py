@@ -252,10 +252,10 @@ class AlpaStrategy(ParallelJob):
     def _prepare(self, batch: Any, batch_idx: int) -> None:
         from alpa_strategy.lightning.early_step import with_early_step
         from alpa_strategy.lightning.evaluation import Evaluation
-        from alpa_strategy.lightning.planning import is_tight, prepare
+        from alpa_strategy.lightning.planning import prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.optimizer_info import inspect_optimizer
-        from alpa_strategy.runtime.host_memory import keep_freed_memory, return_freed_memory
+        from alpa_strategy.runtime.host_memory import set_up_for, trim
 
         assert self.lightning_module is not None
         seed = agree_on_seed()
@@ -264,7 +264,8 @@ class AlpaStrategy(ParallelJob):
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
             prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
             if self.root_device.type == "cpu":
-                return_freed_memory() if is_tight(prepared, job) else keep_freed_memory()
+                usable = self.options.usable_bytes(prepared.cluster.device.memory_bytes)
+                set_up_for(prepared.plan.predicted.peak_bytes, usable)
             if prepared.plan.is_pipelined:
                 from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
             else:
@@ -287,6 +288,8 @@ class AlpaStrategy(ParallelJob):
         if self._large is not None:
             self._large.finish()
             self._large, self._was_large = None, True
+        if self.root_device.type == "cpu":
+            trim()  # what the whole module and planning took
         self._evaluation = Evaluation(self._run, job)
         self.plan = self._run.plan
         self._checkpoints.restore(self._run, self.optimizers[0])

@@ -36,6 +36,7 @@ class Case:
 WIDE = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
 LONG = {"num_layers": 6, "hidden": 512, "num_heads": 8, "vocab_size": 2048, "sequence_length": 512}
 DEEP = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
+LARGE = {"num_layers": 12, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 64}
 CASES = {
     "data": Case(2, WIDE, 2, {"parallel": "data"}),
     "data, activations": Case(2, LONG, 4, {"parallel": "data"}),
@@ -44,7 +45,7 @@ CASES = {
     "tensor": Case(2, DEEP, 2, {"parallel": "tensor"}),
     "1F1B": Case(2, DEEP, 4, {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"}),
     "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {"num_stages": 2, "num_microbatches": 4, "schedule": "GPipe"}),
-    "large": Case(4, {**DEEP, "num_layers": 8}, 1, {"memory_limit": 0.0}),  # set to a third of the state
+    "large": Case(4, LARGE, 1, {"memory_limit": 0.0}),  # set to a third of the state
 }
 
 
@@ -170,7 +171,7 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    limit = state_bytes(CASES["large"].gpt) / 2.4
+    limit = state_bytes(CASES["large"].gpt) / 3
     CASES["large"].strategy["memory_limit"] = limit
     if args.worker:
         worker(CASES[args.worker], args.out)

@@ -57,6 +57,13 @@ def against_steps_in_backward(trainer: Any, module: Any, optimizer: Optimizer, i
     return None
 
 
+def clears_gradients_unseen(trainer: Any, module: Any) -> bool:
+    """Whether the Trainer clears all gradients at the first batch of an optimizer step, and nobody looks before."""
+    looks = [callback for callback in trainer.callbacks if _is_overridden(callback, "on_before_zero_grad", Callback)]
+    own = ("on_before_zero_grad", "optimizer_zero_grad")
+    return not looks and not any(_is_overridden(module, name, LightningModule) for name in own)
+
+
 def uses_detached_parameters(step: StepGraph) -> bool:
     """Whether the backward may need a parameter's value in an op that gives the parameter no gradient.
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.early_step import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.replay import resolve
@@ -120,6 +121,15 @@ class PipelinedRun(TrainingRun):
             )
             return WholeStep()
         return self._training_pipeline(microbatch(step, plan.num_microbatches, world_size()), plan.stages)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """As of a TrainingRun. The step's gradients are made in it, before the Trainer clears the last ones: these go
+        now, where nobody looks at them in between."""
+        trainer = self.module.trainer
+        if batch_idx % trainer.accumulate_grad_batches == 0 and clears_gradients_unseen(trainer, self.module):
+            for parameter in self.module.parameters():
+                parameter.grad = None
+        return super().training_step(batch, batch_idx)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
@@ -275,7 +285,14 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
-        for parameter, gradient in ctx.gradients:
+        if ctx.gradients is None:
+            raise RuntimeMismatchError(
+                "backward ran twice through one pipelined step, whose gradients were handed over by the first",
+                "call backward once per training step, or plan with num_stages=1 and num_microbatches=1",
+            )
+        gradients, ctx.gradients = list(ctx.gradients), None
+        while gradients:  # one by one, so that not all are there twice
+            parameter, gradient = gradients.pop()
             scaled = gradient * (scale / ctx.known_scale).to(gradient)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         return None, None, None, None

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from alpa_strategy.inter_op.follow import Pins
 
 Progress = Callable[[str], AbstractContextManager]
-TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
@@ -314,11 +313,6 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
             f"the global batch of {step.batch_size} rows is not divisible by the job's {num_devices} devices",
             f'use a batch size that is a multiple of {num_devices}, or parallel="tensor", which keeps it whole',
         )
-
-
-def is_tight(prepared: Prepared, job: Job) -> bool:
-    """Whether the plan needs so much of the memory that what is freed should go back to the system at once."""
-    return prepared.plan.predicted.peak_bytes > TIGHT * job.options.usable_bytes(prepared.cluster.device.memory_bytes)
 
 
 def _check_devices(plan: Plan, job: Job) -> None:
