@@ -1,9 +1,8 @@
 """One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus products price every run.
 
 Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of
-several
-values that cross a boundary the largest chooses its layout; the others follow it dim by dim. Both only restrict the
-ILP's space, so a run is never priced below its optimum; the stages that are chosen are solved by the ILP itself.
+several values that cross a boundary the largest chooses its layout; the others follow it dim by dim. Both only restrict
+the ILP's space, so a run is never priced below its optimum; the stages that are chosen are solved by the ILP itself.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
+from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
 from alpa_strategy.intra_op.build import BoundaryChoice
 from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
@@ -22,6 +22,8 @@ from alpa_strategy.intra_op.presolve import restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 
+MAX_TABLE_ENTRIES = 10_000_000
+MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # forward, backward, once, always, saved, boundary in, boundary out, largest short-lived; where every layer is
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run
 NUM_PARTS = 10
@@ -62,29 +64,44 @@ def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_m
     joined = _follow_leaders(stage, ends)
     shape = (len(prices), len(ends.entering_layouts), len(ends.leaving_layouts))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
-    order: list[int] | None = None
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
-    is_restricted = any(len(k) < len(p.once) for k, p in zip(live, joined.choices, strict=True))
-    for k, price in enumerate(prices):
-        choices = _priced(joined.choices, price, num_microbatches)
-        tables = _priced(joined.transfers, price, num_microbatches)
-        problem = Problem(
-            tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
-            tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
-        )
-        network = network_of(restrict(problem, live) if is_restricted else problem)
-        if network is None:
-            continue
-        kept = (joined.entering, joined.leaving)
-        if order is None:
-            order = [v for v, _ in elimination_order(network.sizes, (f.scope for f in network.factors), kept)]
-        objective[k], values = _eliminate_onto(network, kept, order)
-        if is_restricted:  # what pins and named plans forbid is not even looked at
-            values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
+    # What pins and named plans forbid is not even looked at.
+    problems = [restrict(_problem_at(joined, price, num_microbatches), live) for price in prices]
+    kept = (joined.entering, joined.leaving)
+    for k, (found, values) in enumerate(_by_elimination(problems, kept) or price_pairs(problems, kept)):
+        objective[k] = found
+        values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
     return LayerMatrix(objective, parts)
+
+
+def _problem_at(joined: _Joined, price: Price, num_microbatches: int) -> Problem:
+    choices = _priced(joined.choices, price, num_microbatches)
+    tables = _priced(joined.transfers, price, num_microbatches)
+    return Problem(
+        tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
+        tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
+    )
+
+
+def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
+    """[p, q] of every problem, exact; None where that would take too large tables."""
+    found: list[Pairs] = []
+    order: list[int] | None = None
+    for problem in problems:
+        network = network_of(problem)
+        if network is None:
+            return None
+        if order is None:
+            planned = elimination_order(network.sizes, (f.scope for f in network.factors), kept)
+            entries = [size for _, size in planned]
+            if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_ENTRIES:
+                return None
+            order = [v for v, _ in planned]
+        found.append(_eliminate_onto(network, kept, order))
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the o
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +30,11 @@ from alpa_strategy.sharding.discover_trials import (
     run_call,
     trials,
     variants,
+    with_fitting_shapes,
+    with_target,
 )
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
+from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import AxisStrategy, OpCall
@@ -48,7 +53,8 @@ def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) 
 
     The first is always "repeat on every device". Random and mutating ops get no other. With a `store`, splits found
     earlier for the same op, ranks and dtypes are the only ones tried: they are proved again at this call's shapes, so
-    that a stale store can cost speed, never correctness. Runs the op on the CPU, at small shapes, some hundred times.
+    that a stale store can cost speed, never correctness. Runs the op on the CPU, at small shapes, some hundred times,
+    in a child process where one is possible: an op that crashes there is not split in the way that made it crash.
     """
     repeated = AxisStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))
     if axis_size == 1 or not call.operands:
@@ -120,22 +126,41 @@ def _single(options: list[list[Placement]]) -> list[Split]:
 
 def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStrategy, ...]:
     """The strategies behind those splits that survive every trial."""
-    candidates = variants(call)
-    if not candidates or is_random(call) or _is_mutating(call) or _trusts_its_data(call):
+    if is_random(call) or _is_mutating(call) or _trusts_its_data(call):
         return ()
-    small = _small_trials(tuple(candidates[:-1] or candidates), tuple(splits))
+    candidates = _fitting_variants(call)
+    if not candidates:
+        return ()
+    small = _small_trials(candidates[:-1] or candidates, tuple(splits))
     if small is None:
         return ()
+    found = tried(call, lambda target: _decided(with_target(candidates[-1], target), axis_size, small))
+    return tuple(map(AxisStrategy.parse, found or ()))
+
+
+@lru_cache(maxsize=4096)
+def _fitting_variants(call: OpCall) -> tuple[OpCall, ...]:
+    """Variants whose shapes the op takes."""
+    candidates = variants(call)
+
+    def fitting(target: Any) -> list[int]:
+        return with_fitting_shapes(with_target(call, target), [with_target(v, target) for v in candidates])
+
+    return tuple(candidates[i] for i in tried(call, fitting) or ()) if candidates else ()
+
+
+def _decided(largest: OpCall, axis_size: int, small: _SmallTrials) -> list[str]:
+    """What the small trials left and trials at the call's own size do not refute, as text."""
     with _plain_torch():
-        evidence = list(trials(candidates[-1], FEW_KINDS if small.num_trials else ALL_KINDS))
+        evidence = list(trials(largest, FEW_KINDS if small.num_trials else ALL_KINDS))
         if small.num_trials + len(evidence) < MIN_TRIALS or any(map(_not_repeatable, evidence)):
-            return ()
+            return []
         experiments = [experiment.copy() for experiment in small.experiments]
         chunk_counts = [axis_size] if small.num_trials else sorted({axis_size, 2, 3, 4, 5})
         for trial in evidence:
             experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
-    responsive = [a or b for a, b in zip(small.responsive, _responsive(evidence, len(call.results)), strict=True)]
-    return tuple(strategy for e in experiments if (strategy := e.verdict(responsive)) is not None)
+    responsive = [a or b for a, b in zip(small.responsive, _responsive(evidence, len(largest.results)), strict=True)]
+    return [str(strategy) for e in experiments if (strategy := e.verdict(responsive)) is not None]
 
 
 @dataclass(frozen=True)
@@ -153,6 +178,10 @@ def _small_trials(candidates: tuple[OpCall, ...], splits: tuple[Split, ...]) -> 
 
     Remembered: calls that differ only in their sizes share it.
     """
+    return tried(candidates[0], lambda target: _tried_small([with_target(c, target) for c in candidates], splits))
+
+
+def _tried_small(candidates: Sequence[OpCall], splits: Sequence[Split]) -> _SmallTrials | None:
     experiments = [_Experiment(candidates[0], split) for split in splits]
     num_results = len(candidates[0].results)
     responsive = [False] * num_results
@@ -204,8 +233,11 @@ def _not_repeatable(trial: Trial) -> bool:
     """The op draws random numbers, keeps state or changes its operands."""
     operands = tuple(operand.clone() for operand in trial.operands)
     random_state = torch.get_rng_state()
-    with torch.no_grad():
-        results = trial.call.call(*operands)
+    try:
+        with torch.no_grad():
+            results = trial.call.call(*operands)
+    except Exception:  # of any type: it ran before
+        return True
     if not torch.equal(torch.get_rng_state(), random_state):
         return True
     results = (results,) if isinstance(results, Tensor) else tuple(results)
@@ -252,7 +284,6 @@ class _Experiment:
     """
 
     def __init__(self, call: OpCall, split: Split) -> None:
-        self.call = call
         self.split = split
         self.divided = any(placement != _R for placement in split)
         self.with_summands = not self.divided or _P in split
@@ -274,8 +305,7 @@ class _Experiment:
 
     def copy(self) -> _Experiment:
         """An independent copy, to go on with other trials."""
-        other = _Experiment(self.call, self.split)
-        other.num_tests = self.num_tests
+        other = copy.copy(self)
         other.operands, other.results = list(map(set, self.operands)), list(map(set, self.results))
         other.has_grad, other.result_has_grad = list(self.has_grad), list(self.result_has_grad)
         return other

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
 MAX_ELEMENTS = 300_000  # of all operands and results together, in the largest trials
@@ -108,6 +109,8 @@ def _runs_on_meta(call: OpCall, shapes: tuple[tuple[int, ...], ...]) -> bool:
 def variants(call: OpCall) -> list[OpCall]:
     """The call at other shapes: equal sizes stay equal. Small ones first, the call's own (or nearest to it) last.
 
+    The op may refuse them: `with_fitting_shapes`.
+
     Of the results only the ranks are kept, so that calls of one pattern have equal small variants.
     """
     sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
@@ -131,10 +134,19 @@ def variants(call: OpCall) -> list[OpCall]:
             nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
         maps.append((nearest, follow))
     found = [_resized(call, sizes_map, follow) for sizes_map, follow in maps]
-    small = dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS)
+    return list(dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS))
+
+
+def with_target(call: OpCall, target: Any) -> OpCall:
+    """The same call of another target."""
+    return dataclasses.replace(call, target=target)
+
+
+def with_fitting_shapes(call: OpCall, candidates: Sequence[OpCall]) -> list[int]:
+    """Numbers of those candidates that the op's shape function takes; all of them if it has none."""
     if not _runs_on_meta(call, _shapes(call)):
-        return list(small)
-    return [v for v in small if v == call or _runs_on_meta(v, _shapes(v))]
+        return list(range(len(candidates)))
+    return [i for i, v in enumerate(candidates) if v == call or _runs_on_meta(v, _shapes(v))]
 
 
 def _num_elements(call: OpCall, sizes: dict[int, int]) -> int:
@@ -161,12 +173,21 @@ def _resized(call: OpCall, sizes: dict[int, int], arguments_too: bool) -> OpCall
 
 @lru_cache(maxsize=4096)
 def draws_random_numbers(call: OpCall) -> bool:
-    """Whether an op that nobody described draws from PyTorch's generators: it is run once, at small shapes."""
+    """Whether an op that nobody described draws from PyTorch's generators: it is run once, at small shapes.
+
+    True for ops that cannot be tried: at worst devices keep the same random state for nothing.
+    """
+    answer = tried(call, lambda target: _draws_random_numbers(with_target(call, target)))
+    return True if answer is None else answer
+
+
+def _draws_random_numbers(call: OpCall) -> bool:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        for variant in variants(call):
+        candidates = variants(call)
+        for i in with_fitting_shapes(call, candidates):
             state = torch.get_rng_state()
             generator = torch.Generator().manual_seed(0)
-            if _run_trial(_in_dtype(variant, torch.float64), "normal", 0, generator) is not None:
+            if _run_trial(_in_dtype(candidates[i], torch.float64), "normal", 0, generator) is not None:
                 return not torch.equal(torch.get_rng_state(), state)
     return False
 

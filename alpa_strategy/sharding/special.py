@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.layout import REPLICATE, DualPlacement, shard
@@ -143,25 +143,50 @@ def index_along(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None))
 
 
+@dataclass(frozen=True)
+class _Indexed:
+    """What x[i, :, j] is made of: operands `by_dim` index dims of x, the broadcast index is at `start` in the result.
+
+    `order[d]`: the dim of x that dim d of the result is, None for the dims of the index.
+    """
+
+    by_dim: dict[int, int]
+    index_rank: int
+    start: int
+    order: tuple[int | None, ...]
+
+
+def _indexed(call: OpCall, source: Slot, indices: tuple[Slot | None, ...]) -> _Indexed | None:
+    """None for masks: their results' sizes depend on data."""
+    by_dim = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
+    if not by_dim or any(call.operands[i].dtype.itemsize == 1 for i in by_dim.values()):
+        return None
+    index_rank = max(len(call.operands[i].shape) for i in by_dim.values())
+    first, last = min(by_dim), max(by_dim)
+    start = first if last - first + 1 == len(by_dim) else 0  # indices with a slice between them go to the front
+    free = [d for d in range(len(call.operands[source.index].shape)) if d not in by_dim]
+    return _Indexed(by_dim, index_rank, start, (*free[:start], *[None] * index_rank, *free[start:]))
+
+
+def _broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
+    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1 or absent."""
+    own = dim - (rank - len(call.operands[operand].shape))
+    return own if own >= 0 and call.operands[operand].shape[own] != 1 else None
+
+
 def index_put(call: OpCall, axis_size: int) -> Found:
     """x[i, :, j] = values: the dims of x that are not indexed, which the values share or broadcast over."""
     bound = bind(call)
-    source, indices, values = bound["self"], bound["indices"], bound["values"]
-    used = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
-    if not used or any(call.operands[i].dtype.itemsize == 1 for i in used.values()):  # masks: sizes depend on data
+    source, values = bound["self"].index, bound["values"].index
+    indexed = _indexed(call, bound["self"], bound["indices"])
+    if indexed is None:
         return Found()
-    rank = len(call.operands[source.index].shape)
-    index_rank = max(len(call.operands[i].shape) for i in used.values())
-    positions = sorted(used)
-    start = positions[0] if positions == list(range(positions[0], positions[-1] + 1)) else 0
-    free = [d for d in range(rank) if d not in used]
-    order = [*free[:start], *(["index"] * index_rank), *free[start:]]
-    shape = call.operands[values.index].shape
-    splits = []
-    for d in free:
-        own = order.index(d) - (len(order) - len(shape))
-        cut = own if own >= 0 and shape[own] != 1 else None
-        splits.append(split_from_dims(call, [(source.index, d), (values.index, cut)], [d]))
+    rank = len(indexed.order)
+    splits = [
+        split_from_dims(call, [(source, d), (values, _broadcast_dim(call, values, at, rank))], [d])
+        for at, d in enumerate(indexed.order)
+        if d is not None
+    ]
     return Found(tuple(s for s in splits if s is not None))
 
 
@@ -193,25 +218,15 @@ def index_select(call: OpCall, axis_size: int) -> Found:
 def index(call: OpCall, axis_size: int) -> Found:
     """x[i, :, j]: dims of x that are not indexed are parallel, and so are the dims of the (broadcast) index tensors."""
     source, indices = tensor_arguments(call)
-    used = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
-    if not used or any(call.operands[i].dtype.itemsize == 1 for i in used.values()):  # masks: sizes depend on data
+    indexed = _indexed(call, source, indices)
+    if indexed is None:
         return Found()
-    rank = len(call.operands[source.index].shape)
-    index_rank = max(len(call.operands[i].shape) for i in used.values())
-    positions = sorted(used)
-    adjacent = positions == list(range(positions[0], positions[-1] + 1))
-    start = positions[0] if adjacent else 0
-    free = [d for d in range(rank) if d not in used]
-    order = [*free[:start], *(["index"] * index_rank), *free[start:]]
-    splits = [split_from_dims(call, [(source.index, d)], [order.index(d)]) for d in free]
-    for dim in range(index_rank):
-        dims: list[tuple[int, int | None]] = [(source.index, None)]
-        for i in used.values():
-            own = dim - (index_rank - len(call.operands[i].shape))
-            dims.append((i, own if own >= 0 and call.operands[i].shape[own] != 1 else None))
-        if any(d is not None for _, d in dims):
-            splits.append(split_from_dims(call, dims, [start + dim]))
-    linear = () if source.index in used.values() else (frozenset({source.index}),)
+    splits = [split_from_dims(call, [(source.index, d)], [at]) for at, d in enumerate(indexed.order) if d is not None]
+    for dim in range(indexed.index_rank):
+        cut = [(i, _broadcast_dim(call, i, dim, indexed.index_rank)) for i in indexed.by_dim.values()]
+        if any(own is not None for _, own in cut):
+            splits.append(split_from_dims(call, [(source.index, None), *cut], [indexed.start + dim]))
+    linear = () if source.index in indexed.by_dim.values() else (frozenset({source.index}),)
     return Found(tuple(s for s in splits if s is not None), linear, True)
 
 
@@ -245,10 +260,7 @@ def compare_along(call: OpCall, axis_size: int) -> Found:
     dim = dims_of(bind(call)["dim"], rank)[0]
     splits = []
     for d in range(rank):
-        dims = []
-        for i in operands:
-            own = d - (rank - len(call.operands[i].shape))
-            dims.append((i, own if own >= 0 and call.operands[i].shape[own] != 1 else None))
+        dims = [(i, _broadcast_dim(call, i, d, rank)) for i in operands]
         if d != dim and any(x is not None for _, x in dims):
             splits.append(split_from_dims(call, dims, [d - (1 if d > dim else 0)]))
     return Found(tuple(s for s in splits if s is not None), origin="reduction")

@@ -2,32 +2,13 @@
 
 import pytest
 import torch
+from sharding.calls import make_call
 
 from alpa_strategy.sharding.discover import discover
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
-
-
-def make_call(target, *args, **kwargs):
-    """The OpCall of a call on tensors."""
-    operands = []
-
-    def freeze(arg):
-        if isinstance(arg, torch.Tensor):
-            operands.append(arg)
-            return Slot(len(operands) - 1)
-        return tuple(map(freeze, arg)) if isinstance(arg, list | tuple) else arg
-
-    frozen, frozen_kwargs = freeze(args), tuple(sorted((k, freeze(v)) for k, v in kwargs.items()))
-    results = target(*args, **kwargs)
-    outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
-    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *outs)]
-    n = len(operands)
-    return OpCall(
-        target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(results, torch.Tensor)
-    )
 
 
 def found(target, *args, axis_size=2, **kwargs):

@@ -1,0 +1,29 @@
+"""OpCalls of calls on real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+
+
+def make_call(target: Any, *args: Any, **kwargs: Any) -> OpCall:
+    """The OpCall of a call on tensors."""
+    operands = []
+
+    def freeze(arg):
+        if isinstance(arg, torch.Tensor):
+            operands.append(arg)
+            return Slot(len(operands) - 1)
+        return tuple(map(freeze, arg)) if isinstance(arg, list | tuple) else arg
+
+    frozen, frozen_kwargs = freeze(args), tuple(sorted((k, freeze(v)) for k, v in kwargs.items()))
+    results = target(*args, **kwargs)
+    outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *outs)]
+    n = len(operands)
+    return OpCall(
+        target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(results, torch.Tensor)
+    )
