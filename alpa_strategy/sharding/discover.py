@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from alpa_strategy.sharding.code_numbers import numbers_in_code
 from alpa_strategy.sharding.discover_trials import (
     ALL_KINDS,
     FEW_KINDS,
@@ -27,9 +28,11 @@ from alpa_strategy.sharding.discover_trials import (
     SOME_KINDS,
     Trial,
     accepts_shapes,
+    number_kinds,
     run_call,
     trials,
     variants,
+    variants_past,
     with_fitting_shapes,
     with_target,
 )
@@ -128,20 +131,21 @@ def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStra
     """The strategies behind those splits that survive every trial."""
     if is_random(call) or _is_mutating(call) or _trusts_its_data(call):
         return ()
-    candidates = _fitting_variants(call)
+    numbers = numbers_in_code(call.target)
+    candidates = _fitting(call, tuple(variants(call)))
     if not candidates:
         return ()
-    small = _small_trials(candidates[:-1] or candidates, tuple(splits))
+    small = _small_trials(candidates[:-1] or candidates, tuple(splits), numbers)
     if small is None:
         return ()
-    found = tried(call, lambda target: _decided(with_target(candidates[-1], target), axis_size, small))
+    large = (candidates[-1], *_fitting(call, tuple(variants_past(call, numbers))))
+    found = tried(call, lambda target: _decided([with_target(v, target) for v in large], axis_size, small, numbers))
     return tuple(map(AxisStrategy.parse, found or ()))
 
 
 @lru_cache(maxsize=4096)
-def _fitting_variants(call: OpCall) -> tuple[OpCall, ...]:
-    """Variants whose shapes the op takes."""
-    candidates = variants(call)
+def _fitting(call: OpCall, candidates: tuple[OpCall, ...]) -> tuple[OpCall, ...]:
+    """Those variants whose shapes the op takes."""
 
     def fitting(target: Any) -> list[int]:
         return with_fitting_shapes(with_target(call, target), [with_target(v, target) for v in candidates])
@@ -149,17 +153,22 @@ def _fitting_variants(call: OpCall) -> tuple[OpCall, ...]:
     return tuple(candidates[i] for i in tried(call, fitting) or ()) if candidates else ()
 
 
-def _decided(largest: OpCall, axis_size: int, small: _SmallTrials) -> list[str]:
+def _decided(large: Sequence[OpCall], axis_size: int, small: _SmallTrials, numbers: tuple[float, ...]) -> list[str]:
     """What the small trials left and trials at the call's own size do not refute, as text."""
+    kinds = FEW_KINDS if small.num_trials else (*ALL_KINDS, *number_kinds(numbers))
+    responsive = list(small.responsive)
     with _plain_torch():
-        evidence = list(trials(largest, FEW_KINDS if small.num_trials else ALL_KINDS))
+        evidence: list[Trial] = []
+        for variant in large:
+            found = list(trials(variant, kinds))
+            responsive = [a or b for a, b in zip(responsive, _responsive(found, len(responsive)), strict=True)]
+            evidence += found
         if small.num_trials + len(evidence) < MIN_TRIALS or any(map(_not_repeatable, evidence)):
             return []
         experiments = [experiment.copy() for experiment in small.experiments]
         chunk_counts = [axis_size] if small.num_trials else sorted({axis_size, 2, 3, 4, 5})
         for trial in evidence:
             experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
-    responsive = [a or b for a, b in zip(small.responsive, _responsive(evidence, len(largest.results)), strict=True)]
     return [str(strategy) for e in experiments if (strategy := e.verdict(responsive)) is not None]
 
 
@@ -173,22 +182,29 @@ class _SmallTrials:
 
 
 @lru_cache(maxsize=1024)
-def _small_trials(candidates: tuple[OpCall, ...], splits: tuple[Split, ...]) -> _SmallTrials | None:
+def _small_trials(
+    candidates: tuple[OpCall, ...], splits: tuple[Split, ...], numbers: tuple[float, ...]
+) -> _SmallTrials | None:
     """Experiments on the first variants that run: every kind of data on one, some on two more. None: not a function.
 
     Remembered: calls that differ only in their sizes share it.
     """
-    return tried(candidates[0], lambda target: _tried_small([with_target(c, target) for c in candidates], splits))
+    kinds = (*ALL_KINDS, *number_kinds(numbers))
+    return tried(
+        candidates[0], lambda target: _tried_small([with_target(c, target) for c in candidates], splits, kinds)
+    )
 
 
-def _tried_small(candidates: Sequence[OpCall], splits: Sequence[Split]) -> _SmallTrials | None:
+def _tried_small(
+    candidates: Sequence[OpCall], splits: Sequence[Split], all_kinds: tuple[str, ...]
+) -> _SmallTrials | None:
     experiments = [_Experiment(candidates[0], split) for split in splits]
     num_results = len(candidates[0].results)
     responsive = [False] * num_results
     num_trials = num_variants = 0
     with _plain_torch():
         for variant in candidates:
-            evidence = list(trials(variant, SOME_KINDS if num_variants else ALL_KINDS))
+            evidence = list(trials(variant, SOME_KINDS if num_variants else all_kinds))
             if any(map(_not_repeatable, evidence)):
                 return None
             responsive = [a or b for a, b in zip(responsive, _responsive(evidence, num_results), strict=True)]

@@ -137,6 +137,15 @@ def variants(call: OpCall) -> list[OpCall]:
     return list(dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS))
 
 
+def variants_past(call: OpCall, numbers: Sequence[float]) -> list[OpCall]:
+    """Variants in which a size is larger than a number of the op's code that only the call's own size exceeds."""
+    sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
+    small = {size: min(size, SMALLEST_SIZE + i) for i, size in enumerate(sizes)}
+    maps = [{**small, size: min(size, 2 * int(n))} for n in numbers for size in sizes if SMALLEST_SIZE < n < size]
+    found = dict.fromkeys(_resized(call, m, follow) for m in maps for follow in (True, False))
+    return [v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS]
+
+
 def with_target(call: OpCall, target: Any) -> OpCall:
     """The same call of another target."""
     return dataclasses.replace(call, target=target)
@@ -229,6 +238,35 @@ SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again"
 FEW_KINDS = ("normal", "unit", "huge outlier")
 
 
+def number_kinds(numbers: Sequence[float]) -> tuple[str, ...]:
+    """Kinds of data around numbers that an op's code names: one element that is it, and all of them close to it."""
+    return tuple(f"{how} {number!r}" for number in numbers for how in ("one", "around"))
+
+
+def _number_of(kind: str) -> tuple[str, float] | None:
+    """(how, number) of a kind of `number_kinds`."""
+    how, _, number = kind.partition(" ")
+    return None if kind in _FLOAT_KINDS else (how, float(number))
+
+
+def _floats(generator: torch.Generator, shape: tuple[int, ...], kind: str) -> Tensor:
+    asked = _number_of(kind)
+    if asked is None:
+        return _FLOAT_KINDS[kind](generator, shape)
+    how, number = asked
+    data = _normal(generator, shape)
+    return _spoilt(generator, data, number) if how == "one" else number + data * max(0.01 * abs(number), 0.1)
+
+
+def _integers_near(generator: torch.Generator, meta: TensorMeta, how: str, number: float) -> Tensor:
+    limits = torch.iinfo(meta.dtype)
+    whole = min(max(round(number), limits.min + 1), limits.max - 1)
+    low, high = (0, 2) if how == "one" else (whole - 1, whole + 2)
+    return _spoilt(generator, torch.randint(low, high, meta.shape, generator=generator, dtype=torch.int64), whole).to(
+        meta.dtype
+    )
+
+
 def _normal(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -260,15 +298,18 @@ def _booleans(generator: torch.Generator, meta: TensorMeta, trial: int) -> Tenso
 
 def _data(call: OpCall, kind: str, trial: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     sizes = [size for meta in call.operands for size in meta.shape if size > 1]
+    asked = _number_of(kind)
     operands = []
     for meta in call.operands:
         if meta.dtype == torch.bool:
             data = _booleans(generator, meta, trial)
         elif meta.dtype.is_complex:
-            parts = (_FLOAT_KINDS[kind](generator, meta.shape) for _ in range(2))
+            parts = (_floats(generator, meta.shape, kind) for _ in range(2))
             data = torch.complex(*parts).to(meta.dtype)
         elif meta.dtype.is_floating_point:
-            data = _FLOAT_KINDS[kind](generator, meta.shape).to(meta.dtype)
+            data = _floats(generator, meta.shape, kind).to(meta.dtype)
+        elif asked is not None:
+            data = _integers_near(generator, meta, *asked)
         else:
             data = _integers(generator, meta, sizes, trial)
         operands.append(data)
@@ -312,8 +353,8 @@ def _run_trial(call: OpCall, kind: str, number: int, generator: torch.Generator)
             if not result.requires_grad:
                 grads.append(None)
                 continue
-            grad_kind = kind if kind in _GRAD_KINDS else "normal"
-            grads.append(_FLOAT_KINDS[grad_kind](generator, tuple(result.shape)).to(result.dtype))
+            grad_kind = kind if kind in _GRAD_KINDS or _number_of(kind) else "normal"
+            grads.append(_floats(generator, tuple(result.shape), grad_kind).to(result.dtype))
         return grads
 
     try:

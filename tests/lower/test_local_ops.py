@@ -6,35 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharding.calls import call_and_operands
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops as capture_ops
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.sharding.layout import Layout, grad_layout, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall
 from alpa_strategy.sharding.thread_mesh import run_on_threads
 
 aten = torch.ops.aten
-
-
-def make_call(target, *args, **kwargs):
-    """(OpCall, operand tensors) of a call with tensors among its arguments."""
-    tensors = []
-
-    def freeze(arg):
-        if isinstance(arg, torch.Tensor):
-            tensors.append(arg)
-            return Slot(len(tensors) - 1)
-        return tuple(map(freeze, arg)) if isinstance(arg, list | tuple) else arg
-
-    frozen, frozen_kwargs = freeze(args), tuple(sorted((k, freeze(v)) for k, v in kwargs.items()))
-    results = target(*args, **kwargs)
-    outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
-    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*tensors, *outs)]
-    n = len(tensors)
-    returns_tuple = not isinstance(results, torch.Tensor)
-    return OpCall(target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), returns_tuple), tensors
 
 
 def as_tuple(results):
@@ -139,7 +121,7 @@ def rand(*shape, grad=True):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_mean_over_uneven_dims(n):
-    call, x = make_call(aten.mean.dim, rand(7, 4, 5), [0, 2])
+    call, x = call_and_operands(aten.mean.dim, rand(7, 4, 5), [0, 2])
     check(call, x, (n,), ["S0->P@fraction"])
     check(call, x, (n,), ["S2->P@fraction"])
     check(call, x, (n, 2), ["S0->P@fraction", "S2->P@fraction"])
@@ -152,7 +134,7 @@ def test_mean_over_uneven_dims(n):
     "target", [aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy_with_logits.default]
 )
 def test_mean_losses(target):
-    call, x = make_call(target, rand(5, 3), torch.rand(5, 3, dtype=torch.float64))
+    call, x = call_and_operands(target, rand(5, 3), torch.rand(5, 3, dtype=torch.float64))
     check(call, x, (2,), ["S0,S0->P@fraction"])
     check(call, x, (2, 2), ["S0,S0->P@fraction", "S1,S1->P@fraction"])
     check(call, x, (4, 2), ["S0,S0->P@fraction", "S0,S0->P@fraction"])  # one device has no rows at all
@@ -160,7 +142,7 @@ def test_mean_losses(target):
 
 def test_mean_loss_of_broadcast_operands():
     target, weight = torch.rand(5, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
-    call, x = make_call(aten.binary_cross_entropy_with_logits.default, rand(5, 3), target, weight)
+    call, x = call_and_operands(aten.binary_cross_entropy_with_logits.default, rand(5, 3), target, weight)
     check(call, x, (2,), ["S0,S0,R*->P@fraction"])
     check(call, x, (2, 2), ["S0,S0,R*->P@fraction", "S1,S1,S0->P@fraction"])
 
@@ -169,7 +151,7 @@ def test_mean_loss_of_broadcast_operands():
 
 
 def test_row_parallel_linear():
-    call, x = make_call(aten.linear.default, rand(4, 3, 5), rand(6, 5), rand(6))
+    call, x = call_and_operands(aten.linear.default, rand(4, 3, 5), rand(6, 5), rand(6))
     check(call, x, (3,), ["S2,S1,R*->P@bias_on_first"])
     check(call, x, (2, 2), ["S2,S1,R*->P@bias_on_first", "S2,S1,R*->P@bias_on_first"])
     check(call, x, (2, 2), ["S2,S1,R*->P@bias_on_first", "R*,S0,S0->S2"])
@@ -177,24 +159,24 @@ def test_row_parallel_linear():
 
 
 def test_row_parallel_convolution():
-    call, x = make_call(
+    call, x = call_and_operands(
         aten.convolution.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), rand(3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     )
     check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
-    call, x = make_call(aten.conv2d.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), bias=rand(3))
+    call, x = call_and_operands(aten.conv2d.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), bias=rand(3))
     check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
 
 
 @pytest.mark.parametrize("alpha", [1, 0.5])
 def test_row_parallel_addmm(alpha):
-    call, x = make_call(aten.addmm.default, rand(3), rand(4, 5), rand(5, 3), alpha=alpha, beta=2)
+    call, x = call_and_operands(aten.addmm.default, rand(3), rand(4, 5), rand(5, 3), alpha=alpha, beta=2)
     check(call, x, (3,), ["R*,S1,S0->P@bias_on_first"])
-    call, x = make_call(aten.baddbmm.default, rand(2, 4, 3), rand(2, 4, 5), rand(2, 5, 3), alpha=alpha)
+    call, x = call_and_operands(aten.baddbmm.default, rand(2, 4, 3), rand(2, 4, 5), rand(2, 5, 3), alpha=alpha)
     check(call, x, (2,), ["R*,S2,S1->P@bias_on_first"])
 
 
 def test_linear_without_bias_is_plain():
-    call, x = make_call(aten.linear.default, rand(4, 5), rand(6, 5))
+    call, x = call_and_operands(aten.linear.default, rand(4, 5), rand(6, 5))
     check(call, x, (2,), ["S1,S1->P@bias_on_first"])
 
 
@@ -205,7 +187,7 @@ def test_linear_without_bias_is_plain():
 @pytest.mark.parametrize("by_frequency", [False, True])
 def test_vocabulary_parallel_embedding(padding_idx, by_frequency):
     ids = torch.tensor([[0, 1, 6, 3, 3], [6, 6, 2, 0, 4]])
-    call, x = make_call(aten.embedding.default, rand(7, 4), ids, padding_idx, by_frequency)
+    call, x = call_and_operands(aten.embedding.default, rand(7, 4), ids, padding_idx, by_frequency)
     check(call, x, (3,), ["S0,R->P@vocab_embedding"])
     check(call, x, (2, 2), ["S0,R->P@vocab_embedding", "S0,R->P@vocab_embedding"])
     check(call, x, (2, 2), ["S1,R->S2", "S0,R->P@vocab_embedding"])
@@ -214,7 +196,7 @@ def test_vocabulary_parallel_embedding(padding_idx, by_frequency):
 
 
 def test_embedding_id_out_of_the_whole_vocabulary():
-    call, x = make_call(aten.embedding.default, rand(7, 4), torch.tensor([0, 6]))
+    call, x = call_and_operands(aten.embedding.default, rand(7, 4), torch.tensor([0, 6]))
     x[1] = torch.tensor([0, 7])
     with pytest.raises(IndexError):
         check(call, x, (2,), ["S0,R->P@vocab_embedding"])
@@ -224,7 +206,7 @@ def test_embedding_id_out_of_the_whole_vocabulary():
 
 
 def cross_entropy_call(logits, target, weight=None, ignore_index=-100, smoothing=0.0):
-    return make_call(capture_ops.cross_entropy_sum, logits, target, weight, ignore_index, smoothing)
+    return call_and_operands(capture_ops.cross_entropy_sum, logits, target, weight, ignore_index, smoothing)
 
 
 @settings(max_examples=60, deadline=None)
@@ -322,7 +304,7 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape):
     x = (torch.randn(shape, dtype=torch.float64) * 3 + 20).requires_grad_()
     scale = [rand(4), rand(4)] if affine else [None, None]
     statistics = [torch.randn(4).double(), torch.rand(4).double()] if tracked else [None, None]
-    call, tensors = make_call(capture_ops.batch_norm_train, x, *scale, *statistics, 0.1, 1e-5)
+    call, tensors = call_and_operands(capture_ops.batch_norm_train, x, *scale, *statistics, 0.1, 1e-5)
 
     def text(x_at, channel_at, stat_at, implementation="@batch_norm_sync"):
         inputs = [x_at] + [channel_at] * 2 * affine + [stat_at] * 2 * tracked
@@ -342,11 +324,13 @@ def test_batch_norm_in_bfloat16():
     torch.manual_seed(0)
     x = torch.randn(6, 3, 4, dtype=torch.bfloat16).requires_grad_()
     weight, bias = torch.randn(3).requires_grad_(), torch.randn(3).requires_grad_()
-    call, tensors = make_call(capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5)
+    call, tensors = call_and_operands(
+        capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5
+    )
     check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2)
 
 
 def test_unknown_implementation_is_named():
-    call, _ = make_call(aten.mean.dim, rand(7, 4), [0])
+    call, _ = call_and_operands(aten.mean.dim, rand(7, 4), [0])
     with pytest.raises(ShardingError, match="no_such"):
         build_local_op(call, (), LocalCall(call, "no_such", (0,)), None)

@@ -9,11 +9,11 @@ import torch
 from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
 
-def make_call(target: Any, *args: Any, **kwargs: Any) -> OpCall:
-    """The OpCall of a call on tensors."""
-    operands = []
+def call_and_operands(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, list[torch.Tensor]]:
+    """The OpCall of `target(*args, **kwargs)`, and the tensors among its arguments."""
+    operands: list[torch.Tensor] = []
 
-    def freeze(arg):
+    def freeze(arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
             operands.append(arg)
             return Slot(len(operands) - 1)
@@ -24,6 +24,10 @@ def make_call(target: Any, *args: Any, **kwargs: Any) -> OpCall:
     outs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
     metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *outs)]
     n = len(operands)
-    return OpCall(
-        target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(results, torch.Tensor)
-    )
+    many = not isinstance(results, torch.Tensor)
+    return OpCall(target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), many), operands
+
+
+def make_call(target: Any, *args: Any, **kwargs: Any) -> OpCall:
+    """The OpCall of a call on tensors."""
+    return call_and_operands(target, *args, **kwargs)[0]

@@ -279,6 +279,33 @@ def rounded_sum(x):
     return torch.round(x.sum(0) * 1e6) / 1e6
 
 
+def looks_for_a_number(x):
+    return torch.where((x == 3.75).any(), torch.zeros_like(x), x)
+
+
+THRESHOLD = 1234.5
+
+
+def above_a_global(x):
+    return x * (1 + (x.detach().mean() > THRESHOLD))
+
+
+def mixes_rows_of_large(x):
+    return x + torch.roll(x, 1, 0) if x.shape[0] > 1000 else x
+
+
+@torch.library.custom_op("alpa_test::keeps_the_year", mutates_args=())
+def keeps_the_year(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+keeps_the_year.register_autograd(lambda ctx, grad: grad * (1 + (grad == 1984).any()))
+
+
+def number_of_the_beast(i):
+    return i + (i == 666).any()
+
+
 def flag_of_large(i):
     return i + (i > 1000).any()
 
@@ -295,7 +322,7 @@ def all_true(m):
     return m ^ m.all()
 
 
-@pytest.mark.parametrize("target", [flag_of_large, ties_in_order, first_of_equals])
+@pytest.mark.parametrize("target", [flag_of_large, ties_in_order, first_of_equals, number_of_the_beast])
 def test_nothing_unsound_of_integers(target):
     assert found(target, torch.randint(0, 9, (16,))) == {"R->R"}
 
@@ -307,6 +334,10 @@ def test_nothing_unsound_of_booleans():
 @pytest.mark.parametrize(
     ("target", "shape", "sound"),
     [
+        (looks_for_a_number, (4, 16), "R*->R*"),
+        (above_a_global, (4, 16), "R*->R*"),
+        (mixes_rows_of_large, (4096, 512), "S1->S1 R*->R* P->P"),
+        (torch.ops.alpa_test.keeps_the_year.default, (4, 16), "P->P"),
         (last_row_decides, (4, 16), "S1->S1 R*->R*"),
         (mean_of_gradients, (4, 16), "P->P"),
         (averaged, (4, 16), "S1->S0 P->P R*->R*"),
