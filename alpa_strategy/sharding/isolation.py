@@ -32,7 +32,7 @@ MAX_CRASHES = 12
 MAX_HANGS = 2
 SECONDS_PER_RUN = 30.0  # of tiny operands
 
-_DONE, _FAILED, _NO_BACKWARD = 0, 1, 2  # exit codes of a child
+_DONE, _FAILED, _NO_BACKWARD = 101, 102, 103  # exit codes of a child; of an op that exits itself rather 0 or 1
 _log = logging.getLogger(__name__)
 
 
