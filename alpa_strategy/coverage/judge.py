@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.coverage.samples import CapturedCall
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualPlacement
+from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement
 from alpa_strategy.sharding.localize import is_random, localize
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.sharding.prove import distribute, prove
@@ -127,6 +127,8 @@ def refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: S
             if proved is None:
                 continue
             text = strategy if proved is call else _values_only(strategy)
+            if PARTIAL in text.inputs and _makes_infinity(call, data):
+                continue  # no evidence: summands of either sign divided by zero are infinity minus infinity
             try:
                 prove(proved, (text,), axis_size, data, rtol=_tolerance(data))
             except ShardingError as error:
@@ -173,6 +175,13 @@ def _tolerance(data: Sequence[Tensor]) -> float:
 
 def _with_ties(tensor: Tensor) -> Tensor:
     return tensor.round() if tensor.is_floating_point() else tensor
+
+
+def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
+    """Whether a result of the whole op is infinite though the data is not."""
+    results = call.call(*data)
+    results = (results,) if isinstance(results, Tensor) else results
+    return any(bool(r.isinf().any()) for r in results) and not any(bool(d.isinf().any()) for d in data)
 
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:

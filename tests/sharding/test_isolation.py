@@ -13,6 +13,7 @@ from sharding.calls import make_call
 from alpa_strategy.sharding.discover import discover
 from alpa_strategy.sharding.discover_trials import draws_random_numbers
 from alpa_strategy.sharding.isolation import CrashedRunError, CrashingError, isolated
+from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
 
@@ -62,8 +63,15 @@ def test_an_op_that_always_crashes_is_repeated(target):
     assert found(target, torch.rand(12, 16)) == {"R->R"}
 
 
+@torch.library.custom_op("alpa_test::dies", mutates_args=())
+def dies(x: torch.Tensor) -> torch.Tensor:
+    os.abort()
+
+
 def test_what_cannot_be_tried_is_taken_to_draw_random_numbers():
-    assert draws_random_numbers(make_call(torch.ops.alpa_test.exits.default, torch.rand(12, 16)))
+    meta = TensorMeta((12, 16), torch.float32)
+    assert draws_random_numbers(OpCall(torch.ops.alpa_test.dies.default, (Slot(0),), (), (meta,), (meta,)))
+    assert not draws_random_numbers(make_call(torch.ops.alpa_test.exits.default, torch.rand(12, 16)))
     assert not draws_random_numbers(make_call(aborts_on_odd_rows, torch.rand(12, 16)))
 
 
