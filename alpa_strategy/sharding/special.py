@@ -143,6 +143,18 @@ def index_along(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None))
 
 
+def repeated_along(call: OpCall, axis_size: int) -> Found:
+    """repeat_interleave with a count for each element of one dim: the other dims; every device needs all counts."""
+    bound = bind(call)
+    source, counts = bound["self"].index, bound["repeats"].index
+    rank = len(call.operands[source].shape)
+    if rank == 0 or bound["dim"] is None:
+        return Found()
+    dim = bound["dim"] % rank
+    splits = [split_from_dims(call, [(source, d), (counts, None)], [d]) for d in range(rank) if d != dim]
+    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),), True)
+
+
 @dataclass(frozen=True)
 class _Indexed:
     """What x[i, :, j] is made of: operands `by_dim` index dims of x, the broadcast index is at `start` in the result.

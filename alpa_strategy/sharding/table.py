@@ -255,6 +255,7 @@ FAMILIES: dict[str, Family] = {
     **{f"aten.{name}": special.scatter for name in ("scatter", "scatter_reduce")},
     **{f"aten.{name}": special.adding for name in ("scatter_add", "index_add")},
     **{f"aten.{name}": special.index_along for name in ("index_copy", "index_fill", "index_reduce")},
+    "aten.repeat_interleave.self_Tensor": special.repeated_along,
     "aten.index_put": special.index_put,
     "aten.index_select": special.index_select,
     "aten.index.Tensor": special.index,

@@ -61,6 +61,15 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
     add("index_put", aten.index_put.default, f(5, 6), [i(5, 3)], f(3, 6), expect="S1,R,S1->S1")
     add("index_put_broadcast", aten.index_put.default, f(5, 6), [i(5, 3)], f(1, 1), expect="S1,R,R*->S1")
     add("index_copy", aten.index_copy.default, f(5, 6), 0, torch.tensor([0, 3]), f(2, 6), expect="S1,R,S1->S1")
+    counts = (torch.tensor([1, 0, 3, 2]), 0)
+    add(
+        "repeat_interleave_counts",
+        aten.repeat_interleave.self_Tensor,
+        f(4, 6),
+        *counts,
+        output_size=6,
+        expect="S1,R->S1",
+    )
     embedding = (f(9, 6), i(9, 8), torch.tensor([0, 3, 3, 6]))
     for mode, name in enumerate(("sum", "mean", "max")):
         bag = (*embedding, False, mode, False, None, False, None)
