@@ -14,7 +14,7 @@ import numpy as np
 
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
-from alpa_strategy.intra_op.build import BoundaryChoice
+from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp, TransferLayouts
 from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.ordering import elimination_order
@@ -106,7 +106,10 @@ def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[
 
 @dataclass(frozen=True)
 class _Joined:
-    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`."""
+    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`.
+
+    gathered: per transfer of a parameter, [source, target] bytes of what is gathered for use; None for others.
+    """
 
     stage: StageProblem
     choices: tuple[Parts, ...]
@@ -149,11 +152,24 @@ def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
         if layouts.value in intra.received and parts[index].saved.any():
             sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
             parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
-    return _Joined(stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out)
+    parameter_values = {p.value for p in intra.step.parameters}
+    gathered = tuple(
+        _gathered_bytes(intra, layouts) if layouts.value in parameter_values else None for layouts in intra.transfers
+    )
+    return _Joined(
+        stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered
+    )
+
+
+def _gathered_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
+    """[source, target] bytes of a parameter's copy where it is gathered, else 0."""
+    whole = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
+    gathers = [[is_gather(p, q) for q in layouts.targets] for p in layouts.sources]
+    return np.where(gathers, whole, 0)
 
 
 def _followed(
-    intra, value: int, boundary: BoundaryChoice, leader: int | None, layouts: tuple[DualLayout, ...]
+    intra: IntraOp, value: int, boundary: BoundaryChoice, leader: int | None, layouts: tuple[DualLayout, ...]
 ) -> np.ndarray:
     """Index among `boundary.layouts` of the layout that a value has while the leader has each of `layouts`."""
     if value == leader:
@@ -222,13 +238,12 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
     intra = joined.stage.intra
     total = np.zeros((*shape, NUM_PARTS))
     working, gathered = np.zeros(shape), np.zeros(shape)
-    parameter_values = {p.value for p in intra.step.parameters}
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
         _add(total, parts, values[index])
     for index, options in enumerate(intra.ops):
         np.maximum(working, options.temporary_bytes[values[offset + index]], out=working)
-    for transfer, parts, layouts in zip(joined.problem, joined.transfers, intra.transfers, strict=True):
+    for transfer, parts, sizes in zip(joined.problem, joined.transfers, joined.gathered, strict=True):
         source = np.asarray(transfer.source)[values[transfer.producer]]
         asked: list[np.ndarray] = []
         for use in transfer.uses:
@@ -238,14 +253,7 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
                 new &= target != earlier
             asked.append(target)
             _add(total, parts, (source, target), new)
-        if layouts.value in parameter_values:
-            meta = intra.step.values[layouts.value]
-            sizes = np.array(
-                [
-                    [local_bytes(meta, q, intra.mesh.shape) if is_gather(p, q) else 0 for q in layouts.targets]
-                    for p in layouts.sources
-                ]
-            )
+        if sizes is not None:
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., ENTERING] = joined.entering_bytes[:, None]

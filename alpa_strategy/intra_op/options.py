@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -67,6 +68,7 @@ class OpOptions:
     forward_seconds: np.ndarray
 
 
+@lru_cache(maxsize=1 << 16)
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
     """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest chunk)."""
     origin = (0,) * len(mesh_shape)
