@@ -119,6 +119,7 @@ class _Joined:
     leaving: int
     entering_bytes: np.ndarray
     leaving_bytes: np.ndarray
+    gathered: tuple[np.ndarray | None, ...]
 
 
 def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
