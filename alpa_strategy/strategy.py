@@ -252,10 +252,10 @@ class AlpaStrategy(ParallelJob):
     def _prepare(self, batch: Any, batch_idx: int) -> None:
         from alpa_strategy.lightning.early_step import with_early_step
         from alpa_strategy.lightning.evaluation import Evaluation
-        from alpa_strategy.lightning.planning import prepare
+        from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.optimizer_info import inspect_optimizer
-        from alpa_strategy.runtime.host_memory import set_up_for, trim
+        from alpa_strategy.runtime.host_memory import set_freed, trim
 
         assert self.lightning_module is not None
         seed = agree_on_seed()
@@ -264,8 +264,7 @@ class AlpaStrategy(ParallelJob):
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
             prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
             if self.root_device.type == "cpu":
-                usable = self.options.usable_bytes(prepared.cluster.device.memory_bytes)
-                set_up_for(prepared.plan.predicted.peak_bytes, usable)
+                set_freed(freed_memory(prepared, job))
             if prepared.plan.is_pipelined:
                 from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
             else:

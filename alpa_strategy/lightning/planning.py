@@ -25,11 +25,14 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
 from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.store import PlanStore
+from alpa_strategy.runtime.host_memory import Freed
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.follow import Pins
 
 Progress = Callable[[str], AbstractContextManager]
+TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
+LARGE_BYTES = 500 * 10**6  # planned: what such a plan keeps in vain would be much
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
@@ -313,6 +316,18 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
             f"the global batch of {step.batch_size} rows is not divisible by the job's {num_devices} devices",
             f'use a batch size that is a multiple of {num_devices}, or parallel="tensor", which keeps it whole',
         )
+
+
+def freed_memory(prepared: Prepared, job: Job) -> Freed:
+    """What should become of freed host memory: it is given back where the plan is tight, or large and such that blocks
+    of many sizes come and go."""
+    plan = prepared.plan
+    if plan.predicted.peak_bytes > TIGHT * job.options.usable_bytes(prepared.cluster.device.memory_bytes):
+        return Freed.GIVEN_BACK
+    modes = {mode[0] for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and modes <= {"R"}):
+        return Freed.KEPT
+    return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
 
 
 def _check_devices(plan: Plan, job: Job) -> None:

@@ -10,19 +10,35 @@ from __future__ import annotations
 
 import ctypes
 import os
+from enum import Enum
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-TIGHT = 0.5  # of what a device may use: above it memory counts more than the time that returning it takes
-LARGE_BYTES = 500 * 10**6  # planned: above it what is kept in vain would be much
-# (bytes from which blocks are given back, bytes kept at a heap's end); glibc allows no more than 32 MB of the first.
-EXACT, FAIR, FAST = (2**20, 2**25), (2**22, 2**27), (2**25, 2**30)
 
 
-def set_up_for(planned_bytes: float, usable_bytes: float) -> bool:
-    """Give freed memory back as the plan needs it, from now on; give back what planning left. False without glibc."""
-    roomy = FAIR if planned_bytes > LARGE_BYTES else FAST
-    from_bytes, kept_bytes = EXACT if planned_bytes > TIGHT * usable_bytes else roomy
-    return _set(M_MMAP_THRESHOLD, from_bytes) and _set(M_TRIM_THRESHOLD, kept_bytes) and trim()
+class Freed(Enum):
+    """What becomes of freed memory: (bytes from which blocks are given back, bytes that are kept at a heap's end).
+
+    glibc allows no more than 32 MB of the first.
+    """
+
+    GIVEN_BACK = 2**20, 2**25
+    LARGE_GIVEN_BACK = 2**22, 2**27
+    KEPT = 2**25, 2**30
+
+
+def set_freed(freed: Freed) -> bool:
+    """Treat freed memory so from now on, in this process; False where nothing could be set.
+
+    The user's `MALLOC_MMAP_THRESHOLD_` in the environment wins.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return False
+    from_bytes, kept_bytes = freed.value
+    return bool(mallopt(M_MMAP_THRESHOLD, from_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, kept_bytes))
 
 
 def trim() -> bool:
@@ -33,14 +49,3 @@ def trim() -> bool:
         return False
     malloc_trim(0)
     return True
-
-
-def _set(parameter: int, value: int) -> bool:
-    """`mallopt`, for good. The user's `MALLOC_MMAP_THRESHOLD_` in the environment wins."""
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return False
-    return bool(mallopt(parameter, value))
