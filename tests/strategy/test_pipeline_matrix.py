@@ -98,10 +98,10 @@ def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
 @pytest.mark.parametrize(
     ("model", "schedule", "split", "inside", "optimizer", "accumulate", "remat"),
     [
-        ("unet", "1F1B", "1+3", "zero3", "sgd", 2, False),
+        ("unet", "1F1B", "1+3", "zero3", "sgd", 2, True),
         ("translator", "GPipe", "2+1+1", "tensor", "adamw", 1, True),
         ("resnet", "1F1B", "2+2", "data", "adamw", 1, True),
-        ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, False),
+        ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, True),
         ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
         ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
         ("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False),
