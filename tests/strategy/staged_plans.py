@@ -60,11 +60,11 @@ def staged_plan(
     for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
         size = len(ranks)
         inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
-        spans = tuple(first + cut for cut in inner)
+        spans = tuple(first + cut for cut in inner) if remat else ()
         wish = StageWish(
             first, last, (1, size), (size,), remat, num_microbatches, places.count(ranks), stored[ranks], spans
         )
-        plan = solver.solve(wish).plan
+        plan = replace(solver.solve(wish).plan, remat_cuts=spans)  # so many also where fewer would need less memory
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))
     return Plan(
