@@ -1,0 +1,72 @@
+"""Layers that are too entangled for elimination tables are priced near their optimum, and never below it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from equality.third_party import CASES
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.inter_op.layers import cluster_layers
+from alpa_strategy.inter_op.make import plan_pipeline
+from alpa_strategy.inter_op.microbatch import microbatch
+from alpa_strategy.inter_op.slice import stage_on
+from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
+from alpa_strategy.inter_op.stage_problem import take_apart, weighted
+from alpa_strategy.inter_op.wide_layer import price_pairs
+from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.problem import Problem, evaluate
+from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.synthetic import gpt_like
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+
+ADAM = OptimizerInfo()
+CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+
+
+@pytest.fixture(scope="module")
+def scan():
+    """A loop over time, unrolled: every step of it reads the same few values."""
+    model, settings = CASES["scan"]
+    batch = model(**settings).example_batch(8, torch.Generator().manual_seed(0))
+    return capture_step(model(**settings), batch, world_size=1, batch_scope="global")
+
+
+def with_ends(problem: Problem, values: dict[int, int]) -> Problem:
+    choices = list(problem.choices)
+    for c, value in values.items():
+        cost = np.where(np.arange(len(choices[c].cost)) == value, choices[c].cost, np.inf)
+        choices[c] = replace(choices[c], cost=cost)
+    return replace(problem, choices=tuple(choices))
+
+
+def test_pairs_are_priced_near_their_optimum():
+    problem = gpt_like(1, float("inf"))
+    ends = (0, len(problem.choices) - 1)
+    ((objective, values),) = price_pairs([problem], ends)
+    for pair in [(0, 0), (3, 2), (8, 8), (1, 7)]:
+        exact = solve(with_ends(problem, dict(zip(ends, pair, strict=True)))).seconds
+        assignment = [int(v[pair]) for v in values]
+        assert (assignment[ends[0]], assignment[ends[1]]) == pair
+        assert objective[pair] == pytest.approx(evaluate(problem, assignment)[0])
+        assert exact * (1 - 1e-9) <= objective[pair] <= exact * 1.1
+
+
+def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
+    graph = microbatch(scan, 2).graph
+    job = CostJob(graph, cluster_layers(graph), 2, CLUSTER, RooflineCosts(CLUSTER.device), PlanOptions(), ADAM, np.inf)
+    parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
+    tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
+    exact = solve(weighted(take_apart(build(stage_on(graph, 0, job.cuts[-1], 2), tables), tables), 2, 1))
+    priced = min(2 * (p[0] + p[1]) + p[2] for p in parts)
+    assert exact.bound * (1 - 1e-3) <= priced <= exact.seconds * 1.05
+
+
+def test_a_loop_over_time_in_two_stages(scan):
+    plan = plan_pipeline(scan, CLUSTER, PlanOptions(num_stages=2), ADAM)
+    assert len(plan.stages) == 2
