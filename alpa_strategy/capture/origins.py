@@ -84,6 +84,7 @@ class Origins(TorchFunctionMode):
         for arg in pytree.tree_leaves((args, kwargs)):
             if isinstance(arg, StepCounter):
                 arg.refuse()
+        _refuse_functions_of_functions(func, args, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})
         if answer is not UNKNOWN:
@@ -116,3 +117,13 @@ class Origins(TorchFunctionMode):
                     f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
                     "use the module's device: device=self.device, or the device of another tensor",
                 )
+
+
+def _refuse_functions_of_functions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where no layout goes."""
+    given = (*args, *kwargs.values())
+    if isinstance(func, torch._ops.HigherOrderOperator) and any(callable(a) and not isinstance(a, type) for a in given):
+        raise CaptureError(
+            f"{func.name()} ({user_frame()}) runs functions as graphs of their own, which cannot be cut",
+            "write loops in Python (they are unrolled), and torch.where for a choice that depends on data",
+        )

@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torchmetrics import MeanMetric
 
 from alpa_strategy.capture.capture import capture_step
@@ -114,6 +116,18 @@ def metric_value(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x).sum() * self.metric(x)
 
 
+def choice(self: Step, x: Tensor, i: int) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h * 3, (self.a(x),)).sum()
+
+
+def loop(self: Step, x: Tensor, i: int) -> Tensor:
+    return while_loop(lambda n, h: n < 3, lambda n, h: (n + 1, h * 2), (torch.tensor(0), self.a(x)))[1].sum()
+
+
+def running_sum(self: Step, x: Tensor, i: int) -> Tensor:
+    return scan(lambda s, h: (s + h, s + h), torch.zeros(4), self.a(x))[0].sum()
+
+
 def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
     self.log("name", "text")
     return self.a(x).sum()
@@ -124,6 +138,7 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
     [
         branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, in_place_function, tensor_hook,
         gradient_inside, backward_inside, data_attribute, changes_parameter, other_device, metric_value, logs_text,
+        choice, loop, running_sum,
     ],
 )  # fmt: skip
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
