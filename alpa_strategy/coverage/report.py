@@ -60,26 +60,39 @@ def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
     return [found[op] for op in sorted(found)]
 
 
-def summary(verdicts: Sequence[OpVerdict]) -> str:
-    """The figures in a few lines of text, then the ops without a sharded strategy and why."""
+def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
+    """How many ops and calls were tried, have proved strategies, are replicated, are wrong: a line each."""
     sharded = [v for v in verdicts if v.sharded]
-    impossible = [v for v in verdicts if not v.sharded and v.why.startswith(NONE_EXISTS)]
-    missing = [v for v in verdicts if not v.sharded and not v.why.startswith(NONE_EXISTS)]
-    wrong = [v for v in verdicts if v.wrong]
+    missing, impossible = _replicated(verdicts)
     origins = Counter("discovered" if v.origin == "discovered" else "covered by a rule" for v in sharded)
     share = len(sharded) / max(len(sharded) + len(missing), 1)
-    lines = [
+    return [
         f"{len(verdicts)} ops, {sum(v.num_calls for v in verdicts)} calls, {sum(v.num_proved for v in verdicts)} "
         "strategies run in shards, forward and backward",
         f"proved sharded strategies: {len(sharded)} ops ("
         + ", ".join(f"{name} {count}" for name, count in sorted(origins.items()))
         + f"), {share:.1%} of the {len(sharded) + len(missing)} where one exists",
         f"replicated: {len(missing)} for want of a rule, {len(impossible)} because no split can be right",
-        f"wrong: {len(wrong)}",
-        *(f"  WRONG {v.op}: {text}" for v in wrong for text in v.wrong),
+        f"wrong: {sum(bool(v.wrong) for v in verdicts)}",
+    ]
+
+
+def summary(verdicts: Sequence[OpVerdict]) -> str:
+    """The figures in a few lines of text, then what was wrong, then the ops without a sharded strategy and why."""
+    missing, impossible = _replicated(verdicts)
+    lines = [
+        *figures(verdicts),
+        *(f"  WRONG {v.op}: {text}" for v in verdicts for text in v.wrong),
         *(f"  {v.op}: {v.why}" for v in (*missing, *impossible)),
     ]
     return "\n".join(lines)
+
+
+def _replicated(verdicts: Sequence[OpVerdict]) -> tuple[list[OpVerdict], list[OpVerdict]]:
+    """Ops without a sharded strategy: for want of one, and because none can be right."""
+    without = [v for v in verdicts if not v.sharded]
+    impossible = [v for v in without if v.why.startswith(NONE_EXISTS)]
+    return [v for v in without if v not in impossible], impossible
 
 
 def op_table(pattern: str = "*") -> Table:
@@ -96,7 +109,8 @@ def op_table(pattern: str = "*") -> Table:
             f"no op matches {pattern!r}",
             "ops are named as in aten.linear.default; ops that are not listed get their rules by experiment",
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table.caption = "PyTorch's operator database: " + "\n".join(figures(tuple(verdicts.values())))
     for column in ("op", "from", "rule, or strategies"):
         table.add_column(column, overflow="fold")
     table.add_column("proved", justify="right")

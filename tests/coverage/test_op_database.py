@@ -111,5 +111,6 @@ def test_the_table_of_ops_says_rule_origin_and_proof(capsys):
     shown = capsys.readouterr().out
     assert "notation" in shown
     assert "runs" in shown
+    assert "wrong: 0" in shown
     with pytest.raises(OptionError, match="no op matches"):
         op_table("no such op")
