@@ -128,7 +128,10 @@ def _name_of(code: int) -> str:
 
 def _exit_code_of_child(work: Callable[[], Any], answer: IO[bytes]) -> int:
     """Fork, let the child pickle what `work` returns into `answer`, and wait for it. Minus the signal that ended it."""
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # no memory or no process left
+        raise CannotForkError from error
     if child == 0:
         _run_as_child(work, answer)
     status = None
