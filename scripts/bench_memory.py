@@ -4,8 +4,9 @@
     python scripts/bench_memory.py --cases large            # parameters and Adam state are 3 x memory_limit, 4 ranks
     python scripts/bench_memory.py --require 0.15           # exit 1 where they differ by more
 
-Measured is resident memory (RSS) beyond what the process held when its imports were done: the highest from process
-start on (`VmHWM`), and the highest during the training steps after the first (the kernel's mark is reset before them).
+Measured is resident memory beyond what the process held when its imports were done, every few milliseconds: the highest
+from there on, and the highest during the training steps after the first. Pages of files (the libraries' code) do not
+count: the kernel takes them and gives them back as it likes, 200 MB and more of them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+SAMPLE_SECONDS = 0.003
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,12 +60,23 @@ def state_bytes(gpt: dict[str, int]) -> int:
     return 12 * (gpt["num_layers"] * block + (vocab + length) * h + 2 * h)
 
 
-def status_bytes(key: str) -> int:
-    """`VmRSS` or `VmHWM` of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
+def resident_bytes() -> int:
+    """Resident memory of this process, pages of files apart."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+
+class Watch(threading.Thread):
+    """Remembers the highest resident memory since `peak` was set."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = resident_bytes()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, resident_bytes())
+            time.sleep(SAMPLE_SECONDS)
 
 
 def worker(case: Case, out: Path) -> None:
@@ -109,16 +124,18 @@ def worker(case: Case, out: Path) -> None:
 
         def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
             if trainer.global_step == 1:
-                self.marks["until the first step"] = status_bytes("VmHWM")
-                Path("/proc/self/clear_refs").write_text("5")
+                self.marks["until the first step"] = watch.peak
+                watch.peak = resident_bytes()
 
         def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
-            self.marks[f"after step {trainer.global_step}"] = status_bytes("VmRSS")
-            self.steps = status_bytes("VmHWM")  # before a module that fits is made whole again
+            self.marks[f"after step {trainer.global_step}"] = resident_bytes()
+            self.steps = watch.peak  # before a module that fits is made whole again
 
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    baseline = status_bytes("VmRSS")
+    baseline = resident_bytes()
+    watch = Watch()
+    watch.start()
     marks = Marks()
     strategy = alpa_strategy.AlpaStrategy(
         cluster="pcie_8gpu", verbose=False, plan_dir=os.environ["ALPA_PLANS"], **case.strategy
