@@ -82,6 +82,7 @@ class Planner:
         cuts = cluster_layers(graph)
         self.job = CostJob(graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit, True)
         self.meshes = submeshes(self.cluster)
+        self.plan_dir = store_dir / "plans"
         self.store = CostStore(store_dir / f"{cell.family}_{cell.num_devices}.jsonl")
 
     def solved(self) -> Plan:
@@ -192,8 +193,8 @@ def plan_text(plan: Plan) -> str:
     return stages if plan.schedule == "none" else f"{plan.schedule} {stages}"
 
 
-def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> dict:
-    """{column: its entry, or None where nothing fits}; one device has only the first and the last column.
+def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> Iterator[dict]:
+    """{column: its entry, or None where nothing fits}, after each column; one device has only solved and free.
 
     All columns have the same number of micro-batches: the paper's, or, where nothing at all fits with that, twice,
     four or eight times as many.
@@ -208,10 +209,11 @@ def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict
         found["solved"] = _column(cell, planner, "solved")
         if found["solved"] is not None:
             break
+    yield at_least_as_good(found)
     for column in columns:
-        if column != "solved" and (cell.num_devices > 1 or column == "free"):
+        if column != "solved":
             found[column] = _column(cell, planner, column)
-    return at_least_as_good(found)
+            yield at_least_as_good(found)
 
 
 def at_least_as_good(entry: dict) -> dict:
@@ -234,6 +236,7 @@ def _column(cell: Cell, planner: Planner, column: str) -> dict | None:
     entry = None
     try:
         plan = getattr(planner, column)()
+        plan.save(planner.plan_dir / f"{cell.family}_{cell.num_devices}_{column}.json")  # for `alpa show`
         p = plan.predicted
         entry = {
             "seconds": p.step_seconds,
@@ -342,8 +345,9 @@ def main() -> int:
             columns = tuple(c for c in columns if c in ("solved", "free"))
         if not columns:
             continue
-        results[cell.key] = plan_cell(cell, columns, args.store, known)
-        RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        for entry in plan_cell(cell, columns, args.store, known):
+            results[cell.key] = entry
+            RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
     report(results)
     return 0
 
