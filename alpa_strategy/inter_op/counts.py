@@ -57,13 +57,16 @@ def climb(
     if not found.used:
         return visited
     whole = best
-    for step in (-1, 1):
-        index = best + step
-        while 0 <= index < len(counts) and counts[index] not in visited:
+    # More micro-batches may have to grow twice before they are so small that nothing need be recomputed.
+    for step, patience in ((-1, 2), (1, 1)):
+        index, misses = best + step, 0
+        while 0 <= index < len(counts) and counts[index] not in visited and misses < patience:
             other = at(index, found.used, found.seconds)
-            if other.seconds >= found.seconds:
-                break
-            best, found, index = index, other, index + step
+            if other.seconds < found.seconds:
+                best, found, misses = index, other, 0
+            else:
+                misses += 1
+            index += step
         if best != whole:
             break  # where more is better, fewer is not
     if best != whole:

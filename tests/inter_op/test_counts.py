@@ -40,6 +40,12 @@ def test_what_does_not_fit_leads_to_more_micro_batches():
     assert min(visited) == visited[0]  # fewer would need even more memory
 
 
+def test_one_bump_on_the_way_to_more_micro_batches_is_passed():
+    """Twice as many are slower, four times as many need no recomputation any more."""
+    visited, _ = looks({32: 4.0, 64: 4.1, 128: 3.0, 256: 3.5, 512: 3.6}, devices=8)
+    assert visited[-1] == 128
+
+
 def test_bounds_leave_out_what_cannot_win():
     seconds = {count: 10.0 + count / 1000 for count in COUNTS}
     visited, _ = looks(seconds, bound=lambda count: 9.0 if count < 16 else 10.0, known=9.5)
