@@ -98,12 +98,18 @@ class Planner:
         job = replace(self.job, options=replace(self.job.options, remat=None), remat=None)
         return plan_job(job, self.meshes, self.store)
 
-    def stages(self, wanted: Callable[[int, int, int], bool], **options: object) -> Plan:
-        """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows."""
+    def stages(self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object) -> Plan:
+        """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows.
+
+        `num_layers`: at least so many layers for stages to be made of.
+        """
         from alpa_strategy.errors import PlanError
+        from alpa_strategy.inter_op.layers import cluster_layers
         from alpa_strategy.inter_op.make import plan_job
 
         job = replace(self.job, options=replace(self.job.options, **options))
+        if job.num_layers < num_layers:
+            job = replace(job, cuts=cluster_layers(job.graph, num_layers))
         L = job.num_layers
         allowed = np.array(
             [[[a < b and wanted(m, a, b) for m in range(len(self.meshes))] for b in range(L + 1)] for a in range(L)]
@@ -120,7 +126,7 @@ class Planner:
 
     def inter(self) -> Plan:
         """Stages of one device each."""
-        return self.stages(lambda m, a, b: math.prod(self.meshes[m]) == 1)
+        return self.stages(lambda m, a, b: math.prod(self.meshes[m]) == 1, self.cluster.num_devices)
 
     def pp_dp(self) -> Plan:
         """Any stages, data parallelism inside them."""
