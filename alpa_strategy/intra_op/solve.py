@@ -76,7 +76,8 @@ def solve(
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
     """The optimum without the memory limit; None where `only_elimination` and that would take too large tables."""
-    reduced = presolve(replace(problem, memory_limit=float("inf")))
+    # Elimination alone needs no more than a first round: what later ones drop costs more to find than to carry along.
+    reduced = presolve(replace(problem, memory_limit=float("inf")), max_rounds=1 if only_elimination else 3)
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return _Found(None, np.inf, "presolve")
     found = _by_elimination(reduced.problem)
