@@ -1,7 +1,7 @@
 """Why cells of scripts/paper_table.py are more than a quarter off the paper's figure: (cell, column) -> reason.
 
-Reasons are read off the plans' parts (compute, communication, memory) and the paper's other columns; nobody has measured
-them on V100s.
+Reasons are read off the plans' parts (compute, communication, memory) and the paper's other columns; they were not
+measured on V100s.
 """
 
 MEGATRON = (
@@ -14,8 +14,8 @@ MOE_KERNELS = (
     "its GPT runs at 59; the roofline gives large products one efficiency"
 )
 MOE_DEEPSPEED = (
-    "priced is the best plan with DeepSpeed's layouts (experts over all devices, ZeRO-2 or 3), measured was DeepSpeed's "
-    "own program; the solved plan's kernels are as much too fast here, and on two nodes the network is taken in full"
+    "priced is the best plan with DeepSpeed's layouts (experts over all devices, ZeRO-2 or 3), measured was "
+    "DeepSpeed's own program; the solved plan's kernels are as much too fast here, and two nodes' network is taken in full"
 )
 MOE_NETWORK = (
     "experts over two nodes: the 25 Gbit/s are taken in full, NCCL over TCP with 8 GPUs a node reaches 0.45 to 0.7 of "
@@ -30,8 +30,8 @@ GPT_INTER = (
     "does (twice the paper's fp16), beside fp32 parameters, gradients and Adam"
 )
 CONVOLUTIONS = (
-    "nearly all compute on one node, nine tenths on two: the paper's devices execute 7.6 TFLOP/s here, 0.48 of the fp32 "
-    "peak and the same with data parallelism, where one efficiency (0.66) stands for all products"
+    "nearly all compute on one node, nine tenths on two: the paper's devices execute 7.6 TFLOP/s here, 0.48 of the "
+    "fp32 peak and the same with data parallelism, where one efficiency (0.66) stands for all products"
 )
 EXPLANATIONS: dict[tuple[str, str], str] = {
     ("gpt 8", "megatron"): MEGATRON,
