@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Submeshes = frozenset[int]
-FILL = 4  # micro-batches per device of the first number tried: a pipeline over all of them waits for a quarter
+FILL = 8  # micro-batches per device of the first number tried: a pipeline over all of them waits for an eighth
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def climb(
         while 0 <= index < len(counts) and counts[index] not in visited and misses < patience:
             other = at(index, found.used, found.seconds)
             if other.seconds < found.seconds:
-                best, found, misses = index, other, 0
+                best, found, misses, patience = index, other, 0, 1
             else:
                 misses += 1
             index += step

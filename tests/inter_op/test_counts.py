@@ -42,8 +42,8 @@ def test_what_does_not_fit_leads_to_more_micro_batches():
 
 def test_one_bump_on_the_way_to_more_micro_batches_is_passed():
     """Twice as many are slower, four times as many need no recomputation any more."""
-    visited, _ = looks({32: 4.0, 64: 4.1, 128: 3.0, 256: 3.5, 512: 3.6}, devices=8)
-    assert visited[-1] == 128
+    visited, _ = looks({64: 4.0, 128: 4.1, 256: 3.0, 512: 3.5, 1024: 3.6}, devices=8)
+    assert visited == [64, 128, 256, 512, 256]
 
 
 def test_bounds_leave_out_what_cannot_win():
