@@ -21,15 +21,23 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from alpa_strategy.capture.containers import (
+    LIBRARIES,
+    MAX_DEPTH,
+    MAX_ITEMS,
+    class_containers,
+    containers_in,
+    has_fields,
+    restore_items,
+    same_items,
+)
 from alpa_strategy.capture.guards import AttributeGuard
+from alpa_strategy.capture.lists import ListPlace, StandIns
 from alpa_strategy.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})
-MAX_DEPTH = 6
-MAX_ITEMS = 1000
 _CONTAINERS = (list, dict, set)
 _NOT_DATA = object()
 
@@ -56,11 +64,12 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
             nn.Module.__getattribute__ = before
 
 
-def attribute_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[AttributeGuard, ...]:
+def attribute_guards(module: nn.Module, reads: set[tuple[int, str]], stand_ins: StandIns) -> tuple[AttributeGuard, ...]:
     """Guards of the attributes in `reads`, parents before children; values are those of now.
 
     Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity.
+    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity, lists that the
+    step appends to by their place.
     """
     names_of: dict[int, list[str]] = {}
     for owner, name in sorted(reads):
@@ -70,13 +79,16 @@ def attribute_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[At
     for path, child in module.named_modules():
         if id(child) not in names_of or isinstance(child, Metric | MetricCollection):
             continue
-        attributes, library = vars(child), type(child).__module__.startswith(_LIBRARIES)
+        attributes, library = vars(child), type(child).__module__.startswith(LIBRARIES)
         if attributes["_modules"]:
             found.append(AttributeGuard(path, "_modules", dict(attributes["_modules"])))
         for name in names_of[id(child)]:
             if name in framework or name.startswith("__"):
                 continue
-            if name in attributes:
+            if (path, name) in stand_ins.attributes:
+                guard = stand_ins.attributes[path, name].guard(snapshot)
+                found.append(AttributeGuard(path, name, guard, is_class_attribute=name not in attributes))
+            elif name in attributes:
                 value = attributes[name]
                 if not library or type(value) in (bool, float) or name in _LIBRARY_NUMBERS:
                     found.append(AttributeGuard(path, name, snapshot(value)))
@@ -124,19 +136,21 @@ class SetAttribute:
 
 
 @contextmanager
-def attributes_kept(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
+def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: list[ListPlace]) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
-    Containers and objects with fields that are attributes count too, one level deep. Where the step stored nothing but
-    numbers, texts and flags, these go to `stored` instead: it may be what a first call does once (`initialized`).
+    Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
+    nothing but numbers, texts and flags, these go to `stored` instead: it may be what a first call does once
+    (`initialized`). Lists that only grew go to `appended`.
     """
     skipped = framework_attributes()
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
-    before = []
+    before, seen = [], set()
     for path, child in module.named_modules():
         if id(child) not in metrics:
             plain = {k: v for k, v in vars(child).items() if k not in skipped}
-            copies = {k: v.copy() for k, v in plain.items() if type(v) in _CONTAINERS}
+            inside = {**class_containers(type(child)), **plain}
+            copies = [entry for k, v in inside.items() for entry in containers_in(v, path, k, seen)]
             fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
             before.append((path, child, plain, copies, fields))
     changed: list[str] = []
@@ -162,15 +176,18 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute]) -> Iterator[N
                         plain_changes.append(SetAttribute(path, key, now[key]))
                 del now[key]
             for key, value in plain.items():
-                old = copies.get(key)
-                is_changed = now.get(key) is not value or (old is not None and not same_items(old, value))
-                if is_changed and not type(child).__module__.startswith("torch.nn."):
+                if now.get(key) is not value and not type(child).__module__.startswith("torch.nn."):
                     changed.append(f"{path}.{key}".lstrip("."))
                     if key in now and type(now[key]) in _PLAIN:
                         plain_changes.append(SetAttribute(path, key, now[key]))
-                if old is not None:
-                    restore_items(value, old)
                 now[key] = value
+            for entry in copies:
+                if not type(child).__module__.startswith("torch.nn."):
+                    places = entry.appended()
+                    appended += places
+                    if not places and entry.is_changed():
+                        changed.append(str(entry.place))
+                restore_items(entry.container, entry.copy)
     if completed and len(plain_changes) == len(changed):
         stored += plain_changes
     elif completed:
@@ -210,28 +227,11 @@ def _is_cached(owner: Any, name: str) -> bool:
     return isinstance(getattr(type(owner), name, None), cached_property)
 
 
-def restore_items(container: Any, old: Any) -> None:
-    """Give a list, dict or set the items of `old`."""
-    container.clear()
-    container.extend(old) if isinstance(container, list) else container.update(old)
-
-
-def same_items(old: Any, new: Any) -> bool:
-    """Same keys and identical (not merely equal: tensors do not compare) items."""
-    if len(old) != len(new):
-        return False
-    if isinstance(old, list):
-        return all(a is b for a, b in zip(old, new, strict=True))
-    if isinstance(old, dict):
-        return all(k in new and new[k] is v for k, v in old.items())
-    return {id(v) for v in old} == {id(v) for v in new}
-
-
 def _class_attribute(owner: type, name: str) -> Any:
     """The attribute as it stands in the first of the user's classes that has it, else _NOT_DATA."""
     for base in owner.__mro__:
         if name in vars(base):
-            return _NOT_DATA if base.__module__.startswith(_LIBRARIES) else vars(base)[name]
+            return _NOT_DATA if base.__module__.startswith(LIBRARIES) else vars(base)[name]
     return _NOT_DATA
 
 
@@ -263,13 +263,6 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         ):
             return _SameFields(value, depth)
     return _SameObject(value)
-
-
-def has_fields(value: Any) -> bool:
-    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
-    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
-        return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *_LIBRARIES))
 
 
 def is_plain(value: Any) -> bool:

@@ -57,6 +57,9 @@ def capture_step(
     rows_factor = world_size if batch_scope == "rank" else 1
     call = StepCall(module, batch, step, rows_factor, batch_idx, dataloader_idx, context or nullcontext)
     trace = trace_step(call)
+    if trace.recording.grown:
+        call = replace(call, appended=tuple(trace.recording.grown))
+        trace = trace_step(call)
     graph = convert(trace, step)
     if trace.recording.stored:
         graph = _after_first_call(call, graph, trace.recording.stored)
@@ -71,6 +74,6 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
     with initialized(call.module, stored):
         trace = trace_step(call)
         again = convert(trace, call.step)
-        if trace.recording.stored or again.graph_digest != graph.graph_digest:
+        if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
             raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
     return again

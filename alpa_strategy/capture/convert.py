@@ -18,6 +18,7 @@ from alpa_strategy.capture import rewrite
 from alpa_strategy.capture.aliasing import Memory, View, ViewStep
 from alpa_strategy.capture.builder import Builder, frozen
 from alpa_strategy.capture.casting import Autocast
+from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.capture.mutation import Write, new_value, write_of
 from alpa_strategy.capture.number import number
 from alpa_strategy.capture.results import check_loss, loss_of
@@ -371,6 +372,8 @@ class _Converter:
         logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
         metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
         checks = tuple(Check(ref.index, expected, source) for ref, expected, source in result["checks"])
+        lists = zip(self.trace.recording.stand_ins.lists, result["appended"], strict=True)
+        appended = tuple(AppendRecord(place, tuple(items)) for place, items in lists if items)
         updates: dict[int, int] = {}
         for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
             if entry.kind == "buffer" and view.storage.version:
@@ -388,6 +391,7 @@ class _Converter:
             metrics,
             updates,
             checks,
+            appended,
         )
 
     def _loss(self, output: Any, step: str) -> int:

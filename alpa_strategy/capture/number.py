@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.builder import Builder
+from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.capture.step_graph import (
     BatchInput,
     BufferInput,
@@ -35,10 +36,13 @@ def number(
     metrics: tuple[MetricRecord, ...],
     updates: dict[int, int],
     checks: tuple[Check, ...],
+    appended: tuple[AppendRecord, ...],
 ) -> StepGraph:
     """Drop ops and constants without effect, number values anew, name the ops. loss: -1 when the step makes none."""
     needed = {*updates.values(), *(check.value for check in checks)} | ({loss} if loss >= 0 else set())
-    for ref in pytree.tree_leaves((output, [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])):
+    for ref in pytree.tree_leaves(
+        (output, [r.items for r in appended], [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])
+    ):
         if isinstance(ref, ValueRef):
             needed.add(ref.index)
     kept: list[Op] = []
@@ -98,4 +102,5 @@ def number(
         leaves=trace.read_leaves,
         checks=tuple(replace(check, value=new_index[check.value]) for check in checks),
         notes=tuple(trace.recording.notes),
+        appended=tuple(replace(r, items=renumber(r.items)) for r in appended),
     )

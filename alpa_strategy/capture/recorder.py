@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.functions import apply_as_op
 from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard, StepCounter
+from alpa_strategy.capture.lists import ListPlace, StandIns, lists_standing_in
 from alpa_strategy.capture.outside import is_value, outside_kept
 from alpa_strategy.capture.step_graph import CounterRef, MetricRef
 from alpa_strategy.errors import CaptureError
@@ -40,6 +41,8 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: list[SetAttribute] = field(default_factory=list)
+    grown: list[ListPlace] = field(default_factory=list)
+    stand_ins: StandIns = field(default_factory=lambda: StandIns({}, {}))
 
     def guard(self, guard: Guard) -> None:
         if guard not in self.guards:
@@ -134,12 +137,16 @@ def _refuse_logger(trainer: Any) -> None:
 
 
 @contextmanager
-def recording(module: LightningModule, device: torch.device) -> Iterator[Recording]:
-    """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit."""
+def recording(module: LightningModule, device: torch.device, appended: Iterable[ListPlace] = ()) -> Iterator[Recording]:
+    """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit.
+
+    appended: lists of which it is known that the step appends to them.
+    """
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
-        stack.enter_context(attributes_kept(module, record.stored))
+        stack.enter_context(attributes_kept(module, record.stored, record.grown))
+        record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
         stack.enter_context(outside_kept(module))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():

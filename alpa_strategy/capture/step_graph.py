@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
+from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.sharding.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -202,6 +203,7 @@ class StepGraph:
             one changed, capture again.
         leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
         checks: conditions that must hold whenever the step has run.
+        appended: what the step appended to lists of the module.
     """
 
     values: tuple[TensorMeta, ...]
@@ -223,6 +225,7 @@ class StepGraph:
     attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     checks: tuple[Check, ...] = ()
+    appended: tuple[AppendRecord, ...] = ()
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -235,8 +238,8 @@ class StepGraph:
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave the graph: loss, outputs, logs, metric arguments, checks, buffer updates (each once,
-        ascending)."""
+        """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
+        (each once, ascending)."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
         found.update(check.value for check in self.checks)
 
@@ -251,6 +254,7 @@ class StepGraph:
                     visit(item)
 
         visit(self.output)
+        visit([record.items for record in self.appended])
         for record in self.logs:
             visit(record.value)
         for record in self.metrics:
@@ -262,7 +266,7 @@ class StepGraph:
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
-        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks))]
+        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks, self.appended))]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

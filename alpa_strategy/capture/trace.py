@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
+from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.known import KnownValues
 from alpa_strategy.capture.leaves import (
     UnreadLeaf,
@@ -33,10 +34,11 @@ from alpa_strategy.capture.leaves import (
     traced_with_leaves,
     value_text,
 )
+from alpa_strategy.capture.lists import ListPlace
 from alpa_strategy.capture.origins import Origins
 from alpa_strategy.capture.outside import outside_guards, trainer_guards
 from alpa_strategy.capture.recorder import Recording, recording
-from alpa_strategy.capture.step_graph import LeafRef
+from alpa_strategy.capture.step_graph import CounterRef, LeafRef
 from alpa_strategy.capture.surroundings import clear_errors, compiled_as_written, rng_kept
 from alpa_strategy.errors import CaptureError
 
@@ -59,8 +61,8 @@ class TracedInput:
 @dataclass(frozen=True)
 class Trace:
     """The raw trace. `results` are, in graph output order, the tensor leaves of the pytree `results_spec`, which holds
-    {"output", "logs", "metrics", "buffers", "checks"}; other leaves stand in `leaves` as they are. `read_leaves`:
-    leaves of the batch that the step's Python looked at, with their values as text.
+    {"output", "logs", "metrics", "buffers", "checks", "appended"}; other leaves stand in `leaves` as they are.
+    `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
     """
 
     graph: fx.Graph
@@ -87,6 +89,7 @@ class StepCall:
         rows_factor: batched leaves are so many times as long in the graph.
         dataloader_idx: what an evaluation step gets after batch_idx; None: nothing.
         context: see `capture_step`.
+        appended: lists of which it is known that the step appends to them.
     """
 
     module: LightningModule
@@ -96,6 +99,7 @@ class StepCall:
     batch_idx: int
     dataloader_idx: int | None
     context: Callable[[], AbstractContextManager[Any]]
+    appended: tuple[ListPlace, ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -139,13 +143,14 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             buffers = _reassigned_buffers(module, inputs, tensors)
         result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result["checks"] = record.checks
+        result["appended"] = record.stand_ins.appended()
         result_leaves, made["spec"] = pytree.tree_flatten(result)
         made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
         return [x for x in result_leaves if is_tensor(x)]
 
     grad_mode = torch.enable_grad() if call.step == TRAINING else torch.no_grad()
     with (
-        recording(module, device) as record,
+        recording(module, device, call.appended) as record,
         rng_kept(call.step),
         clear_errors(call.step),
         compiled_as_written(),
@@ -154,7 +159,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     ):
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
     record.attributes = (
-        *attribute_guards(module, made["reads"]),
+        *attribute_guards(module, made["reads"], record.stand_ins),
         *buffer_guards(module, known.asked_buffers),
         *outside_guards(module, made["reads"]),
         *trainer_guards(module._trainer, record.trainer_reads),
@@ -204,6 +209,8 @@ def _placeholder(leaf: Any) -> Any:
     index = index_of(leaf)
     if index is not None:
         return LeafRef(index)
+    if isinstance(leaf, StepCounter):
+        return CounterRef(leaf.counter_name, leaf.arithmetic)
     return TensorLeaf() if isinstance(leaf, Tensor) else leaf
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.capture.step_graph import LogRecord, MetricRecord, StepGraph, ValueRef
 
 
@@ -33,12 +34,13 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
 
     logs = tuple(record for record in step.logs if is_home(values_of(record)))
     metrics = tuple(record for record in step.metrics if is_home(values_of(record)))
+    appended = tuple(record for record in step.appended if is_home(values_of(record)))
     checks = tuple(check for check in step.checks if is_home((check.value,)))
     output = _keep(step.output, lambda value: is_home((value,)))
     updates = {b.update for b in step.buffers if b.update is not None and is_home((b.update,))}
     loss = step.loss if step.loss >= 0 and is_home((step.loss,)) else -1
     read = {value for op in ops for value in op.operands} | updates
-    read.update(value for record in (*logs, *metrics) for value in values_of(record))
+    read.update(value for record in (*logs, *metrics, *appended) for value in values_of(record))
     read.update(values_of(output), [loss] if loss >= 0 else [], [check.value for check in checks])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
@@ -58,6 +60,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         logs=logs,
         metrics=metrics,
         checks=checks,
+        appended=appended,
         received=tuple(sorted(read & handed_in)),
         sent=tuple(sorted(v for v in here if v in step.sent or last_readers(step)[v] >= last)),
     )
@@ -103,6 +106,8 @@ def values_of(node: Any) -> tuple[int, ...]:
             found[item.index] = None
         elif isinstance(item, LogRecord):
             visit(item.value)
+        elif isinstance(item, AppendRecord):
+            visit(item.items)
         elif isinstance(item, MetricRecord):
             visit(item.args)
             visit(tuple(value for _, value in item.kwargs))
@@ -138,7 +143,7 @@ def _tables(key: _ById) -> tuple[dict[int, int], dict[int, int]]:
         for value in op.operands:
             if value in last:
                 last[value] = index
-    records = [values_of(record) for record in (*step.logs, *step.metrics)]
+    records = [values_of(record) for record in (*step.logs, *step.metrics, *step.appended)]
     for values in records:  # read where the record's last value is made
         homes = [maker[v] for v in values if v in maker]
         for value in values:

@@ -30,7 +30,7 @@ from alpa_strategy.lightning.loops import hooks_look, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import Job, capture
-from alpa_strategy.lightning.replay import output_of, replay_records, verify, write_buffers
+from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 
@@ -220,6 +220,7 @@ class Evaluation:
                 step = capture(module, args[0], batch_idx, self._job, name, dataloader_idx)
                 step = without_unused_parameters(step)
             with self._paused():
+                cuts = row_cuts(step, world_size())
                 lowered = home.lower_evaluation(step)
         except AlpaError as error:
             self._failed_at.setdefault(which, set()).add(batch_idx)
@@ -227,9 +228,7 @@ class Evaluation:
             return EAGER
         finally:
             self._is_capturing = False
-        program = EvaluationProgram(
-            step, lowered, AttributeCheck(module, step.attributes), row_cuts(step, world_size())
-        )
+        program = EvaluationProgram(step, lowered, AttributeCheck(module, step.attributes), cuts)
         programs = self._programs.setdefault(key, [])
         programs.append(program)
         del programs[:-MAX_PROGRAMS]
@@ -249,7 +248,9 @@ class Evaluation:
                 module, step, values, counters, self._home.metrics, is_training=False
             )
         rank = dist.get_rank() if world_size() > 1 else 0
-        return output_of(step, own_rows(values, program.cuts, world_size(), rank), batch)
+        own = own_rows(values, program.cuts, world_size(), rank)
+        append_to_lists(module, step, own, batch, counters)
+        return output_of(step, own, batch, counters)
 
     def _run_eagerly(self, eager: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.make_whole()

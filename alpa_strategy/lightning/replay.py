@@ -33,9 +33,25 @@ def fill(
     return pytree.tree_map(filled, structure)
 
 
-def output_of(step: StepGraph, values: Mapping[int, Tensor], batch: Any) -> Any:
+def output_of(step: StepGraph, values: Mapping[int, Tensor], batch: Any, counters: Mapping[str, int]) -> Any:
     """What the step returned."""
-    return fill(step.output, values, pytree.tree_leaves(batch))
+    return fill(step.output, values, pytree.tree_leaves(batch), counters)
+
+
+def append_to_lists(
+    module: torch.nn.Module,
+    step: StepGraph,
+    values: Mapping[int, Tensor],
+    batch: Any,
+    counters: Mapping[str, int],
+) -> None:
+    """Append to the module's lists what the step appended."""
+    if not step.appended:
+        return
+    detached = {index: value.detach() for index, value in values.items()}
+    leaves = pytree.tree_leaves(batch)
+    for record in step.appended:
+        record.place.find(module).extend(fill(list(record.items), detached, leaves, counters))
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
@@ -72,9 +88,10 @@ def replay_records(
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
         changed += metrics.make_global(metric)
-        kwargs = {key: fill(value, values) for key, value in record.kwargs}
+        kwargs = {key: fill(value, values, counters=counters) for key, value in record.kwargs}
         with torch.no_grad():
-            metric_values[record.metric] = getattr(metric, record.method)(*fill(record.args, values), **kwargs)
+            args = fill(record.args, values, counters=counters)
+            metric_values[record.metric] = getattr(metric, record.method)(*args, **kwargs)
     for record in step.logs:
         value = record.value
         if isinstance(value, MetricRef):

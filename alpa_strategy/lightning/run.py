@@ -26,7 +26,7 @@ from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
-from alpa_strategy.lightning.replay import output_of, replay_records, resolve, verify, write_buffers
+from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, resolve, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key, shapes_text
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
@@ -149,9 +149,11 @@ class TrainingRun:
         values = self._values(program, batch)
         verify(step, values)
         write_buffers(self.module, step, values)
+        counters = self._counters(batch_idx)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            replay_records(self.module, step, values, self._counters(batch_idx), self.metrics)
-        return output_of(step, values, batch)
+            replay_records(self.module, step, values, counters, self.metrics)
+        append_to_lists(self.module, step, values, batch, counters)
+        return output_of(step, values, batch, counters)
 
     def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
         """The step's escaping values; the loss can be differentiated."""

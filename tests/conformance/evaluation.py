@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from conformance.bench import Bench, Net
+from conformance.bench import ROWS, Bench, Net
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 
@@ -156,3 +157,84 @@ def training_mode_comes_back(bench: Bench) -> Any:
 
     modes = Modes()
     return {**bench.fit(Frozen, validate=True, val_check_interval=2, callbacks=[modes]), "modes": modes.seen}
+
+
+def outputs_kept_in_lists(bench: Bench) -> Any:
+    """As Lightning's guides write it: steps append to lists of the module, epochs' ends read and clear them."""
+
+    class Keeps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_step_outputs: list[Any] = []
+            self.validation_step_outputs: dict[int, list[Any]] = {0: [], 1: []}
+            self.rows: dict[str, list[Any]] = defaultdict(list)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.training_step_outputs.append(loss)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("train_mean", torch.stack(self.training_step_outputs).mean(), sync_dist=True)
+            self.training_step_outputs.clear()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            x, y = batch
+            prediction = self(x)
+            loss = F.mse_loss(prediction, y)
+            self.validation_step_outputs[dataloader_idx].append({"loss": loss, "batch": batch_idx})
+            self.rows[f"errors_{dataloader_idx}"] += [prediction - y]
+            return loss
+
+        def on_validation_epoch_end(self) -> None:
+            for number, outputs in self.validation_step_outputs.items():
+                assert [o["batch"] for o in outputs] == list(range(len(outputs)))
+                assert all(len(e) == ROWS for e in self.rows[f"errors_{number}"])
+                mean = torch.stack([o["loss"] for o in outputs]).mean()
+                self.log(f"val_mean_{number}", mean, sync_dist=True)
+                errors = self.all_gather(torch.cat(self.rows[f"errors_{number}"]))
+                self.log(f"val_worst_{number}", errors.abs().max())
+                outputs.clear()
+            self.rows.clear()
+
+    module, trainer = bench.module(Keeps), bench.trainer(max_epochs=2)
+    trainer.fit(module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)])
+    return bench.outcome(trainer, module)
+
+
+def sums_and_counts_of_outputs(bench: Bench) -> Any:
+    """A rank's hooks see the sums over its own rows, and how many they are."""
+
+    class Sums(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            error = (self(x) - y).square().sum()
+            self.sums.append((error, len(x)))
+            return {"error": error, "rows": len(x), "scaled": F.mse_loss(self(x), y) * len(x)}
+
+        def on_validation_epoch_end(self) -> None:
+            error, rows = (sum(column) for column in zip(*self.sums, strict=True))
+            self.log("val_mean", error / rows, sync_dist=True)
+            self.log("val_sum", error, sync_dist=True, reduce_fx="sum")
+            self.sums.clear()
+
+    return bench.fit(Sums, validate=True, max_epochs=2)
+
+
+def outputs_in_pieces(bench: Bench) -> Any:
+    """A list of the batch's rows holds this rank's."""
+    seen: list[Any] = []
+
+    class Pieces(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            prediction = self(batch[0])
+            return {"rows": list(prediction), "half": prediction.chunk(2), "number": batch_idx + 1}
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append(outputs)
+
+    return {**bench.fit(Pieces, validate=True), "seen": seen}

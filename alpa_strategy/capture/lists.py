@@ -1,0 +1,209 @@
+"""Lists of the module that the step only appends to (`self.outputs.append(loss)`): part of what the step gives back.
+
+Such a list is replaced by a stand-in while the step is traced: what is appended becomes an output of the graph, and
+nothing can be read, so the list's content does not matter to the graph. Dicts and lists around it (`self.outputs[
+dataloader_idx]`) hand out their items, and what was handed out is guarded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.errors import CaptureError
+
+Keys = tuple[Any, ...]
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ListPlace:
+    """A list: `keys` lead to it from attribute `name` of the submodule at `module`."""
+
+    module: str
+    name: str
+    keys: Keys = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}".lstrip(".") + "".join(f"[{key!r}]" for key in self.keys)
+
+    def find(self, module: nn.Module) -> list[Any]:
+        """The list as it is now; a defaultdict on the way makes it."""
+        found = getattr(module.get_submodule(self.module), self.name)
+        for key in self.keys:
+            found = found[key]
+        return found
+
+
+@dataclass(frozen=True)
+class AppendRecord:
+    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
+
+    place: ListPlace
+    items: tuple[Any, ...]
+
+
+def grown(old: Any, new: Any) -> bool:
+    """Whether a list has its old items, and more behind them."""
+    return type(new) is list and len(new) > len(old) and all(a is b for a, b in zip(old, new, strict=False))
+
+
+def new_lists(old: Any, new: Any) -> list[Any] | None:
+    """Keys under which a `defaultdict(list)` made lists; None when anything else changed, or nothing."""
+    if not isinstance(new, defaultdict) or new.default_factory is not list:
+        return None
+    if any(key not in new or new[key] is not value for key, value in old.items()):
+        return None
+    return [key for key in new if key not in old] or None
+
+
+class _Standin:
+    """What the step sees in place of a container; everything that is not defined below is a look at its content."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured step does not see "
+            "what earlier steps left there",
+            "read the list in a hook such as on_validation_epoch_end",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __contains__ = __bool__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = _refuse
+    __setitem__ = __delitem__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = None
+
+
+class AppendedList(_Standin):
+    """Stands for a list that is only appended to."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self._items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        self._items.append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self._items.extend(items)
+
+    def __iadd__(self, items: Iterable[Any]) -> AppendedList:
+        self.extend(items)
+        return self
+
+    def guard(self, snapshot: Callable[[Any], Any]) -> SomeItems:
+        """What the attribute must equal in later steps: some list."""
+        return SomeItems({(): SomeList()})
+
+
+class OpenContainer(_Standin):
+    """Stands for a dict or list on the way to lists that are appended to: it hands out items, by key."""
+
+    def __init__(self, label: str, content: Any, lists: dict[Keys, AppendedList], keys: Keys, read: dict) -> None:
+        super().__init__(label)
+        self._content, self._lists, self._keys, self._read = content, lists, keys, read
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, StepCounter):
+            key.refuse()
+        keys = (*self._keys, key)
+        if keys in self._lists:
+            self._read[keys] = None
+            return self._lists[keys]
+        item = self._content[key]
+        if any(other[: len(keys)] == keys for other in self._lists):
+            return OpenContainer(self._label, item, self._lists, keys, self._read)
+        self._read[keys] = item
+        return item
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """`outputs[key] += ...` stores what `+=` gave: the list that is there already."""
+        if self._lists.get((*self._keys, key)) is not value:
+            self._refuse()
+
+    def guard(self, snapshot: Callable[[Any], Any]) -> SomeItems:
+        """What the attribute must equal in later steps: a container with the same items where the step read some."""
+        return SomeItems({keys: SomeList() if keys in self._lists else snapshot(v) for keys, v in self._read.items()})
+
+
+class SomeList:
+    """Equals any list; nothing, where a defaultdict will make one."""
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is list
+
+
+class SomeItems:
+    """Equals a container in which keys lead to equal items."""
+
+    __hash__ = None
+
+    def __init__(self, items: dict[Keys, Any]) -> None:
+        self._items = items
+
+    def __eq__(self, other: object) -> bool:
+        return all(item == _item(other, keys) for keys, item in self._items.items())
+
+
+def _item(container: Any, keys: Keys) -> Any:
+    """What keys lead to, a defaultdict left as it is; None where there is nothing."""
+    for key in keys:
+        try:
+            missing = isinstance(container, defaultdict) and key not in container
+            container = container.default_factory() if missing and container.default_factory else container[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return container
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """What stood in for lists that are appended to, and for attributes by (path of the submodule, name)."""
+
+    lists: dict[ListPlace, AppendedList]
+    attributes: dict[tuple[str, str], AppendedList | OpenContainer]
+
+    def appended(self) -> list[list[Any]]:
+        """What was appended to each list."""
+        return [each._items for each in self.lists.values()]
+
+
+@contextmanager
+def lists_standing_in(module: nn.Module, places: Iterable[ListPlace]) -> Iterator[StandIns]:
+    """Let stand-ins take the place of these lists' attributes."""
+    by_attribute: dict[tuple[str, str], list[ListPlace]] = {}
+    for place in places:
+        by_attribute.setdefault((place.module, place.name), []).append(place)
+    found = StandIns({}, {})
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for (path, name), members in by_attribute.items():
+        attributes = vars(module.get_submodule(path))
+        lists = {place.keys: AppendedList(str(place)) for place in members}
+        found.lists.update({place: lists[place.keys] for place in members})
+        before.append((attributes, name, attributes.get(name, _MISSING)))
+        label, content = f"{path}.{name}".lstrip("."), getattr(module.get_submodule(path), name)
+        attributes[name] = lists[()] if () in lists else OpenContainer(label, content, lists, (), {})
+        found.attributes[path, name] = attributes[name]
+    try:
+        yield found
+    finally:
+        for attributes, name, value in before:
+            if value is _MISSING:  # it is the class's
+                del attributes[name]
+            else:
+                attributes[name] = value
