@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from alpa_strategy.capture.attributes import SetAttribute, changed_attributes, initialized
+from alpa_strategy.capture.batch_types import know_types
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.segment import segment_fused_linears
 from alpa_strategy.capture.step_graph import StepGraph
@@ -54,6 +55,7 @@ def capture_step(
             "the module uses manual optimization (automatic_optimization = False)",
             "return the loss from training_step and let Lightning step one optimizer",
         )
+    know_types(batch)
     rows_factor = world_size if batch_scope == "rank" else 1
     call = StepCall(module, batch, step, rows_factor, batch_idx, dataloader_idx, context or nullcontext)
     trace = trace_step(call)

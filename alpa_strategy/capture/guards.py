@@ -131,6 +131,16 @@ def attributes_hold(module: nn.Module, guards: Iterable[Any]) -> str | None:
     return AttributeCheck(module, guards).changed()
 
 
+def _number(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of a counter that gives a number of its own."""
+    return lambda counter, *others: operation(counter.as_number(), *others)
+
+
+def _swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with the counter on the right."""
+    return lambda counter, other: operation(other, counter.as_number())
+
+
 class StepCounter(int):
     """An int that records every comparison made with it; integer arithmetic gives another StepCounter."""
 
@@ -158,9 +168,16 @@ class StepCounter(int):
 
     def _calculate(self, op: str, other: Any) -> Any:
         if type(other) is not int:
-            self.refuse()
+            return _ARITHMETIC[op](self.as_number(), other)
         value = _ARITHMETIC[op](int(self), other)
         return StepCounter.make(value, self.counter_name, self.record, (*self.arithmetic, (op, other)))
+
+    def as_number(self) -> int:
+        """The counter's number as it is now: the graph is good for it alone. Only of one that seldom changes."""
+        if self.counter_name != "current_epoch":
+            self.refuse()
+        self.record(Guard(self.counter_name, self.arithmetic, "==", int.__int__(self), True))
+        return int.__int__(self)
 
     def refuse(self) -> NoReturn:
         """The counter goes where its number would be frozen into the graph."""
@@ -216,8 +233,9 @@ class StepCounter(int):
     def __rmul__(self, other: Any) -> Any:
         return self._calculate("*", other)
 
-    def _refused(self, *_: Any) -> NoReturn:
-        self.refuse()
-
-    __truediv__ = __rtruediv__ = __rsub__ = __rmod__ = __rfloordiv__ = __pow__ = __rpow__ = _refused
-    __neg__ = __float__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __divmod__ = _refused
+    __truediv__, __pow__, __divmod__ = map(_number, (operator.truediv, operator.pow, divmod))
+    __rtruediv__, __rsub__, __rmod__ = map(_swapped, (operator.truediv, operator.sub, operator.mod))
+    __rfloordiv__, __rpow__ = _swapped(operator.floordiv), _swapped(operator.pow)
+    __neg__, __float__ = _number(operator.neg), _number(float)
+    __and__, __or__, __xor__ = map(_number, (operator.and_, operator.or_, operator.xor))
+    __lshift__, __rshift__ = map(_number, (operator.lshift, operator.rshift))

@@ -81,9 +81,8 @@ class Origins(TorchFunctionMode):
         self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for arg in pytree.tree_leaves((args, kwargs)):
-            if isinstance(arg, StepCounter):
-                arg.refuse()
+        if any(isinstance(arg, StepCounter) for arg in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(StepCounter, StepCounter.as_number, (args, kwargs))
         _refuse_functions_of_functions(func, args, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})

@@ -231,6 +231,8 @@ class Evaluation:
         program = EvaluationProgram(step, lowered, AttributeCheck(module, step.attributes), cuts)
         programs = self._programs.setdefault(key, [])
         programs.append(program)
+        for dropped in programs[:-MAX_PROGRAMS]:
+            home.drop(dropped.lowered)
         del programs[:-MAX_PROGRAMS]
         while len(self._programs) > MAX_SHAPES:
             for dropped in self._programs.popitem(last=False)[1]:

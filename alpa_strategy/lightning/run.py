@@ -279,7 +279,10 @@ class TrainingRun:
             lowered = self._lowered_again(step)
         program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
         programs.append(program)
-        del programs[:-MAX_PROGRAMS]
+        while len(programs) > MAX_PROGRAMS:
+            dropped = programs.pop(0).lowered
+            if all(dropped is not other.lowered for other in programs):
+                self.drop(dropped)
         while len(self._programs) > MAX_SHAPES:
             for dropped in self._programs.popitem(last=False)[1]:
                 self.drop(dropped.lowered)

@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.batch_types import know_types
 from alpa_strategy.capture.leaves import may_be_unread
 
 
 def shape_key(batch: Any) -> tuple[Any, ...]:
     """Equal for batches that one program may serve."""
+    know_types(batch)
     leaves, spec = pytree.tree_flatten(batch)
     return (spec, *map(_described, leaves))
 

@@ -102,6 +102,18 @@ def test_guards_follow_comparisons() -> None:
     assert capture(lambda self, x, i: self.a(x).sum() * len(x)).guards == ()
 
 
+def test_the_epoch_may_be_a_number() -> None:
+    """The graph is then good for one epoch; numbers that change with every step are refused."""
+    graph = capture(
+        lambda self, x, i: self.a(x).sum() * min(1.0, self.current_epoch / 4) + (self.current_epoch + 1) ** 2
+    )
+    assert graph.guards
+    assert all(g.holds(current_epoch=0) for g in graph.guards)
+    assert not all(g.holds(current_epoch=1) for g in graph.guards)
+    with pytest.raises(CaptureError, match="global_step is used as a number"):
+        capture(lambda self, x, i: self.a(x).sum() * (self.global_step / 4))
+
+
 def test_world_size_scales_rows_only() -> None:
     batch = {"x": torch.randn(6, 4), "mask": torch.ones(4), "scale": torch.tensor(2.0), "text": "kept"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -153,6 +155,36 @@ def batches_with_more_than_tensors(bench: Bench) -> Any:
     module, trainer = bench.module(Named), bench.trainer()
     trainer.fit(module, bench.loader(collate_fn=collate))
     return bench.outcome(trainer, module)
+
+
+@dataclass
+class Pair:
+    x: Any
+    y: Any
+
+
+def batches_of_other_types(bench: Bench) -> Any:
+    """Dataclasses, named tuples and mappings that are no dicts (as tokenizers give them)."""
+
+    class Types(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, UserDict) else (batch.x, batch.y)
+            return F.mse_loss(self.net(x), y)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True, batch_size=ROWS)
+            return batch
+
+    def collate(kind: Any) -> Any:
+        return lambda rows: kind(x=torch.stack([row[0] for row in rows]), y=torch.stack([row[1] for row in rows]))
+
+    found = {}
+    for name, kind in {"dataclass": Pair, "tuple": namedtuple("Point", "x y"), "mapping": UserDict}.items():
+        module, trainer = bench.module(Types), bench.trainer()
+        loaders = [DataLoader(bench.data(seed=s), batch_size=ROWS, collate_fn=collate(kind)) for s in (3, 4)]
+        trainer.fit(module, *loaders)
+        found[name] = bench.outcome(trainer, module)
+    return found
 
 
 def transfer_hooks(bench: Bench) -> Any:

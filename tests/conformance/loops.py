@@ -195,6 +195,18 @@ def trainer_reads_in_the_step(bench: Bench) -> Any:
     return bench.fit(Reads, max_epochs=2)
 
 
+def epoch_in_the_loss(bench: Bench) -> Any:
+    """What depends on the epoch by more than a comparison is captured in every epoch."""
+
+    class Anneals(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("epoch", float(self.current_epoch))
+            return loss * min(1.0, 0.5 + self.current_epoch / 4) + self.current_epoch * 0.01 * loss.square()
+
+    return bench.fit(Anneals, max_epochs=3)
+
+
 def barebones(bench: Bench) -> Any:
     return bench.fit(barebones=True)
 
