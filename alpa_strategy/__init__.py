@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.fabric import NoFabric
+from alpa_strategy.lightning.load_from import let_directories_load
 from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
+let_directories_load()
 if "alpa" not in StrategyRegistry:
     StrategyRegistry.register(
         "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"

@@ -103,6 +103,19 @@ def saved_by_hand_and_resumed(bench: Bench) -> Any:
     return bench.outcome(trainer, module, count=state.count, seen=module.seen)
 
 
+def module_of_the_best_checkpoint(bench: Bench) -> Any:
+    class Sized(Net):
+        def __init__(self, d_hidden: int = 8) -> None:
+            super().__init__(d_hidden=d_hidden)
+            self.save_hyperparameters()
+
+    best = ModelCheckpoint(bench.root / "saved", monitor="val_loss")
+    trainer = bench.trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True)
+    trainer.fit(bench.module(Sized, d_hidden=5), bench.loader(), bench.evaluation_loader(16, 4))
+    module = Sized.load_from_checkpoint(best.best_model_path, weights_only=False)
+    return {"weights": module.state_dict(), "width": module.hparams.d_hidden}
+
+
 def weights_only_checkpoint(bench: Bench) -> Any:
     path = bench.root / "weights.ckpt"
     trainer, module = bench.trainer(), bench.module(Scheduled)
