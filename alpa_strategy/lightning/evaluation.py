@@ -26,7 +26,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
-from alpa_strategy.lightning.loops import hooks_look, why_uneven
+from alpa_strategy.lightning.loops import hooks_look, step_counters, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import Job, capture
@@ -168,7 +168,7 @@ class Evaluation:
         batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
         which = (name, dataloader_idx)
         key = (*which, shape_key(batch))
-        counters = self._counters(batch_idx)
+        counters = step_counters(self._home.module.trainer, batch_idx)
         found = self._find(which, key, counters, batch)
         decision = self._agree(name, key, found)
         if decision == CAPTURE:
@@ -177,14 +177,6 @@ class Evaluation:
             return self._run_eagerly(eager, args)
         self._programs.move_to_end(key)
         return self._run(self._programs[key][decision], batch, counters)
-
-    def _counters(self, batch_idx: int) -> dict[str, int]:
-        trainer = self._home.module.trainer
-        return {
-            "batch_idx": batch_idx,
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-        }
 
     def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int], batch: Any) -> int:
         failed = self._failed_at.get(which, set())

@@ -42,3 +42,8 @@ def why_uneven(trainer: Any) -> str | None:
     if streams:
         return streams[0]
     return None if len(set(found)) == 1 else f"the ranks have different numbers of batches: {', '.join(found)}"
+
+
+def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
+    """What a step's guards and logs are asked about."""
+    return {"batch_idx": batch_idx, "global_step": trainer.global_step, "current_epoch": trainer.current_epoch}

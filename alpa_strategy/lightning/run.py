@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
+from alpa_strategy.lightning.loops import step_counters
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
@@ -32,6 +33,7 @@ from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.step_in_backward import StepInBackward
@@ -60,6 +62,14 @@ class Program:
     def fits(self, counters: dict[str, int]) -> bool:
         """True when the step's Python would take the same path for these counters."""
         return all(guard.holds(**counters) for guard in self.step.guards)
+
+
+@dataclass(frozen=True)
+class LoweredEvaluation:
+    """What runs an evaluation step, and how its parameters arrive."""
+
+    step: LoweredStep
+    pins: Mapping[str, ParameterPlan]
 
 
 class TrainingRun:
@@ -149,7 +159,7 @@ class TrainingRun:
         values = self._values(program, batch)
         verify(step, values)
         write_buffers(self.module, step, values)
-        counters = self._counters(batch_idx)
+        counters = step_counters(self.module.trainer, batch_idx)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
             replay_records(self.module, step, values, counters, self.metrics)
         append_to_lists(self.module, step, values, batch, counters)
@@ -189,19 +199,18 @@ class TrainingRun:
 
     # Evaluation steps on the training's parameters
 
-    def lower_evaluation(self, step: StepGraph) -> LoweredStep:
+    def lower_evaluation(self, step: StepGraph) -> LoweredEvaluation:
         """What runs an evaluation step on the parameters as they lie. Collective."""
         pins = evaluation_pins(step, self.stage.parameter_plans, len(self.stage.logical_mesh))
         stage = replace(self.stage, parameter_plans=pins)
         plan = find_or_make_plan(step, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero, running=stage)
-        return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
+        return LoweredEvaluation(lower(step, plan.stages[0], self.mesh, self._job.device, self._random), pins)
 
-    def evaluate(self, step: StepGraph, lowered: LoweredStep, batch: Any) -> dict[int, Tensor]:
+    def evaluate(self, step: StepGraph, lowered: LoweredEvaluation, batch: Any) -> dict[int, Tensor]:
         """The step's escaping values, whole on every rank. Collective."""
-        pins = evaluation_pins(step, self.stage.parameter_plans, len(self.stage.logical_mesh))
-        parameters = evaluation_inputs(self.module, step, self.store, pins)
+        parameters = evaluation_inputs(self.module, step, self.store, lowered.pins)
         buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
-        return lowered(parameters, buffers, batch_rows(step, batch))
+        return lowered.step(parameters, buffers, batch_rows(step, batch))
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
@@ -244,16 +253,8 @@ class TrainingRun:
         if self._hooks is not None:
             self._hooks.remove()
 
-    def _counters(self, batch_idx: int) -> dict[str, int]:
-        trainer = self.module.trainer
-        return {
-            "batch_idx": batch_idx,
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-        }
-
     def _program(self, batch: Any, batch_idx: int) -> Program:
-        counters = self._counters(batch_idx)
+        counters = step_counters(self.module.trainer, batch_idx)
         key = shape_key(batch)
         if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
             self._check_same_shapes(batch)
