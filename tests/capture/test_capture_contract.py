@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from models import GPT, MLP, MODELS, Bert, ConvNet, Llama
+from quiet import QUIET
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics.classification import MulticlassAccuracy
@@ -221,8 +222,7 @@ def test_within_a_trainer() -> None:
         model = Model()
         data = [model.example_batch(4) for _ in range(3)]
         trainer = pl.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=callbacks,
+            max_epochs=1, accelerator="cpu", **QUIET, callbacks=callbacks,
         )  # fmt: skip
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         return torch.cat([p.flatten() for p in model.parameters()])

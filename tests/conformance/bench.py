@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
+from quiet import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
@@ -104,14 +105,7 @@ class Bench:
 
     def trainer(self, plan: dict[str, Any] | None = None, **arguments: Any) -> pl.Trainer:
         """A quiet fp64 Trainer; `arguments` are the Trainer's, `plan` replaces the options of the kind's plan."""
-        quiet = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
-        if arguments.get("barebones"):
-            quiet = {}
+        quiet = {} if arguments.get("barebones") else QUIET
         common = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, "default_root_dir": self.root}
         parallel: dict[str, Any] = {"devices": self.num_ranks}
         if self.is_alpa:

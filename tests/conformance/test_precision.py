@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from models import GPT
+from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
@@ -96,10 +97,7 @@ def train(
         max_epochs=-1,
         callbacks=[losses],
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
         **arguments,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from models import MODELS
+from quiet import QUIET
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -91,10 +92,7 @@ def record_model(
         "max_epochs": 1,
         "accelerator": "cpu",
         "precision": precision,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "callbacks": [recorder],
         "gradient_clip_val": clip,
         "accumulate_grad_batches": accumulate * num_microbatches,

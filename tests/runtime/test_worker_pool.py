@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from quiet import QUIET
 from worker_pool import WorkerError
 
 
@@ -51,10 +52,7 @@ def train_with_lightning() -> list[float]:
         strategy="ddp",
         max_steps=2,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model)
     return [trainer.world_size, trainer.global_rank, model.layer.weight.sum().item()]

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from models import GPT
+from quiet import QUIET
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from worker_pool import WorkerError
 
@@ -88,10 +89,7 @@ def train(root: str, strategy: dict[str, Any] | None, data: str = "Texts") -> di
         accelerator="cpu",
         precision="64-true",
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
         **parallel,
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from models import MLP
+from quiet import QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -95,10 +96,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
         num_sanity_val_steps=0,
         **{"max_epochs": 2, **parallel, **arguments},

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from models import MLP
+from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
@@ -55,10 +56,7 @@ def run(
         strategy=AlpaStrategy(**strategy),
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
     )
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchmetrics
 from models import MLP
+from quiet import QUIET
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
@@ -86,10 +87,7 @@ def train(
     trainer = pl.Trainer(
         accelerator="cpu",
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
         **{"max_epochs": 1, **parallel, **trainer_arguments},
     )
@@ -251,10 +249,7 @@ def fit_twice_and_validate(root: str) -> tuple[float, float, tuple[int, ...]]:
         strategy=strategy,
         precision="bf16-mixed",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=root,
     )
     loader = DataLoader(data, batch_size=4)
