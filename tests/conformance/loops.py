@@ -202,7 +202,7 @@ def epoch_in_the_loss(bench: Bench) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.log("epoch", float(self.current_epoch))
-            return loss * min(1.0, 0.5 + self.current_epoch / 4) + self.current_epoch * 0.01 * loss.square()
+            return loss * min(1.0, 0.5 + self.current_epoch / 4) - torch.tensor(0.01) * self.current_epoch * loss
 
     return bench.fit(Anneals, max_epochs=3)
 
