@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
 from alpa_strategy.capture.lists import AppendRecord
@@ -244,14 +245,7 @@ class StepGraph:
         found.update(check.value for check in self.checks)
 
         def visit(node: Any) -> None:
-            if isinstance(node, ValueRef):
-                found.add(node.index)
-            elif isinstance(node, dict):
-                for item in node.values():
-                    visit(item)
-            elif isinstance(node, list | tuple):
-                for item in node:
-                    visit(item)
+            found.update(leaf.index for leaf in pytree.tree_leaves(node) if isinstance(leaf, ValueRef))
 
         visit(self.output)
         visit([record.items for record in self.appended])

@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.capture.step_graph import LogRecord, MetricRecord, StepGraph, ValueRef
 
@@ -111,11 +113,8 @@ def values_of(node: Any) -> tuple[int, ...]:
         elif isinstance(item, MetricRecord):
             visit(item.args)
             visit(tuple(value for _, value in item.kwargs))
-        elif isinstance(item, dict):
-            for value in item.values():
-                visit(value)
-        elif isinstance(item, list | tuple):
-            for value in item:
+        elif not pytree.tree_is_leaf(item):
+            for value in pytree.tree_leaves(item):
                 visit(value)
 
     visit(node)
