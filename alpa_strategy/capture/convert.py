@@ -96,11 +96,6 @@ class _Converter:
         name = str(node.target)
         if name not in self.constant_views:
             tensor = getattr(self.trace.module, name)
-            if isinstance(tensor, torch.Generator):
-                raise CaptureError(
-                    f"the step draws from a generator of its own ({self._source_of(node)})",
-                    "leave `generator` out: seed_everything makes the run reproducible",
-                )
             if tensor.requires_grad:
                 raise CaptureError(
                     "the step uses a tensor that requires grad and is not a parameter of the module "

@@ -81,7 +81,13 @@ class Origins(TorchFunctionMode):
         self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(arg, StepCounter) for arg in pytree.tree_leaves((args, kwargs))):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(arg, torch.Generator) for arg in leaves):
+            raise CaptureError(
+                f"the step draws from a generator of its own ({user_frame()})",
+                "leave `generator` out: seed_everything makes the run reproducible",
+            )
+        if any(isinstance(arg, StepCounter) for arg in leaves):
             args, kwargs = pytree.tree_map_only(StepCounter, StepCounter.as_number, (args, kwargs))
         _refuse_functions_of_functions(func, args, kwargs or {})
         self._check_device(func, args, kwargs or {})
