@@ -1,7 +1,8 @@
 """Layers too entangled for tables (a scan over time: every step reads the same few values), priced by assignments.
 
-The ILP's solver gives an assignment for every layout at either end, the other end free; from the best of them each pair
-of ends is reached by changing one choice at a time. As elsewhere, a run is never priced below its optimum.
+The ILP's solver gives an assignment with both ends free (one for every layout at an end takes it half a minute); from
+the best of them each pair of ends is reached by changing one choice at a time. As elsewhere, a run is never priced
+below its optimum.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ def price_pairs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pair
 
     The problems are one problem at several prices of memory; `inf` where nothing was found.
     """
-    starts = _starts(problems, ends)
+    starts = _starts(problems)
     return [_pairs(problem, ends, starts) for problem in problems]
 
 
-def _starts(problems: Sequence[Problem], ends: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Good assignments at the lowest and the highest price of memory."""
+def _starts(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+    """Good assignments at the lowest and the highest price of memory, both ends free."""
     found: dict[tuple[int, ...], None] = {}
     for problem in (problems[0], problems[-1])[: len(problems)]:
-        for end in ends:
-            for value in range(len(problem.choices[end].cost)):
-                try:
-                    found.setdefault(solve(_fixed(problem, {end: value}), SECONDS_PER_SOLVE).assignment)
-                except PlanError:  # none with this layout at this end
-                    continue
+        try:
+            found.setdefault(solve(problem, SECONDS_PER_SOLVE).assignment)
+        except PlanError:  # impossible whatever the ends
+            continue
     return list(found)
 
 

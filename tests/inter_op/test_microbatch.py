@@ -238,7 +238,7 @@ def mixing_only_in_logs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> dict[str
     self.log("perplexity", loss.exp())
     self.log("accuracy", (logits.argmax(-1) == y).to(x.dtype).mean())
     self.log("spread", logits.std(0).max() + loss.detach())
-    self.log("top", logits.softmax(0).topk(3, dim=0).values.sum() * w.sum())
+    self.log("top", logits.softmax(0).topk(min(3, len(logits)), dim=0).values.sum() * w.sum())
     self.log("scale", self.scale)
     self.log("norm", self.a.weight.norm() * loss.sqrt())
     self.log("classes", (y == 1).sum())
