@@ -319,12 +319,13 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
 
 
 def freed_memory(prepared: Prepared, job: Job) -> Freed:
-    """What should become of freed host memory: it is given back where the plan is tight or large; micro-batches leave
-    many small blocks."""
+    """What should become of freed host memory: it is given back where the plan is tight, or large and such that blocks
+    of many sizes come and go."""
     plan = prepared.plan
     if plan.predicted.peak_bytes > TIGHT * job.options.usable_bytes(prepared.cluster.device.memory_bytes):
         return Freed.GIVEN_BACK
-    if plan.predicted.peak_bytes < LARGE_BYTES:
+    modes = {mode[0] for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and modes <= {"R"}):
         return Freed.KEPT
     return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
 

@@ -1,8 +1,9 @@
 """The C library's allocator, where tensors lie in host memory: freed blocks are kept for the next step, or given back.
 
-glibc gives a large freed block back to the system, and the next step pays a page fault for every 4 KB of it. Kept
-blocks share heaps with small objects, which never shrink: a step of ZeRO-3 was seen to hold 1.8 x what is alive, 1.1 x
-where blocks from 4 MB on are given back (0.3 % slower), and 1.0 x where those from 1 MB on are (2.6 % slower).
+glibc gives a large freed block back to the system, and the next step pays a page fault for every 4 KB of it: the
+temporaries of an optimizer step were seen to take 2.6 x as long. Kept blocks share heaps with small objects, which
+never shrink: a step of ZeRO-3 was seen to hold 1.8 x what is alive, 1.1 x where blocks from 4 MB on are given back, and
+1.0 x where those from 1 MB on are. So it depends on which is short, memory or time.
 """
 
 from __future__ import annotations
