@@ -120,34 +120,32 @@ def steps_parameter_by_parameter(optimizer: Optimizer) -> bool:
         starts = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(2)]
         grads = [[torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(3)] for _ in starts]
         wanted = _trained_together(rebuild, starts, grads)
-        found = _trained_in_pieces(rebuild, starts, grads)
+        found = _trained_together(rebuild, starts, grads, _step_in_pieces)
         return all(torch.allclose(f, w, rtol=1e-12, atol=1e-14) for f, w in zip(found, wanted, strict=True))
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
         return False
 
 
-def _trained_in_pieces(
-    rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
-    starts: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-) -> list[Tensor]:
-    """As `_trained_together`: all parameters but the last are stepped alone, within the closure of the last one's."""
-    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = rebuild(parameters)
-    for of_step in zip(*grads, strict=True):
+def _step_at_once(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    optimizer.step()
 
-        def closure(of_step: Sequence[Tensor] = of_step) -> Tensor:
-            parameters[-1].grad = None
-            for parameter, grad in zip(parameters[:-1], of_step, strict=False):
-                parameter.grad = grad.clone()
-                optimizer.step()
-                parameter.grad = None
-            parameters[-1].grad = of_step[-1].clone()
-            return torch.zeros(())
 
-        optimizer.step(closure)
-    return [parameter.detach() for parameter in parameters]
+def _step_in_pieces(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """All parameters but the last are stepped alone, within the closure of the last one's step."""
+    *earlier, last = parameters
+
+    def closure() -> Tensor:
+        last.grad = None
+        for parameter, grad in zip(earlier, grads, strict=False):
+            _step_at_once(optimizer, [parameter], [grad])
+            parameter.grad = None
+        last.grad = grads[-1].clone()
+        return torch.zeros(())
+
+    optimizer.step(closure)
 
 
 def _probe_state_bytes(optimizer: Optimizer) -> float:
@@ -182,14 +180,13 @@ def _trained_together(
     rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
     starts: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
+    step: Callable[[Optimizer, Sequence[torch.nn.Parameter], Sequence[Tensor]], None] = _step_at_once,
 ) -> list[Tensor]:
-    """Parameters of one optimizer after one step per gradient; `grads` by parameter, then by step."""
+    """Parameters of one optimizer after one `step` per gradient; `grads` by parameter, then by step."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     optimizer = rebuild(parameters)
     for of_step in zip(*grads, strict=True):
-        for parameter, grad in zip(parameters, of_step, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
+        step(optimizer, parameters, of_step)
     return [parameter.detach() for parameter in parameters]
 
 

@@ -110,10 +110,7 @@ def lower(
     Raises:
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
-    writer = _Writer(step, stage, mesh, device, random)
-    for op in step.ops:
-        writer.op(op)
-    return writer.finish()
+    return _Writer(step, stage, mesh, device, random).program()
 
 
 def lower_spans(
@@ -134,10 +131,8 @@ def lower_spans(
         made = tuple(value for value in graph.sent if value in read_later)
         graph = replace(graph, sent=tuple(value for value in graph.sent if value in sent))
         writer = _Writer(graph, stage, mesh, device, random, layouts)
-        for op in graph.ops:
-            writer.op(op)
+        found.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
-        found.append((graph, writer.finish(made)))
     return found
 
 
@@ -238,8 +233,14 @@ class _Writer:
             self.copies[key] = name
         return self.copies[key]
 
-    def finish(self, made: tuple[int, ...] = ()) -> LoweredStep:
-        """Results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function."""
+    def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
+        """All ops, results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        for op in self.step.ops:
+            self.op(op)
         whole = (REPLICATE,) * len(self.mesh.shape)
         results = [self.copy(value, whole) for value in self.step.escaping]
         results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from alpa_strategy.capture.step_graph import StepGraph
@@ -62,20 +62,17 @@ def choose_plan(
     try:
         one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
     except PlanError:
-        is_possible = shared_bytes(step, cluster, optimizer) <= _usable(cluster, options)
-        if is_possible and pinned is None and _may_be_pipelined(step, cluster, options):
-            try:
-                return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
-            except PlanError:
-                pass
-        if not optimizer.may_step_in_backward or optimizer.steps_in_backward or pinned is not None:
+        if pinned is not None:
             raise
-        try:
-            one = plan_step(step, cluster, options, replace(optimizer, steps_in_backward=True), progress, costs=costs)
-        except PlanError:
-            pass  # the first error speaks of the ordinary case
-        else:
-            return _with_note(one, "parameters are updated within the backward: all gradients at once would not fit")
+        usable = options.usable_bytes(cluster.device.memory_bytes)
+        if shared_bytes(step, cluster, optimizer) <= usable and _may_be_pipelined(step, cluster, options):
+            with suppress(PlanError):  # the first error speaks of the ordinary case
+                return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
+        if optimizer.may_step_in_backward and not optimizer.steps_in_backward:
+            early = replace(optimizer, steps_in_backward=True)
+            note = "parameters are updated within the backward: all gradients at once would not fit"
+            with suppress(PlanError):
+                return _with_note(plan_step(step, cluster, options, early, progress, costs=costs), note)
         raise
     if pinned is None:
         one = _or_data_parallel(one, step, cluster, options, optimizer, costs)
@@ -165,10 +162,6 @@ def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo
         total += meta.num_bytes * (2 if meta.requires_grad else 1)
         total += meta.num_elements * optimizer.state_bytes if meta.requires_grad else 0.0
     return total / cluster.num_devices
-
-
-def _usable(cluster: ClusterSpec, options: PlanOptions) -> float:
-    return options.usable_bytes(cluster.device.memory_bytes)
 
 
 def divided_seconds(step: StepGraph, cluster: ClusterSpec, costs: OpCosts) -> float:

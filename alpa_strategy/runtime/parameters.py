@@ -166,9 +166,8 @@ class ParameterStore:
         All gatherings start now and run beside the step; asking for a parameter waits for its own.
         """
         for stored in self._stored.values():
-            if stored.is_gathered_once and stored.leaf is None and stored.gathering is None:
-                with torch.no_grad():
-                    stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
+            if stored.is_gathered_once and stored.leaf is None:
+                self._gathering(stored)
         return _StepInputs(self, tuple(self._stored))
 
     def step_input(self, name: str) -> Tensor:
@@ -180,14 +179,20 @@ class ParameterStore:
             return self._as_in_step(stored, stored.parameter)
         if stored.leaf is None:
             with torch.no_grad():
-                if stored.gathering is None:
-                    stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
-                leaf, stored.gathering = stored.gathering.wait(), None
+                leaf = self._gathering(stored).wait()
+            stored.gathering = None
             leaf = leaf.requires_grad_(stored.parameter.requires_grad)
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
             stored.leaf = leaf
         return stored.leaf
+
+    def _gathering(self, stored: _Stored) -> Pending:
+        """The gathering of the step's copy, begun now where it is not under way."""
+        if stored.gathering is None:
+            with torch.no_grad():
+                stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
+        return stored.gathering
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
