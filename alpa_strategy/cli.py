@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
+    from alpa_strategy.lightning.early_step import Surroundings
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.recipe import Recipe
 
@@ -133,6 +134,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
     from alpa_strategy.inter_op.stage_costs import CostStore
+    from alpa_strategy.optimizer_info import optimizer_info_of
     from alpa_strategy.plan.make import make_plan
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
@@ -145,8 +147,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
+    optimizer = optimizer_info_of(model, _surroundings(recipe))
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
-    plan = make_plan(model, batch, cluster, options, progress=progress, context=context, store=store)
+    plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store)
     store.done()
     console = Console()
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
@@ -196,6 +199,19 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     if "accumulate_grad_batches" in recipe.trainer:
         given["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
     return PlanOptions.from_user(**given)
+
+
+def _surroundings(recipe: Recipe) -> Surroundings:
+    """What of the recipe's Trainer decides whether parameters may be updated within the backward."""
+    from alpa_strategy.lightning.early_step import Surroundings
+    from alpa_strategy.recipe import build_callbacks
+
+    return Surroundings(
+        clips=bool(recipe.trainer.get("gradient_clip_val")),
+        accumulates=recipe.trainer.get("accumulate_grad_batches", 1) != 1,
+        scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
+        callbacks=tuple(build_callbacks(recipe)),
+    )
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:

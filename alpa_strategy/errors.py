@@ -37,6 +37,10 @@ class PlanError(AlpaError):
     """No plan exists under the given limits, or a given plan does not fit the model or cluster."""
 
 
+class DoesNotFitError(PlanError):
+    """What was planned needs more memory than a device may use."""
+
+
 class RuntimeMismatchError(AlpaError):
     """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
+
+if TYPE_CHECKING:
+    from alpa_strategy.lightning.early_step import Surroundings
 
 _ELEMENT_WISE = (
     torch.optim.Adam,
@@ -55,19 +58,22 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
     return experiment(optimizer)
 
 
-def optimizer_info_of(module: Any) -> OptimizerInfo:
+def optimizer_info_of(module: Any, surroundings: Surroundings | None = None) -> OptimizerInfo:
     """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
 
-    A module whose method needs a Trainer is planned as with Adam.
+    `surroundings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose
+    method needs a Trainer is planned as with Adam.
     """
     from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    from alpa_strategy.lightning.early_step import Surroundings, with_early_step
 
     try:
         optimizers, _, _ = _configure_optimizers(module.configure_optimizers())
     # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
     except Exception:
         return OptimizerInfo()
-    return inspect_optimizer(optimizers)
+    return with_early_step(inspect_optimizer(optimizers), module, optimizers[0], surroundings or Surroundings())
 
 
 def experiment(optimizer: Optimizer) -> OptimizerInfo:

@@ -257,8 +257,8 @@ class OptimizerInfo:
         name: class name, for messages.
         parameter_wise: True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
             its own parameters.
-        may_step_in_backward: True when a plan may update each parameter as soon as its gradient is there, within the
-            backward: such a plan is made where no other fits.
+        against_early_step: what stands against a plan that updates each parameter as soon as its gradient is there,
+            within the backward; None where nothing does: such a plan is made where no other fits.
         steps_in_backward: True while such a plan is made (and run).
     """
 
@@ -266,7 +266,7 @@ class OptimizerInfo:
     element_wise: bool = True
     name: str = "Adam"
     parameter_wise: bool = True
-    may_step_in_backward: bool = False
+    against_early_step: str | None = "it is not known what looks at gradients before the optimizer's step"
     steps_in_backward: bool = False
 
 

@@ -250,7 +250,7 @@ class AlpaStrategy(ParallelJob):
         self._run.load_state_dict(random_streams)
 
     def _prepare(self, batch: Any, batch_idx: int) -> None:
-        from alpa_strategy.lightning.early_step import with_early_step
+        from alpa_strategy.lightning.early_step import Surroundings, with_early_step
         from alpa_strategy.lightning.evaluation import Evaluation
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
@@ -260,7 +260,12 @@ class AlpaStrategy(ParallelJob):
         assert self.lightning_module is not None
         seed = agree_on_seed()
         job, rank_zero = self._job(), RankZero(self.limits.plan_timeout_seconds)
-        optimizer = with_early_step(inspect_optimizer(self.optimizers), self.lightning_module, self.optimizers[0])
+        optimizer = with_early_step(
+            inspect_optimizer(self.optimizers),
+            self.lightning_module,
+            self.optimizers[0],
+            Surroundings.of(self.lightning_module.trainer),
+        )
         with isolate_rng(include_cuda=self.root_device.type == "cuda"):  # measuring draws random numbers
             prepared = prepare(self.lightning_module, batch, batch_idx, job, optimizer, rank_zero)
             if self.root_device.type == "cpu":

@@ -21,7 +21,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.display.numbers import format_bytes
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
 from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.counts import Look, Submeshes, climb
@@ -85,9 +85,11 @@ def plan_pipeline(
         fingerprint = fingerprint_of(step, cluster, options, optimizer)
         notes = (*step.notes, *plan.notes, *replicated_notes(step, costs))
         return replace(plan, fingerprint=fingerprint, notes=notes, solver_seconds=dict(search.spent))
+    kind = PlanError
     if search.last_job is not None and (largest := largest_need(search.last_job, search.meshes)):
         search.failures.append(largest)
-    raise PlanError(
+        kind = DoesNotFitError
+    raise kind(
         "no pipeline fits:\n    " + "\n    ".join(search.failures),
         "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.elimination import eliminate, min_marginals, network_of, plan_order
 from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory, splice
 from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_program
@@ -224,8 +224,8 @@ def _forbidden(problem: Problem) -> PlanError:
     )
 
 
-def _too_big(problem: Problem, least: float, exact: bool) -> PlanError:
-    return PlanError(
+def _too_big(problem: Problem, least: float, exact: bool) -> DoesNotFitError:
+    return DoesNotFitError(
         f"The memory limit cannot be met: the least is {'' if exact else 'about '}{_size(least)}"
         f" ({least:.0f} bytes) per device, the limit is {_size(problem.memory_limit)}.",
         "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",

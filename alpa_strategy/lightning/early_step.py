@@ -6,7 +6,7 @@ and the step happens after every backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -14,8 +14,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
-from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.cost.flops import is_view
 from alpa_strategy.optimizer_info import steps_parameter_by_parameter
 from alpa_strategy.options import OptimizerInfo
 
@@ -24,31 +22,60 @@ _OF_THE_STEP = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_
 _AFTERWARDS = ("on_train_batch_start", "on_train_batch_end")  # gradients of the last step are still there on one device
 
 
-def with_early_step(info: OptimizerInfo, module: Any, optimizer: Optimizer) -> OptimizerInfo:
+@dataclass(frozen=True)
+class Surroundings:
+    """What decides beside the module and its optimizer: settings of the Trainer.
+
+    Attributes:
+        clips, accumulates: whether it clips gradients, or sums those of several batches.
+        scales: whether its precision plugin looks at all gradients before the step.
+        callbacks: its callbacks.
+    """
+
+    clips: bool = False
+    accumulates: bool = False
+    scales: bool = False
+    callbacks: tuple[Callback, ...] = ()
+
+    @classmethod
+    def of(cls, trainer: Any) -> Surroundings:
+        """Those of a Trainer."""
+        precision = trainer.precision_plugin
+        scales = getattr(precision, "scaler", None) is not None or not type(precision).__module__.startswith(
+            "lightning."
+        )
+        return cls(
+            bool(trainer.gradient_clip_val), trainer.accumulate_grad_batches != 1, scales, tuple(trainer.callbacks)
+        )
+
+
+def with_early_step(
+    info: OptimizerInfo, module: Any, optimizer: Optimizer, surroundings: Surroundings
+) -> OptimizerInfo:
     """`info` with what is known of this training."""
-    against = against_steps_in_backward(module.trainer, module, optimizer, info)
-    return replace(info, may_step_in_backward=against is None)
+    return replace(info, against_early_step=against_steps_in_backward(module, optimizer, info, surroundings))
 
 
-def against_steps_in_backward(trainer: Any, module: Any, optimizer: Optimizer, info: OptimizerInfo) -> str | None:
+def against_steps_in_backward(
+    module: Any, optimizer: Optimizer, info: OptimizerInfo, surroundings: Surroundings
+) -> str | None:
     """What stands against it in this training, None where nothing does."""
-    if trainer.gradient_clip_val:
+    if surroundings.clips:
         return "gradients are clipped"
-    if trainer.accumulate_grad_batches != 1 or any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+    if surroundings.accumulates or any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in surroundings.callbacks
     ):
         return "gradients are accumulated over several batches"
-    precision = trainer.precision_plugin
-    if getattr(precision, "scaler", None) is not None or not type(precision).__module__.startswith("lightning."):
+    if surroundings.scales:
         return "the precision plugin looks at all gradients before the step"
     for name in (*_BETWEEN, *_OF_THE_STEP):
         if _is_overridden(module, name, LightningModule):
             return f"{type(module).__name__}.{name} may look at gradients"
-    for callback in trainer.callbacks:
+    for callback in surroundings.callbacks:
         for name in _BETWEEN:
             if _is_overridden(callback, name, Callback):
                 return f"{type(callback).__name__}.{name} may look at gradients"
-    for owner, base in ((module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)):
+    for owner, base in ((module, LightningModule), *((callback, Callback) for callback in surroundings.callbacks)):
         for name in _AFTERWARDS:
             if _is_overridden(owner, name, base) and _mentions_gradients(getattr(owner, name)):
                 return f"{type(owner).__name__}.{name} may look at gradients"
@@ -62,23 +89,6 @@ def clears_gradients_unseen(trainer: Any, module: Any) -> bool:
     looks = [callback for callback in trainer.callbacks if _is_overridden(callback, "on_before_zero_grad", Callback)]
     own = ("on_before_zero_grad", "optimizer_zero_grad")
     return not looks and not any(_is_overridden(module, name, LightningModule) for name in own)
-
-
-def uses_detached_parameters(step: StepGraph) -> bool:
-    """Whether the backward may need a parameter's value in an op that gives the parameter no gradient.
-
-    Such an op may run after the parameter's gradient is complete, and would find the new value.
-    """
-    same_memory = {p.value for p in step.parameters if p.meta.requires_grad}
-    detached: set[int] = set()
-    for op in step.ops:
-        reads = [value for value in op.operands if value in same_memory]
-        if is_view(op.call) and reads:
-            same_memory.update(op.results)
-            detached.update(v for v in op.results if not step.values[v].requires_grad or reads[0] in detached)
-        elif detached.intersection(reads) and any(step.values[v].requires_grad for v in op.results):
-            return True
-    return False
 
 
 def _is_overridden(owner: Any, name: str, base: type) -> bool:

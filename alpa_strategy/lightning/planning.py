@@ -20,8 +20,8 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
-from alpa_strategy.lightning.early_step import uses_detached_parameters
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.early_step import against_early_step
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
 from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.store import PlanStore
@@ -188,8 +188,6 @@ def find_or_make_plan(
         running: the stage that is already running, for a step of another shape: parameters stay as they lie.
     """
     options, pinned = job.options, None
-    if optimizer.may_step_in_backward and uses_detached_parameters(step):
-        optimizer = replace(optimizer, may_step_in_backward=False)
     if running is None:
         _check_divisible(step, job)
     else:
@@ -259,13 +257,14 @@ def _plan_on_rank_zero(
     pinned: Mapping[str, ParameterPlan] | None,
 ) -> Plan:
     wanted = fingerprint_of(step, cluster, options, optimizer)
+    against = against_early_step(step, optimizer, options)
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_devices(plan, job)
-        if plan.stages[0].steps_in_backward and not optimizer.may_step_in_backward:
+        if plan.stages[0].steps_in_backward and against is not None:
             raise PlanError(
-                f"the plan {job.plan_file} updates parameters within the backward, which this training does not allow",
+                f"the plan {job.plan_file} updates parameters within the backward, which cannot be here: {against}",
                 "leave out what needs all gradients together (clipping, accumulation, a gradient scaler, hooks that "
                 "look at gradients), or make another plan",
             )
@@ -298,7 +297,7 @@ def _plan_on_rank_zero(
         )
 
     early = replace(optimizer, steps_in_backward=True)
-    otherwise = fingerprint_of(step, cluster, options, early) if optimizer.may_step_in_backward else None
+    otherwise = fingerprint_of(step, cluster, options, early) if against is None else None
     return _stored(wanted, job, make, otherwise)
 
 

@@ -11,11 +11,12 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.make import microbatch_counts, plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.early_step import against_early_step, with_reason
 from alpa_strategy.plan.make import plan_step
 from alpa_strategy.plan.plan import ParameterPlan, Plan
 
@@ -58,22 +59,28 @@ def choose_plan(
                 "num_stages and schedule need at least 2 devices",
                 "leave them out; num_microbatches and remat are for one device, too",
             )
-        return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
+        try:
+            return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
+        except DoesNotFitError as error:
+            raise with_reason(error, against_early_step(step, optimizer, options)) from error
     try:
         one = plan_step(step, cluster, options, optimizer, progress, pinned, costs)
-    except PlanError:
+    except PlanError as error:
         if pinned is not None:
             raise
         usable = options.usable_bytes(cluster.device.memory_bytes)
         if shared_bytes(step, cluster, optimizer) <= usable and _may_be_pipelined(step, cluster, options):
             with suppress(PlanError):  # the first error speaks of the ordinary case
                 return plan_pipeline(step, cluster, options, optimizer, of_stages(), progress, store)
-        if optimizer.may_step_in_backward and not optimizer.steps_in_backward:
+        if not isinstance(error, DoesNotFitError):
+            raise
+        against = against_early_step(step, optimizer, options)
+        if against is None:
             early = replace(optimizer, steps_in_backward=True)
             note = "parameters are updated within the backward: all gradients at once would not fit"
             with suppress(PlanError):
                 return _with_note(plan_step(step, cluster, options, early, progress, costs=costs), note)
-        raise
+        raise with_reason(error, against) from error
     if pinned is None:
         one = _or_data_parallel(one, step, cluster, options, optimizer, costs)
     if pinned is not None or cluster.num_devices == 1 or not _may_be_pipelined(step, cluster, options):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
@@ -55,7 +55,8 @@ def make_plan(
 
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
-        optimizer: taken from `module.configure_optimizers()` when None.
+        optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
+            gradient scaler (`optimizer_info_of` takes those into account).
         context: what surrounds the step, such as autocast (see `capture_step`).
         store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
 
@@ -126,7 +127,8 @@ def plan_step(
                 failures.append((label, error))
     if best is None:
         fixes = {error.fix for _, error in failures}
-        raise PlanError(
+        kind = DoesNotFitError if any(isinstance(error, DoesNotFitError) for _, error in failures) else PlanError
+        raise kind(
             "no plan fits:" + "".join(f"\n    logical mesh {label}: {error.problem}" for label, error in failures),
             fixes.pop() if len(fixes) == 1 else "use more devices, a smaller batch, or relax the options named above",
         )
@@ -184,7 +186,9 @@ def solve_mesh(
             break
         reserve = max(reserve, working)
     else:
-        raise PlanError(f"kept and short-lived tensors need {solution.num_bytes + working:.3g} bytes of {limit:.3g}")
+        raise DoesNotFitError(
+            f"kept and short-lived tensors need {solution.num_bytes + working:.3g} bytes of {limit:.3g}"
+        )
     if solution.seconds >= cutoff:
         raise NotCheaper
     stage = decode(intra, solution.assignment, costs, optimizer, (cluster.num_nodes, cluster.devices_per_node))

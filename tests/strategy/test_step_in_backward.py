@@ -12,7 +12,9 @@ from models import GPT
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from worker_pool import WorkerError
 
-from alpa_strategy import AlpaStrategy
+from alpa_strategy import AlpaStrategy, ClusterSpec, PlanOptions, make_plan
+from alpa_strategy.cli import main
+from alpa_strategy.errors import DoesNotFitError
 
 ROWS = 4
 SIZES = {"vocab_size": 64, "d_model": 64, "num_heads": 4, "num_layers": 4, "seq_len": 4}
@@ -122,19 +124,70 @@ def test_it_is_the_same_training(pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
+    ("kind", "arguments", "reason"),
     [
-        ("Tied", {"gradient_clip_val": 0.1}),
-        ("Tied", {"accumulate_grad_batches": 2}),
-        ("Tied", {"looks": True}),
-        ("Detached", {}),
+        ("Tied", {"gradient_clip_val": 0.1}, "gradients are clipped"),
+        ("Tied", {"accumulate_grad_batches": 2}, "accumulated over several batches"),
+        ("Tied", {"looks": True}, "Looking.on_before_optimizer_step may look at gradients"),
+        ("Detached", {}, "detach"),
     ],
     ids=["clipping", "accumulation", "callback", "detached weight"],
 )
-def test_it_is_not_done_where_somebody_could_tell(pool, tmp_path: Path, kind: str, arguments: dict) -> None:
-    with pytest.raises(WorkerError, match="no plan fits"):
+def test_it_is_not_done_where_somebody_could_tell(
+    pool, tmp_path: Path, kind: str, arguments: dict, reason: str
+) -> None:
+    with pytest.raises(WorkerError, match=f"(?s)no plan fits.*{reason}"):
         pool.run(2, train_with, str(tmp_path), kind, {"memory_limit": LIMIT}, 2, arguments)
 
 
 def train_with(root: str, kind: str, strategy: dict[str, Any], world_size: int, arguments: dict[str, Any]) -> Any:
     return train(root, kind, strategy, world_size, **arguments)
+
+
+class Hooked(GPT):
+    """Its own hook wants every gradient."""
+
+    def on_after_backward(self) -> None:
+        assert all(p.grad is not None for p in self.parameters())
+
+
+def planned(kind: type[GPT] = GPT, **options: Any) -> Any:
+    """What is planned without a Trainer for the same limit as above."""
+    module = kind(**SIZES).double()
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(2)
+    return make_plan(module, module.example_batch(ROWS // 2), cluster, PlanOptions(memory_limit=LIMIT, **options))
+
+
+def test_it_is_planned_without_a_trainer_too() -> None:
+    plan = planned()
+    assert plan.stages[0].steps_in_backward
+    assert plan.predicted.peak_bytes <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        (GPT, {"accumulate_grad_batches": 2}, "accumulated over several batches"),
+        (GPT, {"num_stages": 2, "num_microbatches": 2, "remat": False}, "pipeline"),
+        (Hooked, {}, "Hooked.on_after_backward may look at gradients"),
+    ],
+    ids=["accumulation", "pipeline", "hook"],
+)
+def test_the_error_says_what_stands_against_it(kind: type[GPT], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DoesNotFitError, match=reason):
+        planned(kind, **options)
+
+
+def test_a_recipes_trainer_decides_what_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`alpa plan` looks at the same settings of the Trainer as the training does."""
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).parents[2] / "recipes" / "gpt_tiny.yaml"
+    command = ["plan", str(recipe), "--cluster", "pcie_8gpu", "cluster.num_nodes=1", "cluster.devices_per_node=2"]
+    command += ["data.batch_size=1", "model.sequence_length=16", "data.sequence_length=16"]
+    limit = 7.0e6
+    assert main([*command, f"plan.memory_limit={limit}"]) == 0
+    assert "within the backward" in capsys.readouterr().out
+    assert main([*command, f"plan.memory_limit={limit}", "trainer.gradient_clip_val=1.0"]) == 2
+    assert "gradients are clipped" in capsys.readouterr().err
