@@ -41,11 +41,12 @@ class Surroundings:
     def of(cls, trainer: Any) -> Surroundings:
         """Those of a Trainer."""
         precision = trainer.precision_plugin
-        scales = getattr(precision, "scaler", None) is not None or not type(precision).__module__.startswith(
-            "lightning."
-        )
+        is_known = type(precision).__module__.startswith("lightning.")
         return cls(
-            bool(trainer.gradient_clip_val), trainer.accumulate_grad_batches != 1, scales, tuple(trainer.callbacks)
+            clips=bool(trainer.gradient_clip_val),
+            accumulates=trainer.accumulate_grad_batches != 1,
+            scales=not is_known or getattr(precision, "scaler", None) is not None,
+            callbacks=tuple(trainer.callbacks),
         )
 
 
