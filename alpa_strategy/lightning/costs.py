@@ -12,7 +12,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.measure import measure_ops
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.cost.table import OpTable
-from alpa_strategy.lightning.planning import Job
+from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.op import OpCall

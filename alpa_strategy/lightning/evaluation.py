@@ -26,10 +26,11 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
+from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import hooks_look, step_counters, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
-from alpa_strategy.lightning.planning import Job, capture
+from alpa_strategy.lightning.planning import capture
 from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only

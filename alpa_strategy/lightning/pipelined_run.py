@@ -64,7 +64,8 @@ class WholeStep:
 class PipelinedRun(TrainingRun):
     """See the module's docstring; made like a TrainingRun."""
 
-    def _set_up(self, bucket_bytes: int, backend: str) -> PipelinedStep:
+    def _set_up(self) -> PipelinedStep:
+        bucket_bytes, backend = self._job.limits.bucket_bytes, self._job.backend
         self._num_steps = 0
         self._pipelines: list[Pipeline] = []
         self._anchor = torch.zeros((), device=self._job.device, requires_grad=True)

@@ -6,9 +6,7 @@ import glob
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
+from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.early_step import against_early_step
 from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
@@ -30,41 +29,10 @@ from alpa_strategy.runtime.host_memory import Freed
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.follow import Pins
 
-Progress = Callable[[str], AbstractContextManager]
 TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
 LARGE_BYTES = 500 * 10**6  # planned: what such a plan keeps in vain would be much
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
-
-
-@dataclass(frozen=True)
-class Job:
-    """Where a run takes place, and what the user asked of it.
-
-    Attributes:
-        num_nodes, devices_per_node: the job's shape.
-        device: this rank's.
-        options: planning options.
-        folder: `.alpa` folder: measurements below `costs`.
-        plan_folder: the plan store.
-        plan_file: a plan to use instead, or None.
-        cluster: declared costs (spec, file or name), or None to measure.
-        context: what surrounds `training_step` (autocast of the precision plugin).
-        progress: shows phases (rank 0).
-        say: prints a line or table (rank 0).
-    """
-
-    num_nodes: int
-    devices_per_node: int
-    device: torch.device
-    options: PlanOptions
-    folder: Path
-    plan_folder: Path
-    plan_file: Path | None
-    cluster: ClusterSpec | str | Path | None
-    context: Callable[[], AbstractContextManager]
-    progress: Progress
-    say: Callable[[Any], None]
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
+from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import step_counters
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
-from alpa_strategy.lightning.planning import Job, Prepared, capture, check_optimizer, find_or_make_plan
+from alpa_strategy.lightning.planning import Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, resolve, verify, write_buffers
 from alpa_strategy.lightning.shape_key import shape_key, shapes_text
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
@@ -94,8 +95,6 @@ class TrainingRun:
         job: Job,
         rank_zero: RankZero,
         seed: int,
-        bucket_bytes: int,
-        backend: str,
         whole: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
         self.module, self._whole, self._job, self._rank_zero = module, whole, job, rank_zero
@@ -104,7 +103,7 @@ class TrainingRun:
         check_optimizer(optimizer_info, self.plan.stages)
         self._optimizer = optimizer
         with job.progress("lower"):
-            lowered = self._set_up(bucket_bytes, backend)
+            lowered = self._set_up()
         self.whole, self._hooks = WholeParameters(self.store), None
         program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
         self._programs: OrderedDict[tuple[Any, ...], list[Program]] = OrderedDict({shape_key(batch): [program]})
@@ -130,11 +129,12 @@ class TrainingRun:
         if self.store.sharded_parameters:
             self._hooks = WholeHooks(trainer, self.module, self.whole, self.whole_fits)
 
-    def _set_up(self, bucket_bytes: int, backend: str) -> Any:
+    def _set_up(self) -> Any:
         """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
+        bucket_bytes = self._job.limits.bucket_bytes
         self.stage = self.plan.stages[0]
         self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
-        self.mesh = build_mesh(self.stage.logical_mesh, backend=backend)
+        self.mesh = build_mesh(self.stage.logical_mesh, backend=self._job.backend)
         self._random = ShardedRandom(self.mesh, self._seed)
         lowered = lower(self.step, self.stage, self.mesh, self._job.device, self._random)
         plans = self.stage.parameter_plans

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.lightning.agree import RankZero, on_all_ranks
-from alpa_strategy.lightning.planning import Job, Prepared, capture, find_or_make_plan, job_cluster
+from alpa_strategy.lightning.agree import RankZero, agree_on_seed, on_all_ranks
+from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun
 
 
@@ -35,21 +36,13 @@ def _limit(job: Job) -> float:
     return float("inf")
 
 
-def evaluation_run(
-    module: Any,
-    name: str,
-    args: tuple[Any, ...],
-    job: Job,
-    rank_zero: RankZero,
-    seed: int,
-    bucket_bytes: int,
-    backend: str,
-) -> TrainingRun:
+def evaluation_run(module: Any, name: str, args: tuple[Any, ...], job: Job) -> TrainingRun:
     """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
 
     Raises:
         CaptureError, PlanError: the step cannot be captured, or nothing fits.
     """
+    seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
     batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
     step = capture(module, batch, batch_idx, job, name, dataloader_idx)
     cluster = job_cluster(job)
@@ -60,4 +53,4 @@ def evaluation_run(
         Run = TrainingRun
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
     prepared = Prepared(step, plan, cluster)
-    return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed, bucket_bytes, backend)
+    return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed)

@@ -26,7 +26,7 @@ class Loaded(pl.Callback):
         else:
             store = strategy.store
             self.parameters = {name: store.gather(store.name_of(p)).clone() for name, p in module.named_parameters()}
-            self.optimizer = deepcopy(strategy._run.whole_optimizer_state_dict(strategy.optimizers[0]))
+            self.optimizer = deepcopy(strategy.run.whole_optimizer_state_dict(strategy.optimizers[0]))
         trainer.should_stop = True
 
 
@@ -55,7 +55,7 @@ class Seen(pl.Callback):
             store = trainer.strategy.store
             self.state = {
                 "parameters": {n: store.gather(store.name_of(p)).clone() for n, p in module.named_parameters()},
-                "optimizer": trainer.strategy._run.whole_optimizer_state_dict(trainer.strategy.optimizers[0]),
+                "optimizer": trainer.strategy.run.whole_optimizer_state_dict(trainer.strategy.optimizers[0]),
             }
             trainer.save_checkpoint(self.path)
 

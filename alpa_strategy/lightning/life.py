@@ -1,0 +1,222 @@
+"""ModuleLife: the forms that a module takes under one strategy, and what brings each about.
+
+It is whole, or built without memory, until the first training batch brings the plan; then its parameters lie in shards
+until the training ends, and beyond that where it does not fit whole. A model that does not fit into one device is
+sharded for an evaluation without a training as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim import Optimizer
+
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.lightning.agree import RankZero, agree_on_seed, world_size
+from alpa_strategy.lightning.checkpoints import Checkpoints
+from alpa_strategy.lightning.deferral import Deferral
+from alpa_strategy.lightning.meta import stays_sharded
+
+if TYPE_CHECKING:
+    from alpa_strategy.lightning.evaluation import Evaluation
+    from alpa_strategy.lightning.job import Job
+    from alpa_strategy.lightning.run import TrainingRun
+    from alpa_strategy.plan.plan import Plan
+
+
+class ModuleLife:
+    """One per strategy. Everything that changes the module's form is collective.
+
+    Args:
+        make_job: the job as it is now.
+        checkpoints: what they hold is put in place when the module is sharded.
+
+    Attributes:
+        run: what holds the shards, of a training or of an evaluation; None while the module is whole.
+        evaluation: runs evaluation steps on the shards of `run`.
+        plan: that of the last run.
+        deferral: what was built without memory and is not made yet.
+    """
+
+    def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
+        self._make_job, self._checkpoints = make_job, checkpoints
+        self.run: TrainingRun | None = None
+        self.evaluation: Evaluation | None = None
+        self.plan: Plan | None = None
+        self.deferral = Deferral()
+        self._is_accumulating = False
+        self._shards_for_evaluation = False
+
+    # Training
+
+    def before_training_batch(self, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int) -> None:
+        """The module in shards, under a plan for its parameters as they are now."""
+        if self.run is None:
+            self._shard(module, optimizers, batch, batch_idx)
+        elif (change := self.run.changed_parameters()) is not None:
+            self._shard_again(change, module, optimizers, batch, batch_idx)
+
+    def _shard_again(self, change: str, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int) -> None:
+        """Another plan, from the whole module: parameters were frozen, unfrozen or replaced."""
+        assert self.run is not None
+        if self._is_accumulating:
+            raise AlpaError(
+                f"{change} between the batches of one optimizer step",
+                "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
+            )
+        self.run.say(f"alpa: {change}: planning once more")
+        random_streams = self.run.state_dict()
+        self._make_whole()
+        self._shard(module, optimizers, batch, batch_idx)
+        self.run.load_state_dict(random_streams)
+
+    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
+        from alpa_strategy.lightning.early_step import Surroundings, with_early_step
+        from alpa_strategy.lightning.planning import freed_memory, prepare
+        from alpa_strategy.lightning.precision import use_whole_norms
+        from alpa_strategy.optimizer_info import inspect_optimizer
+        from alpa_strategy.runtime.host_memory import set_freed, trim
+
+        seed, job = agree_on_seed(), self._make_job()
+        rank_zero = RankZero(job.limits.plan_timeout_seconds)
+        info = with_early_step(
+            inspect_optimizer(optimizers), module, optimizers[0], Surroundings.of(module.trainer)
+        )
+        is_on_host = job.device.type == "cpu"
+        with _own_randomness(job):
+            prepared = prepare(module, batch, batch_idx, job, info, rank_zero)
+            if is_on_host:
+                set_freed(freed_memory(prepared, job))
+            if prepared.plan.is_pipelined:
+                from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
+            else:
+                from alpa_strategy.lightning.run import TrainingRun as Run
+            with self.deferral.sharding(module) as whole:
+                run = Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
+        if is_on_host:
+            trim()  # what the whole module and planning took
+        self._begin(run, job)
+        self._checkpoints.restore(run, optimizers[0])
+        run.see_whole_parameters(module.trainer)
+        use_whole_norms(module.trainer.precision_plugin, run)
+        _show_plan(run, job)
+
+    def _begin(self, run: TrainingRun, job: Job) -> None:
+        from alpa_strategy.lightning.evaluation import Evaluation
+
+        self.run, self.plan = run, run.plan
+        self.evaluation = Evaluation(run, job)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A backward whose gradients stay local: another batch of the same optimizer step follows."""
+        assert self.run is not None
+        self._is_accumulating = True
+        self.run.store.sync(False)
+        try:
+            yield
+        finally:
+            self.run.store.sync(True)
+
+    def after_optimizer_step(self) -> None:
+        """Parameters have new values."""
+        assert self.run is not None
+        self.run.store.after_optimizer_step()
+        self._is_accumulating = False
+
+    def end_training(self) -> None:
+        """The module and its optimizer are whole again, unless that would not fit."""
+        self._is_accumulating = False
+        if self.run is None or (self.deferral.was_needed and stays_sharded(self.run)):
+            return
+        self._checkpoints.run_ends()
+        self._make_whole()
+
+    def _make_whole(self) -> None:
+        assert self.run is not None
+        self.run.release()
+        self.run.close()
+        self.run = self.evaluation = None
+
+    # Evaluation
+
+    def start_evaluation(self, module: Any, kind: str) -> None:
+        """A loop over evaluation batches of `kind` (`validation`, `test` or `predict`) begins."""
+        if self.evaluation is not None:
+            self.evaluation.start(kind)
+        elif world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
+            from alpa_strategy.lightning.standalone import fits_one_device
+
+            self._shards_for_evaluation = not fits_one_device(module, self._make_job())
+
+    def evaluate(
+        self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
+    ) -> Any:
+        """What `module.<name>(*args)` returns. A whole module runs its step as it is written.
+
+        Args:
+            eager: runs the step as it is written.
+        """
+        if self.evaluation is None and self._shards_for_evaluation:
+            self._shard_for_evaluation(module, name, args)
+        return eager(*args, **kwargs) if self.evaluation is None else self.evaluation.step(name, args, eager)
+
+    def _shard_for_evaluation(self, module: Any, name: str, args: tuple[Any, ...]) -> None:
+        from alpa_strategy.lightning.standalone import evaluation_run
+
+        job = self._make_job()
+        with torch.inference_mode(False), _own_randomness(job):
+            run = evaluation_run(module, name, args, job)
+        self._begin(run, job)
+        _show_plan(run, job)
+        self.evaluation.start(name.removesuffix("_step"))
+
+    def end_evaluation(self) -> None:
+        """The loop has ended; what was sharded for it alone is whole again."""
+        if self.evaluation is not None:
+            self.evaluation.end()
+        if self._shards_for_evaluation and self.run is not None:
+            self._shards_for_evaluation = False
+            with torch.inference_mode(False):
+                self._make_whole()
+
+    # The forms, seen from outside
+
+    def whole_parameters(self) -> AbstractContextManager[Any]:
+        """Context in which the module's parameters are whole; changes are kept."""
+        return nullcontext() if self.run is None else self.run.whole_parameters()
+
+    def as_training_holds_it(self) -> AbstractContextManager[Any]:
+        """Context: parameters in parts, also within a hook that sees them whole and saves."""
+        return nullcontext() if self.run is None else self.run.whole.suspended()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module has its whole parameters now."""
+        return self.run is None or self.run.whole.is_active
+
+    def close(self, interrupted: bool) -> None:
+        """The Trainer is done, or an exception has ended it. No communication."""
+        self._shards_for_evaluation = False
+        if self.run is not None and self.deferral.was_needed and not interrupted:
+            return  # it stays in shards
+        if self.run is not None:
+            self.run.close()
+        self.run = self.evaluation = None
+
+
+def _own_randomness(job: Job) -> AbstractContextManager[None]:
+    """Context: random numbers that are drawn inside (measuring does) are not missing afterwards."""
+    return isolate_rng(include_cuda=job.device.type == "cuda")
+
+
+def _show_plan(run: TrainingRun, job: Job) -> None:
+    if job.shows:
+        from alpa_strategy.display import plan_table
+
+        job.say(plan_table(run.plan))
