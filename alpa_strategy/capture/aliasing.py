@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.step_graph import ValueRef
@@ -148,3 +149,19 @@ class Memory:
         sizes = [self.builder.meta(p).shape[dim] for p in pieces]
         start = sum(sizes[: step.item])
         return self.builder.emit(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item])
+
+
+def storage_of(value: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return value.untyped_storage()._cdata
+
+
+def sharing_node(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
+    """The operand whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
+    if not isinstance(result, Tensor):
+        return None
+    for node in operand_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and storage_of(value) == storage_of(result):
+            return node
+    return None

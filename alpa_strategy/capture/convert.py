@@ -15,22 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import rewrite
-from alpa_strategy.capture.aliasing import Memory, View, ViewStep
+from alpa_strategy.capture.aliasing import Memory, View, ViewStep, sharing_node, storage_of
 from alpa_strategy.capture.builder import Builder, frozen
 from alpa_strategy.capture.casting import Autocast
-from alpa_strategy.capture.lists import AppendRecord
-from alpa_strategy.capture.mutation import Write, new_value, write_of
+from alpa_strategy.capture.mutation import Write, as_written, new_value, write_of
 from alpa_strategy.capture.number import number
-from alpa_strategy.capture.results import check_loss, loss_of
-from alpa_strategy.capture.step_graph import (
-    Check,
-    ConstantInput,
-    LogRecord,
-    MetricRecord,
-    StepGraph,
-    ValueRef,
-    tensor_digest,
-)
+from alpa_strategy.capture.results import check_loss, loss_of, results_of
+from alpa_strategy.capture.step_graph import ConstantInput, StepGraph, ValueRef, tensor_digest
 from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.sharding.op import TensorMeta
@@ -76,7 +67,7 @@ class _Converter:
         self.detached: dict[int, ValueRef] = {}
         self.outputs: list[ValueRef] = []
 
-    # -- inputs ---------------------------------------------------------------------------------------------------
+    # Inputs
 
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
@@ -118,7 +109,7 @@ class _Converter:
     def _source_of(self, node: fx.Node) -> str:
         return next((self.trace.origins[n][1] for n in node.users if n in self.trace.origins), "line unknown")
 
-    # -- the walk -------------------------------------------------------------------------------------------------
+    # The walk
 
     def run(self) -> None:
         for node in self.trace.graph.nodes:
@@ -162,7 +153,7 @@ class _Converter:
             return
         write = write_of(node, target, self.builder.source)
         if write is not None:
-            self._write(node, target, write)
+            self._write(node, write)
             return
         if target is aten.detach.default:
             self._detach(node)
@@ -235,7 +226,7 @@ class _Converter:
         ref = self._read(base)
         if value.dtype != self.builder.meta(ref).dtype:
             self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
-        elif _storage(value) == _storage(node.args[0].meta["val"]):
+        elif storage_of(value) == storage_of(node.args[0].meta["val"]):
             self.views[node] = self.memory.same(base)
         else:
             self.views[node] = self.memory.new(ref)
@@ -270,7 +261,7 @@ class _Converter:
         def view(item: int, ref: ValueRef | None) -> View | None:
             if ref is None:
                 return None
-            owner = _shared_operand(traced_items[item], operand_nodes)
+            owner = sharing_node(traced_items[item], operand_nodes)
             if owner is None:
                 return self.memory.new(ref)
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
@@ -284,9 +275,9 @@ class _Converter:
         else:
             self.views[node] = view(0, result)
 
-    # -- mutation -------------------------------------------------------------------------------------------------
+    # Mutation
 
-    def _write(self, node: fx.Node, target: torch._ops.OpOverload, write: Write) -> None:
+    def _write(self, node: fx.Node, write: Write) -> None:
         """`x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x."""
         view = self.views[write.into]
         before = self.memory.read(view)
@@ -303,9 +294,9 @@ class _Converter:
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
         args = fx.map_arg(tuple(node.args), lambda n: self._read(self.views[n]))
-        kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n])))
-        new = new_value(self.builder, target, write, args, kwargs, meta, lambda: self._detached(before))
-        self.memory.write(view, new)
+        kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n])))
+        new = new_value(self.builder, write, args, kwargs, meta, lambda: self._detached(before))
+        self.memory.write(view, as_written(self.builder, write, new, meta))
         self.views[node] = view
 
     def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
@@ -316,7 +307,7 @@ class _Converter:
         for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
             self.memory.write(self.views[given[name]], new)
 
-    # -- autocast -------------------------------------------------------------------------------------------------
+    # Autocast
 
     def _inlined(
         self, node: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -357,43 +348,35 @@ class _Converter:
                 "cast its operands by hand",
             )
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # The end
 
     def finish(self, step: str) -> StepGraph:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
-        result = pytree.tree_unflatten(leaves, self.trace.spec)
-        loss = self._loss(result["output"], step) if step == TRAINING else -1
-        logs = tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in result["logs"])
-        metrics = tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in result["metrics"])
-        checks = tuple(Check(ref.index, expected, source) for ref, expected, source in result["checks"])
-        lists = zip(self.trace.recording.stand_ins.lists, result["appended"], strict=True)
-        appended = tuple(AppendRecord(place, tuple(items)) for place, items in lists if items)
-        updates: dict[int, int] = {}
-        for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
-            if entry.kind == "buffer" and view.storage.version:
-                updates[index] = self._detached(view.storage.value).index
-            if entry.kind == "buffer" and entry.names[0] in result["buffers"]:
-                updates[index] = self._detached(result["buffers"][entry.names[0]]).index
-        return number(
-            self.trace,
-            self.builder,
-            self.inputs,
-            self.constants,
-            loss,
-            result["output"],
-            logs,
-            metrics,
-            updates,
-            checks,
-            appended,
+        found = pytree.tree_unflatten(leaves, self.trace.spec)
+        results = results_of(
+            found, self._loss(found["output"], step), self._buffer_updates(found["buffers"]), self.trace.recording
         )
+        return number(self.trace, self.builder, self.inputs, self.constants, results)
 
     def _loss(self, output: Any, step: str) -> int:
+        """Value index of the loss; -1 where the step makes none."""
+        if step != TRAINING:
+            return -1
         loss = loss_of(output, step)
         trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
         check_loss(self.builder.meta(loss), trainable, step)
         return loss.index
+
+    def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
+        """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""
+        updates: dict[int, int] = {}
+        for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
+            if entry.kind == "buffer" and view.storage.version:
+                updates[index] = self._detached(view.storage.value).index
+            if entry.kind == "buffer" and entry.names[0] in reassigned:
+                updates[index] = self._detached(reassigned[entry.names[0]]).index
+        return updates
 
 
 def convert(trace: Trace, step: str) -> StepGraph:
@@ -402,18 +385,3 @@ def convert(trace: Trace, step: str) -> StepGraph:
     converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
     converter.run()
     return converter.finish(step)
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
-
-
-def _shared_operand(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
-    """The operand whose memory a result uses."""
-    if not isinstance(result, Tensor):
-        return None
-    for node in operand_nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and _storage(value) == _storage(result):
-            return node
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.sharding.op import TensorMeta
 
 aten = torch.ops.aten
+Detached = Callable[[], ValueRef]  # makes the old value without its gradient
 
 _FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
     aten.normal_.default: aten.normal_functional.default,
@@ -42,11 +44,16 @@ _HIDDEN_WRITES = {  # write into running statistics without saying so in their s
 
 @dataclass(frozen=True)
 class Write:
-    """One op that writes: into the tensor of node `into`; `name` is the op's, `is_out`: by an `out=` argument."""
+    """One call of an op that writes: into the tensor of node `into`; `is_out`: by an `out=` argument."""
 
     into: fx.Node
-    name: str
+    target: OpOverload
     is_out: bool
+
+    @property
+    def name(self) -> str:
+        """The op's, without its namespace: `add_`."""
+        return self.target._schema.name.split("::")[1]
 
 
 def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
@@ -64,14 +71,12 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
     written = _written(target)
     if not written:
         return None
-    name = target._schema.name.split("::")[1]
     if written == ("out",) and isinstance(node.kwargs.get("out"), fx.Node):
-        return Write(node.kwargs["out"], name, True)
-    if written != (target._schema.arguments[0].name,) or not name.endswith("_"):
+        return Write(node.kwargs["out"], target, True)
+    is_in_place = written == (target._schema.arguments[0].name,) and target._schema.name.endswith("_")
+    if not is_in_place or not isinstance(node.args[0], fx.Node):
         raise refused
-    if not isinstance(node.args[0], fx.Node):
-        raise refused
-    return Write(node.args[0], name, False)
+    return Write(node.args[0], target, False)
 
 
 @lru_cache(maxsize=4096)
@@ -92,39 +97,14 @@ def _without_out(target: OpOverload) -> OpOverload | None:
 
 
 def new_value(
-    builder: Builder,
-    target: OpOverload,
-    write: Write,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    meta: TensorMeta,
-    detached: Any,
+    builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: Detached
 ) -> ValueRef:
-    """Emit what the op writes, with the dtype of the tensor that it is written to (`meta`).
+    """Emit what the call writes into a tensor of `meta`, whose dtype `as_written` gives it.
 
-    `detached` is the old value as a function without arguments: the value without its gradient.
+    Raises:
+        CaptureError: for an op that has no form without writing.
     """
-    new = _functional(builder, target, write, args, kwargs, meta, detached)
-    if builder.meta(new).dtype != meta.dtype:
-        new = builder.emit(aten.to.dtype, new, meta.dtype)
-    if builder.meta(new).shape != meta.shape:
-        raise CaptureError(
-            f"{write.name} changes the shape of a tensor in place ({builder.source})",
-            "use the form that returns a new tensor",
-        )
-    return new
-
-
-def _functional(
-    builder: Builder,
-    target: OpOverload,
-    write: Write,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    meta: TensorMeta,
-    detached: Any,
-) -> ValueRef:
-    emit, name = builder.emit, write.name
+    emit, target, name = builder.emit, write.target, write.name
     if write.is_out:
         overload = _without_out(target)
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
@@ -150,3 +130,15 @@ def _functional(
             "compute the new value with ordinary ops",
         )
     return emit(overload, *args, **kwargs)
+
+
+def as_written(builder: Builder, write: Write, new: ValueRef, meta: TensorMeta) -> ValueRef:
+    """The new value in the dtype of the tensor that it is written to (`meta`)."""
+    if builder.meta(new).dtype != meta.dtype:
+        new = builder.emit(aten.to.dtype, new, meta.dtype)
+    if builder.meta(new).shape != meta.shape:
+        raise CaptureError(
+            f"{write.name} changes the shape of a tensor in place ({builder.source})",
+            "use the form that returns a new tensor",
+        )
+    return new

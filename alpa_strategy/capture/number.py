@@ -8,14 +8,11 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.builder import Builder
-from alpa_strategy.capture.lists import AppendRecord
+from alpa_strategy.capture.results import Results
 from alpa_strategy.capture.step_graph import (
     BatchInput,
     BufferInput,
-    Check,
     ConstantInput,
-    LogRecord,
-    MetricRecord,
     Op,
     ParameterInput,
     StepGraph,
@@ -30,21 +27,10 @@ def number(
     builder: Builder,
     inputs: list[tuple[TracedInput, int]],
     constants_found: list[ConstantInput],
-    loss: int,
-    output: Any,
-    logs: tuple[LogRecord, ...],
-    metrics: tuple[MetricRecord, ...],
-    updates: dict[int, int],
-    checks: tuple[Check, ...],
-    appended: tuple[AppendRecord, ...],
+    results: Results,
 ) -> StepGraph:
-    """Drop ops and constants without effect, number values anew, name the ops. loss: -1 when the step makes none."""
-    needed = {*updates.values(), *(check.value for check in checks)} | ({loss} if loss >= 0 else set())
-    for ref in pytree.tree_leaves(
-        (output, [r.items for r in appended], [r.value for r in logs], [(r.args, r.kwargs) for r in metrics])
-    ):
-        if isinstance(ref, ValueRef):
-            needed.add(ref.index)
+    """The graph of the ops that have an effect, values numbered anew, ops named; `inputs` with their values."""
+    updates, needed = results.updates, results.values()
     kept: list[Op] = []
     for op in reversed(builder.ops):
         if needed.intersection(op.results):
@@ -92,15 +78,15 @@ def number(
         batch=tuple(batch),
         constants=tuple(constants),
         ops=tuple(ops),
-        loss=new_index[loss] if loss >= 0 else -1,
-        output=renumber(output),
-        logs=tuple(replace(r, value=renumber(r.value)) for r in logs),
-        metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in metrics),
+        loss=new_index[results.loss] if results.loss >= 0 else -1,
+        output=renumber(results.output),
+        logs=tuple(replace(r, value=renumber(r.value)) for r in results.logs),
+        metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in results.metrics),
         batch_size=trace.batch_size,
         guards=tuple(trace.recording.guards),
         attributes=trace.recording.attributes,
         leaves=trace.read_leaves,
-        checks=tuple(replace(check, value=new_index[check.value]) for check in checks),
+        checks=tuple(replace(check, value=new_index[check.value]) for check in results.checks),
         notes=tuple(trace.recording.notes),
-        appended=tuple(replace(r, items=renumber(r.items)) for r in appended),
+        appended=tuple(replace(r, items=renumber(r.items)) for r in results.appended),
     )

@@ -2,11 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from alpa_strategy.capture.step_graph import ValueRef
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.lists import AppendRecord
+from alpa_strategy.capture.recorder import Recording
+from alpa_strategy.capture.step_graph import Check, LogRecord, MetricRecord, ValueRef
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.sharding.op import TensorMeta
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step leaves behind.
+
+    Attributes:
+        loss: value index, -1 where the step makes none.
+        output: what it returned, with ValueRefs.
+        updates: value of a buffer -> its new value.
+    """
+
+    loss: int
+    output: Any
+    logs: tuple[LogRecord, ...]
+    metrics: tuple[MetricRecord, ...]
+    updates: Mapping[int, int]
+    checks: tuple[Check, ...]
+    appended: tuple[AppendRecord, ...]
+
+    def values(self) -> set[int]:
+        """Every value that somebody reads after the step."""
+        trees = (
+            self.output,
+            [record.items for record in self.appended],
+            [record.value for record in self.logs],
+            [(record.args, record.kwargs) for record in self.metrics],
+        )
+        found = {leaf.index for leaf in pytree.tree_leaves(trees) if isinstance(leaf, ValueRef)}
+        found.update(self.updates.values(), (check.value for check in self.checks))
+        return found | ({self.loss} if self.loss >= 0 else set())
+
+
+def results_of(found: Mapping[str, Any], loss: int, updates: Mapping[int, int], recording: Recording) -> Results:
+    """What the trace found ({"output", "logs", "metrics", "checks", "appended"}, see `Trace`), as records."""
+    lists = zip(recording.stand_ins.lists, found["appended"], strict=True)
+    return Results(
+        loss=loss,
+        output=found["output"],
+        logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
+        metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
+        updates=updates,
+        checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
+        appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
+    )
 
 
 def loss_of(output: Any, step: str) -> ValueRef:

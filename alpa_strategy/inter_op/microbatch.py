@@ -128,7 +128,7 @@ class _Writer:
             epilogue,
         )
 
-    # -- what the micro graph needs ---------------------------------------------------------------------------------
+    # What the micro graph needs
 
     def _keep(self, wanted: Collection[int]) -> tuple[list[int], list[Use]]:
         """Ops of the micro graph that are not dead, and every use in it.
@@ -179,7 +179,7 @@ class _Writer:
         """The loss is a summand: one that is the same in every micro-batch counts for 1/M in each."""
         return Use(self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share")
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
+    # Numbers
 
     def _new_value(self, meta: TensorMeta) -> int:
         self.values.append(meta)
@@ -216,7 +216,7 @@ class _Writer:
         self._scale(whole, self.number[use], source, use.form)
         return self.number[use]
 
-    # -- ops --------------------------------------------------------------------------------------------------------
+    # Ops
 
     def _scale(self, value: int, result: int, source: Op | None, form: Form) -> None:
         """result = value / M (a share), or M value (an estimate)."""
@@ -241,7 +241,7 @@ class _Writer:
         for mean, result in zip(means, op.results, strict=True):
             self._scale(mean, result, op, "share")
 
-    # -- graphs -----------------------------------------------------------------------------------------------------
+    # Graphs
 
     def _micro_graph(self, received: dict[Use, int]) -> StepGraph:
         read = {value for op in self.ops for value in op.operands} | set(self.step.escaping)

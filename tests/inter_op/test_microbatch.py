@@ -114,7 +114,7 @@ def check_graph(step: StepGraph, micro: MicroStep) -> None:
     assert {v for v, how in micro.combine.items() if how == "cat"} <= micro.cuts.keys()
 
 
-# -- models ---------------------------------------------------------------------------------------------------------
+# Models
 
 MODEL_OPTIONS = {"mlp": {}, "gpt": {"ignore_fraction": 0.4, "num_layers": 1}, "llama": {"num_layers": 1}, "bert": {}}
 
@@ -175,7 +175,7 @@ def test_batch_norm_is_plain_accumulation(num_microbatches: int) -> None:
         torch.testing.assert_close(values[record.value.index], sum(expected) / num_microbatches, check_dtype=False)
 
 
-# -- kinds of losses ------------------------------------------------------------------------------------------------
+# Kinds of losses
 
 
 def sums(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ def test_joined_is_the_inverse_of_cut(segments: int, num_ranks: int, parts: int,
     assert torch.equal(joined(pieces, how, num_ranks), whole)
 
 
-# -- where numbers come from and what is refused --------------------------------------------------------------------
+# Where numbers come from and what is refused
 
 
 def test_only_the_whole_batch_makes_the_prologue() -> None:
