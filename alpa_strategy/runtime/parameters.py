@@ -13,46 +13,20 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.plan.plan import ParameterPlan, source_layout
+from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.regather import Regather
-from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.runtime.step_in_backward import StepInBackward
-from alpa_strategy.sharding.layout import REPLICATE, DualLayout, Layout, shard
-
-
-def storage_layout(plan: ParameterPlan) -> DualLayout:
-    """Dual layout of the stored parameter and of its gradient after the step."""
-    return tuple(REPLICATE if mode[0] == "R" else shard(int(mode[1:])) for mode in plan.modes)
-
-
-@dataclass
-class _Stored:
-    """One parameter: what it is as a whole, and how it moves."""
-
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size  # in the step
-    module_shape: torch.Size  # in the module: `shape`, or with its first two dims in one (a segmented weight)
-    layout: Layout  # of the values in storage, dims of `shape`
-    to_use: Reshard
-    to_whole: Reshard
-    is_gathered_once: bool
-    accumulator: torch.autograd.graph.Node | None = None  # kept alive: it carries our hook
-    gathering: Pending | None = None  # of the copy, begun with the step
-    leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
-    complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
-    is_complete: bool = False  # whether parameter.grad was left by a reduction
+from alpa_strategy.runtime.stored import StoredParameter, replica
+from alpa_strategy.sharding.layout import Layout
 
 
 class ParameterStore:
@@ -78,48 +52,22 @@ class ParameterStore:
     ) -> None:
         self.mesh = mesh
         self._stepping = stepping
-        self._stored: dict[str, _Stored] = {}
-        self._by_name: dict[str, _Stored] = {}
-        self._by_parameter: dict[nn.Parameter, _Stored] = {}
+        self._stored: dict[str, StoredParameter] = {}
+        self._by_name: dict[str, StoredParameter] = {}
+        self._by_parameter: dict[nn.Parameter, StoredParameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._is_sharded = False
         for given in inputs:
             plan = next((plans[name] for name in given.names if name in plans), None)
             if plan is None:
                 raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
-            stored = self._describe(given, plan, module.get_parameter(given.name))
+            stored = StoredParameter.of(given, plan, module.get_parameter(given.name), mesh)
             self._stored[given.name] = stored
             self._by_parameter[stored.parameter] = stored
             self._by_name.update(dict.fromkeys(given.names, stored))
         self._reducer = GradientReducer(mesh, [self._entry(s) for s in self._trainable()], bucket_bytes)
 
-    def _describe(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> _Stored:
-        if len(plan.modes) != len(self.mesh.shape):
-            raise PlanError(
-                f"the plan of {given.name} has modes {' '.join(plan.modes)}, the mesh has {len(self.mesh.shape)} axes",
-                "plan again for this mesh",
-            )
-        shape = torch.Size(given.meta.shape)
-        module_shape = torch.Size(given.module_shape or shape)
-        if parameter.shape != module_shape:
-            raise RuntimeMismatchError(
-                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
-                "plan again, or build the model as it was when it was planned",
-            )
-        storage, use = storage_layout(plan), source_layout(plan)
-        whole = (REPLICATE,) * len(self.mesh.shape)
-        return _Stored(
-            name=given.name,
-            parameter=parameter,
-            shape=shape,
-            module_shape=module_shape,
-            layout=plan.layout,
-            to_use=Reshard(storage, use, shape, self.mesh),
-            to_whole=Reshard(storage, whole, shape, self.mesh),
-            is_gathered_once=any(mode[0] == "G" for mode in plan.modes),
-        )
-
-    def _trainable(self) -> list[_Stored]:
+    def _trainable(self) -> list[StoredParameter]:
         return [stored for stored in self._stored.values() if stored.parameter.requires_grad]
 
     def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> None:
@@ -155,7 +103,7 @@ class ParameterStore:
             stored.accumulator = None  # it remembers the shard's shape
             if stored.to_whole.forward_steps:
                 stored.parameter.grad = None
-                stored.parameter.data = self._whole(stored, stored.parameter.detach())
+                stored.parameter.data = stored.whole_of(stored.parameter.detach())
         self._is_sharded = False
 
     # One training step
@@ -174,9 +122,9 @@ class ParameterStore:
         """What the lowered step takes for one parameter; see `step_inputs`."""
         return self._step_input(self._by_name[name])
 
-    def _step_input(self, stored: _Stored) -> Tensor:
+    def _step_input(self, stored: StoredParameter) -> Tensor:
         if not stored.is_gathered_once:
-            return self._as_in_step(stored, stored.parameter)
+            return stored.in_step(stored.parameter)
         if stored.leaf is None:
             with torch.no_grad():
                 leaf = self._gathering(stored).wait()
@@ -187,11 +135,11 @@ class ParameterStore:
             stored.leaf = leaf
         return stored.leaf
 
-    def _gathering(self, stored: _Stored) -> Pending:
+    def _gathering(self, stored: StoredParameter) -> Pending:
         """The gathering of the step's copy, begun now where it is not under way."""
         if stored.gathering is None:
             with torch.no_grad():
-                stored.gathering = stored.to_use.start(self._as_in_step(stored, stored.parameter.detach()))
+                stored.gathering = stored.to_use.start(stored.in_step(stored.parameter.detach()))
         return stored.gathering
 
     def sync(self, enabled: bool) -> None:
@@ -215,7 +163,7 @@ class ParameterStore:
         for stored in self._stored.values():
             self._drop_copy(stored)
 
-    def _drop_copy(self, stored: _Stored) -> None:
+    def _drop_copy(self, stored: StoredParameter) -> None:
         if stored.gathering is not None:  # the step did not use it
             stored.gathering.wait()
         stored.leaf = stored.gathering = None
@@ -247,16 +195,12 @@ class ParameterStore:
         Tensors of another shape than the local parameter's (step counters) are returned as they are.
         """
         stored = self._by_name[name]
-        return self._whole(stored, tensor) if tensor.shape == self.local_shape(name) else tensor
+        return stored.whole_of(tensor) if tensor.shape == stored.local_shape else tensor
 
     def shard_like(self, name: str, whole: Tensor) -> Tensor:
         """This device's part (a copy) of a tensor of parameter `name`'s whole shape; other shapes as they are."""
         stored = self._by_name[name]
-        if whole.shape != stored.module_shape:
-            return whole
-        ranges = stored.layout.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
-        part = whole.view(stored.shape)[tuple(slice(*r) for r in ranges)].clone(memory_format=torch.contiguous_format)
-        return part.view(self.local_shape(name))
+        return stored.part_of(whole) if whole.shape == stored.module_shape else whole
 
     def load_full(self, name: str, tensor: Tensor) -> None:
         """Overwrite this device's part of parameter `name` by that of the whole `tensor`."""
@@ -279,19 +223,13 @@ class ParameterStore:
         stored = self._by_name[name]
         part.copy_(self.shard_like(name, whole))
         if stored.leaf is not None:
-            use = Layout(tuple(dual.value for dual in stored.to_use.dst))
-            ranges = use.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
-            stored.leaf.data.copy_(whole.view(stored.shape)[tuple(slice(*r) for r in ranges)])
+            stored.leaf.data.copy_(stored.used_part_of(whole))
         else:
             self._drop_copy(stored)
 
     def local_shape(self, name: str) -> torch.Size:
         """Shape of this device's part of parameter `name`, as the module holds it."""
-        stored = self._by_name[name]
-        local = self._local_step_shape(stored)
-        if stored.module_shape == stored.shape:
-            return local
-        return torch.Size((local[0] * local[1], *local[2:]))
+        return self._by_name[name].local_shape
 
     def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of the whole parameter that this device holds: (where it begins, a view of `tensor`) each.
@@ -301,39 +239,11 @@ class ParameterStore:
         Args:
             tensor: laid out as parameter `name`.
         """
-        stored = self._by_name[name]
-        ranges = stored.layout.slices(stored.shape, self.mesh.shape, self.mesh.coordinate)
-        starts = tuple(start for start, _ in ranges)
-        if stored.module_shape == stored.shape:
-            return [(starts, tensor)]
-        (first, last), (start, stop) = ranges[:2]
-        size = stored.shape[1]
-        if (start, stop) == (0, size):  # whole segments lie one after the other
-            return [((first * size, *starts[2:]), tensor)]
-        segments = tensor.view(self._local_step_shape(stored)).unbind(0)
-        return [((i * size + start, *starts[2:]), part) for i, part in zip(range(first, last), segments, strict=True)]
+        return self._by_name[name].chunks(tensor)
 
     def replica(self, name: str) -> tuple[int, int]:
         """Of the devices that hold the same part of a parameter: which one this is, and how many they are."""
-        return self._replica(self._by_name[name].layout)
-
-    def _replica(self, layout: Layout) -> tuple[int, int]:
-        index, count = 0, 1
-        for placement, size, coordinate in zip(layout, self.mesh.shape, self.mesh.coordinate, strict=True):
-            if not isinstance(placement, Shard):
-                index, count = index * size + coordinate, count * size
-        return index, count
-
-    def _local_step_shape(self, stored: _Stored) -> torch.Size:
-        return torch.Size(stored.layout.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate))
-
-    def _as_in_step(self, stored: _Stored, tensor: Tensor) -> Tensor:
-        """A local tensor of the parameter in the dims of the step (a view)."""
-        return tensor if stored.module_shape == stored.shape else tensor.view(self._local_step_shape(stored))
-
-    def _whole(self, stored: _Stored, tensor: Tensor) -> Tensor:
-        """The whole tensor from every device's part, in the module's dims. Collective."""
-        return stored.to_whole.values(self._as_in_step(stored, tensor)).view(stored.module_shape)
+        return replica(self._by_name[name].layout, self.mesh)
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The step's name of a parameter, None when the step does not use it."""
@@ -356,7 +266,7 @@ class ParameterStore:
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this device's elements count in a sum over the mesh: of those that hold the same, the first does."""
-        return self._replica(self.layout_of(parameter))[0] == 0
+        return replica(self.layout_of(parameter), self.mesh)[0] == 0
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -365,7 +275,7 @@ class ParameterStore:
 
     # Gradients
 
-    def _watch(self, stored: _Stored) -> None:
+    def _watch(self, stored: StoredParameter) -> None:
         """Announce the gradient of a parameter that the step uses as it is stored.
 
         `parameter.grad` may hold a gradient that an earlier backward reduced already (the user does not clear it at
@@ -387,9 +297,8 @@ class ParameterStore:
             parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
         )
 
-    def _entry(self, stored: _Stored) -> GradientEntry:
+    def _entry(self, stored: StoredParameter) -> GradientEntry:
         parameter = stored.parameter
-        use = Layout(tuple(dual.value for dual in stored.to_use.dst))
 
         def put(grad: Tensor) -> None:
             grad = grad.view_as(parameter)
@@ -404,7 +313,7 @@ class ParameterStore:
         return GradientEntry(
             name=stored.name,
             reshard=stored.to_use,
-            shape=use.local_shape(stored.shape, self.mesh.shape, self.mesh.coordinate),
+            shape=stored.used_shape,
             dtype=parameter.dtype,
             device=parameter.device,
             holder=lambda: stored.leaf if stored.is_gathered_once else parameter,

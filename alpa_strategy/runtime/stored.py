@@ -1,0 +1,146 @@
+"""StoredParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Shard
+
+from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.plan.plan import ParameterPlan, source_layout
+from alpa_strategy.runtime.comm import MeshComm, Pending
+from alpa_strategy.runtime.reshard import Reshard
+from alpa_strategy.sharding.layout import REPLICATE, Layout, shard, value_layout
+
+
+@dataclass
+class StoredParameter:
+    """The first fields are for good; those with a default are the state of one training step.
+
+    Attributes:
+        name: the step's first name of it.
+        shape: of the whole in the step.
+        module_shape: of the whole in the module: `shape`, or with its first two dims in one (a segmented weight).
+        layout: of the values in storage, dims of `shape`.
+        to_use, to_whole: from storage to where the step uses it, and to the whole on every device.
+        accumulator: autograd's node that adds to `grad`; kept alive, as it carries our hook.
+        gathering: of the copy, begun with the step.
+        leaf: the gathered copy, from the first use in a step to the optimizer's step.
+        complete: an earlier, already reduced gradient, set aside while a new one is made.
+        is_complete: whether `parameter.grad` was left by a reduction.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    mesh: MeshComm
+    shape: torch.Size
+    module_shape: torch.Size
+    layout: Layout
+    to_use: Reshard
+    to_whole: Reshard
+    is_gathered_once: bool
+    accumulator: torch.autograd.graph.Node | None = None
+    gathering: Pending | None = None
+    leaf: Tensor | None = None
+    complete: Tensor | None = None
+    is_complete: bool = False
+
+    @classmethod
+    def of(cls, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter, mesh: MeshComm) -> StoredParameter:
+        """The module's `parameter` under its plan.
+
+        Raises:
+            PlanError: the plan is for a mesh of another number of axes.
+            RuntimeMismatchError: the parameter has another shape than the captured one.
+        """
+        if len(plan.modes) != len(mesh.shape):
+            raise PlanError(
+                f"the plan of {given.name} has modes {' '.join(plan.modes)}, the mesh has {len(mesh.shape)} axes",
+                "plan again for this mesh",
+            )
+        shape = torch.Size(given.meta.shape)
+        module_shape = torch.Size(given.module_shape or shape)
+        if parameter.shape != module_shape:
+            raise RuntimeMismatchError(
+                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
+                "plan again, or build the model as it was when it was planned",
+            )
+        storage = tuple(shard(p.dim) if isinstance(p, Shard) else REPLICATE for p in plan.layout)  # gradients too
+        return cls(
+            name=given.name,
+            parameter=parameter,
+            mesh=mesh,
+            shape=shape,
+            module_shape=module_shape,
+            layout=plan.layout,
+            to_use=Reshard(storage, source_layout(plan), shape, mesh),
+            to_whole=Reshard(storage, (REPLICATE,) * len(mesh.shape), shape, mesh),
+            is_gathered_once=any(mode[0] == "G" for mode in plan.modes),
+        )
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this device's part, as the module holds it."""
+        local = self._local_step_shape
+        if self.module_shape == self.shape:
+            return local
+        return torch.Size((local[0] * local[1], *local[2:]))
+
+    @property
+    def used_shape(self) -> tuple[int, ...]:
+        """Shape of what the step uses here, dims of `shape`."""
+        return self._use.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate)
+
+    def in_step(self, tensor: Tensor) -> Tensor:
+        """A tensor of `local_shape` in the dims of the step (a view)."""
+        return tensor if self.module_shape == self.shape else tensor.view(self._local_step_shape)
+
+    def whole_of(self, tensor: Tensor) -> Tensor:
+        """The whole tensor (`module_shape`) from every device's part (`local_shape`). Collective."""
+        return self.to_whole.values(self.in_step(tensor)).view(self.module_shape)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This device's part (`local_shape`, a copy) of a whole tensor (`module_shape`)."""
+        part = self._piece(whole, self.layout).clone(memory_format=torch.contiguous_format)
+        return part.view(self.local_shape)
+
+    def used_part_of(self, whole: Tensor) -> Tensor:
+        """What the step uses here (`used_shape`, a view) of a whole tensor (`module_shape`)."""
+        return self._piece(whole, self._use)
+
+    def chunks(self, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes of the whole that this device holds: (where it begins, a view of `tensor`) each."""
+        ranges = self.layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
+        starts = tuple(start for start, _ in ranges)
+        if self.module_shape == self.shape:
+            return [(starts, tensor)]
+        (first, last), (start, stop) = ranges[:2]
+        size = self.shape[1]
+        if (start, stop) == (0, size):  # whole segments lie one after the other
+            return [((first * size, *starts[2:]), tensor)]
+        segments = self.in_step(tensor).unbind(0)
+        return [((i * size + start, *starts[2:]), part) for i, part in zip(range(first, last), segments, strict=True)]
+
+    @property
+    def _use(self) -> Layout:
+        return value_layout(self.to_use.dst)
+
+    @property
+    def _local_step_shape(self) -> torch.Size:
+        return torch.Size(self.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate))
+
+    def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
+        ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
+        return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
+
+
+def replica(layout: Layout, mesh: MeshComm) -> tuple[int, int]:
+    """Of the devices that hold the same part of a tensor in `layout`: which one this is, and how many they are."""
+    index, count = 0, 1
+    for placement, size, coordinate in zip(layout, mesh.shape, mesh.coordinate, strict=True):
+        if not isinstance(placement, Shard):
+            index, count = index * size + coordinate, count * size
+    return index, count
