@@ -155,12 +155,12 @@ class ModuleLife:
             self._shards_for_evaluation = not fits_one_device(module, self._make_job())
 
     def evaluate(
-        self, module: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]
+        self, module: Any, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What `module.<name>(*args)` returns. A whole module runs its step as it is written.
 
         Args:
-            eager: runs the step as it is written.
+            eager: runs the step as it is written, with `args` and `kwargs`.
         """
         if self.evaluation is None and self._shards_for_evaluation:
             self._shard_for_evaluation(module, name, args)
