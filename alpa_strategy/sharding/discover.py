@@ -6,11 +6,10 @@ concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the o
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,18 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from alpa_strategy.sharding.code_numbers import numbers_in_code
+from alpa_strategy.sharding.discover_experiment import MIN_TRIALS, SUMMAND, WHOLE, Experiment, Split
 from alpa_strategy.sharding.discover_trials import (
     ALL_KINDS,
     FEW_KINDS,
-    SHARED_KINDS,
     SOME_KINDS,
     Trial,
-    accepts_shapes,
     number_kinds,
-    run_call,
     trials,
     variants,
     variants_past,
@@ -38,17 +35,12 @@ from alpa_strategy.sharding.discover_trials import (
 )
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.isolation import tried
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
+from alpa_strategy.sharding.layout import REPLICATE
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.op import AxisStrategy, OpCall
 from alpa_strategy.sharding.splits import rounds_sums
 
 MAX_HYPOTHESES = 1500
-MIN_TRIALS = 3
-
-Split = tuple[Placement, ...]  # value placement of every operand
-
-_R, _P = Replicate(), Partial("sum")
 
 
 def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) -> tuple[AxisStrategy, ...]:
@@ -100,20 +92,20 @@ def _hypotheses(call: OpCall) -> list[Split]:
     """Splits worth trying: operands along dims of one size, floating-point operands as summands, none at all."""
     metas = call.operands
     floating = [i for i, meta in enumerate(metas) if meta.dtype.is_floating_point or meta.dtype.is_complex]
-    found: list[Split] = [(_R,) * len(metas)]
+    found: list[Split] = [(WHOLE,) * len(metas)]
     for size in sorted({size for meta in metas for size in meta.shape if size > 1}):
-        options = [[_R, *(Shard(d) for d, s in enumerate(meta.shape) if s == size)] for meta in metas]
+        options = [[WHOLE, *(Shard(d) for d, s in enumerate(meta.shape) if s == size)] for meta in metas]
         if math.prod(map(len, options)) <= MAX_HYPOTHESES:
             found += itertools.product(*options)
         else:  # many operands: one of them, or all that have this size at the same dim
             dims = {p.dim for option in options for p in option if isinstance(p, Shard)}
-            found += [tuple(Shard(d) if Shard(d) in option else _R for option in options) for d in sorted(dims)]
+            found += [tuple(Shard(d) if Shard(d) in option else WHOLE for option in options) for d in sorted(dims)]
             found += _single(options)
     if len(floating) <= 6:
-        options = [[_R, _P] if i in floating else [_R] for i in range(len(metas))]
+        options = [[WHOLE, SUMMAND] if i in floating else [WHOLE] for i in range(len(metas))]
         found += itertools.product(*options)
     else:
-        options = [[_R, _P] if i in floating else [_R] for i in range(len(metas))]
+        options = [[WHOLE, SUMMAND] if i in floating else [WHOLE] for i in range(len(metas))]
         found += [*_single(options), tuple(option[-1] for option in options)]
     return list(dict.fromkeys(found))[:MAX_HYPOTHESES]
 
@@ -121,7 +113,7 @@ def _hypotheses(call: OpCall) -> list[Split]:
 def _single(options: list[list[Placement]]) -> list[Split]:
     """One operand split, the others whole."""
     return [
-        tuple(choice if j == i else _R for j in range(len(options)))
+        tuple(choice if j == i else WHOLE for j in range(len(options)))
         for i, option in enumerate(options)
         for choice in option[1:]
     ]
@@ -177,7 +169,7 @@ class _SmallTrials:
     """What the small variants said: the hypotheses left, and which results depended on the data."""
 
     num_trials: int
-    experiments: tuple[_Experiment, ...]
+    experiments: tuple[Experiment, ...]
     responsive: tuple[bool, ...]
 
 
@@ -198,7 +190,7 @@ def _small_trials(
 def _tried_small(
     candidates: Sequence[OpCall], splits: Sequence[Split], all_kinds: tuple[str, ...]
 ) -> _SmallTrials | None:
-    experiments = [_Experiment(candidates[0], split) for split in splits]
+    experiments = [Experiment(candidates[0], split) for split in splits]
     num_results = len(candidates[0].results)
     responsive = [False] * num_results
     num_trials = num_variants = 0
@@ -267,209 +259,3 @@ def _responsive(evidence: list[Trial], num_results: int) -> list[bool]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.all((a == b) | ((a != a) & (b != b))))
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
-    """Equal up to rounding of sums of terms as large as `scale`."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    equal = (a == b) | ((a != a) & (b != b))
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        equal |= (a - b).abs() <= tolerance * (b.abs() + scale)
-    return bool(equal.all())
-
-
-def _scale(tensors: Iterable[Tensor]) -> float:
-    """Largest finite absolute value."""
-    largest = 0.0
-    for tensor in tensors:
-        if tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-            largest = max(largest, float(torch.nan_to_num(tensor.abs(), 0.0, 0.0, 0.0).max()))
-    return largest
-
-
-class _Mismatch(Exception):
-    """A local result has a shape that is part of no way of recombining."""
-
-
-class _Experiment:
-    """One split, and the dual placements of results and whole operands that all trials so far allow.
-
-    With every operand whole the question is the backward's: do the devices' gradients for summands of the results'
-    gradients add up (`R*,...->R*`)?
-    """
-
-    def __init__(self, call: OpCall, split: Split) -> None:
-        self.split = split
-        self.divided = any(placement != _R for placement in split)
-        self.with_summands = not self.divided or _P in split
-        self.num_tests = 0
-        self.operands: list[set[DualPlacement]] = [
-            {REPLICATE, BROADCAST} if placement == _R else {shard(placement.dim)} if placement != _P else {PARTIAL}
-            for placement in split
-        ]
-        self.results: list[set[DualPlacement]] = [
-            {
-                *map(shard, range(len(meta.shape))),
-                REPLICATE,
-                *([PARTIAL] if _adds(meta.dtype) else []),
-            }
-            for meta in call.results
-        ]
-        self.has_grad = [False] * len(split)
-        self.result_has_grad = [False] * len(call.results)
-
-    def copy(self) -> _Experiment:
-        """An independent copy, to go on with other trials."""
-        other = copy.copy(self)
-        other.operands, other.results = list(map(set, self.operands)), list(map(set, self.results))
-        other.has_grad, other.result_has_grad = list(self.has_grad), list(self.result_has_grad)
-        return other
-
-    def survives(self, trial: Trial, n: int) -> bool:
-        """Run the trial on `n` devices; False when no way of recombining is left."""
-        sizes = [
-            operand.shape[placement.dim]
-            for operand, placement in zip(trial.operands, self.split, strict=True)
-            if isinstance(placement, Shard)
-        ]
-        if any(size < n for size in sizes):
-            return True  # no evidence
-        if self.with_summands and (trial.kind == "infinity" or trial.overflows):
-            return True  # no evidence: summands of either sign times infinity are nan
-        generator = torch.Generator().manual_seed(n)
-        alike = trial.kind in SHARED_KINDS
-        summed_grads = None
-        if not self.divided:
-            summed_grads = [None if g is None else _summands(g, n, generator, alike) for g in trial.result_grads]
-        parts = [
-            _summands(operand, n, generator, alike) if placement == _P else _parts(operand, placement, n)
-            for operand, placement in zip(trial.operands, self.split, strict=True)
-        ]
-        runs = []
-        for device in range(n):
-            if not accepts_shapes(trial.call, tuple(tuple(part[device].shape) for part in parts)):
-                return False
-
-            def grads_for(results: tuple[Tensor, ...], device: int = device) -> list[Tensor | None]:
-                if summed_grads is not None:
-                    return [None if g is None else g[device] for g in summed_grads]
-                return [self._grad_part(j, result, trial, n, device) for j, result in enumerate(results)]
-
-            try:
-                runs.append(run_call(trial.call, tuple(part[device] for part in parts), grads_for))
-            except Exception:  # of any type: the op refuses the shard, which the whole did not deserve
-                return False
-        if any(len(results) != len(trial.results) for results, _ in runs):
-            return False
-        self.num_tests += 1
-        for j, whole in enumerate(trial.results):
-            self.results[j] &= _recombining(whole, [results[j] for results, _ in runs], self.results[j], trial)
-            self.result_has_grad[j] |= trial.result_grads[j] is not None
-        for i, whole in enumerate(trial.operand_grads):
-            self._narrow_operand(i, whole, [grads[i] for _, grads in runs], trial)
-        return all(self.results) and all(self.operands)
-
-    def _grad_part(self, j: int, result: Tensor, trial: Trial, n: int, device: int) -> Tensor | None:
-        """What the device's result receives: the whole gradient if the result is R or P, else its shard."""
-        whole, grad = trial.results[j], trial.result_grads[j]
-        if grad is None or result.shape == whole.shape:
-            return grad
-        for dual in self.results[j]:
-            if dual.shard_dim is not None and whole.shape[dual.shard_dim] >= n:
-                chunk = _chunk(grad, dual.shard_dim, n, device)
-                if chunk.shape == result.shape:
-                    return chunk
-        raise _Mismatch
-
-    def _narrow_operand(self, i: int, whole: Tensor | None, grads: list[Tensor | None], trial: Trial) -> None:
-        if whole is None and all(grad is None for grad in grads):
-            return
-        self.has_grad[i] = True
-        parts = _parts(trial.operands[i], self.split[i], len(grads))
-        grads = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
-        whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
-        allowed = set()
-        for dual in self.operands[i]:
-            as_value = {BROADCAST: PARTIAL, PARTIAL: REPLICATE}.get(dual, dual)  # how the gradients recombine
-            if _recombining(whole, grads, {as_value}, trial):
-                allowed.add(dual)
-        self.operands[i] = allowed
-
-    def verdict(self, responsive: list[bool]) -> AxisStrategy | None:
-        """The one strategy left, or None when the trials decide nothing."""
-        if self.num_tests < MIN_TRIALS:
-            return None
-        if not self.divided:
-            if not any(self.has_grad) or any(
-                has_grad and BROADCAST not in allowed
-                for has_grad, allowed in zip(self.has_grad, self.operands, strict=True)
-            ):
-                return None
-            return AxisStrategy(
-                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.has_grad),
-                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.result_has_grad),
-            )
-        if not all(responsive) or any(len(allowed) != 1 for allowed in self.results):
-            return None
-        inputs = []
-        for allowed, has_grad in zip(self.operands, self.has_grad, strict=True):
-            if len(allowed) == 1:
-                inputs.append(next(iter(allowed)))
-            elif not has_grad:
-                inputs.append(REPLICATE)
-            else:
-                return None
-        return AxisStrategy(tuple(inputs), tuple(next(iter(allowed)) for allowed in self.results))
-
-
-def _adds(dtype: torch.dtype) -> bool:
-    """Whether tensors of this type can be summed: booleans and the wide unsigned types have no addition."""
-    return dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
-
-
-def _chunk(tensor: Tensor, dim: int, n: int, device: int) -> Tensor:
-    start, stop = chunk_range(tensor.shape[dim], n, device)
-    return tensor.narrow(dim, start, stop - start)
-
-
-def _parts(tensor: Tensor, placement: Placement, n: int) -> list[Tensor]:
-    """What the `n` devices hold of an operand (of a Partial: something of the right shape)."""
-    if isinstance(placement, Shard):
-        return [_chunk(tensor, placement.dim, n, device) for device in range(n)]
-    return [tensor] * n
-
-
-def _summands(tensor: Tensor, n: int, generator: torch.Generator, alike: bool) -> list[Tensor]:
-    """`n` random summands of a tensor; `alike`: shares of it, as large as itself, else normal numbers and the rest."""
-
-    def draw() -> Tensor:
-        data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
-        return tensor * data if alike else data
-
-    parts = [draw() for _ in range(n - 1)]
-    return [*parts, tensor - sum(parts)]
-
-
-def _recombining(
-    whole: Tensor, parts: list[Tensor], candidates: set[DualPlacement], trial: Trial
-) -> set[DualPlacement]:
-    """The candidates under which the devices' `parts` make up the whole."""
-    n = len(parts)
-    scale = _scale([whole, *parts])
-    found = set()
-    for dual in candidates:
-        dim = dual.shard_dim
-        if dim is not None:
-            right = whole.shape[dim] >= n and all(
-                _close(part, _chunk(whole, dim, n, device), trial.tolerance, scale) for device, part in enumerate(parts)
-            )
-        elif dual == REPLICATE:
-            right = all(_close(part, whole, trial.tolerance, scale) for part in parts)
-        else:
-            right = all(part.shape == whole.shape for part in parts) and _close(
-                sum(parts[1:], parts[0]), whole, trial.tolerance, scale
-            )
-        if right:
-            found.add(dual)
-    return found
