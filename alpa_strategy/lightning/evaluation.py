@@ -7,7 +7,6 @@ as the user wrote it, every rank on its own rows, with whole parameters.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from alpa_strategy.capture.guards import AttributeCheck
-from alpa_strategy.capture.leaves import leaves_hold
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
@@ -31,7 +29,9 @@ from alpa_strategy.lightning.loops import hooks_look, step_counters, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import capture
+from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, verify, write_buffers
+from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 
@@ -48,6 +48,7 @@ class Home(Protocol):
     module: Any
     store: Any
     metrics: MetricStates
+    room: Room
 
     def lower_evaluation(self, step: StepGraph) -> Any:
         """What runs an evaluation step. Collective. AlpaError when it cannot be planned around the parameters."""
@@ -65,24 +66,12 @@ class Home(Protocol):
         """Context: the module with its whole parameters. Collective on entry."""
         ...
 
-    def whole_fits(self) -> str | None:
-        """None where whole parameters fit beside what is kept; else what stands against it, for an error."""
-        ...
-
 
 @dataclass(frozen=True)
-class EvaluationProgram:
-    """A captured evaluation step, what runs it, and where this rank's rows are in its output."""
+class EvaluationProgram(Program):
+    """An evaluation step's; `cuts`: where this rank's rows are in its output, by value."""
 
-    step: StepGraph
-    lowered: Any
-    attributes: AttributeCheck
     cuts: Mapping[int, Cut]
-
-    def fits(self, counters: dict[str, int], batch: Any) -> bool:
-        """True when the step's Python would take the same path."""
-        holds = all(guard.holds(**counters) for guard in self.step.guards)
-        return holds and leaves_hold(self.step.leaves, batch) and self.attributes.changed() is None
 
 
 class Evaluation:
@@ -90,7 +79,7 @@ class Evaluation:
 
     def __init__(self, home: Home, job: Job) -> None:
         self._home, self._job = home, job
-        self._programs: OrderedDict[tuple[Any, ...], list[EvaluationProgram]] = OrderedDict()
+        self._programs: Programs[EvaluationProgram] = Programs(MAX_SHAPES, MAX_PROGRAMS, home.drop)
         self._failed_at: dict[Which, set[int]] = {}
         self._warned: set[str] = set()
         self._whole: WholeParameters | None = None
@@ -101,7 +90,7 @@ class Evaluation:
     def start(self, kind: str) -> None:
         """Begin a loop over evaluation batches of `kind` (`validation`, `test` or `predict`)."""
         trainer = self._home.module.trainer
-        against, uneven = self._home.whole_fits(), why_uneven(trainer)
+        against, uneven = self._home.room.for_whole(), why_uneven(trainer)
         self._runs_eagerly = uneven is not None and against is None
         if self._runs_eagerly:
             self._warn(str(uneven), f"{kind}_step")
@@ -148,7 +137,7 @@ class Evaluation:
         """Let the module hold whole parameters until `end`. AlpaError when they do not fit."""
         if self._whole is not None:
             return
-        against = self._home.whole_fits()
+        against = self._home.room.for_whole()
         if against is not None:
             raise AlpaError(
                 f"an evaluation step needs the whole parameters on every device, and {against}",
@@ -176,16 +165,18 @@ class Evaluation:
             decision = self._capture(which, key, args, batch_idx)
         if decision == EAGER:
             return self._run_eagerly(eager, args)
-        self._programs.move_to_end(key)
-        return self._run(self._programs[key][decision], batch, counters)
+        self._programs.use(key)
+        return self._run(self._programs.of(key)[decision], batch, counters)
 
     def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int], batch: Any) -> int:
         failed = self._failed_at.get(which, set())
         if len(failed) >= MAX_FAILURES or counters["batch_idx"] in failed:
             return EAGER
-        programs = self._programs.get(key, [])
-        fitting = (i for i in reversed(range(len(programs))) if programs[i].fits(counters, batch))
-        return next(fitting, CAPTURE)
+        programs = self._programs.of(key)
+        for index in reversed(range(len(programs))):
+            if programs[index].fits(counters) and programs[index].change(batch) is None:
+                return index
+        return CAPTURE
 
     def _agree(self, name: str, key: tuple[Any, ...], found: int) -> int:
         """One decision for all ranks from what each found: different batches are evaluated by each rank alone."""
@@ -222,15 +213,8 @@ class Evaluation:
         finally:
             self._is_capturing = False
         program = EvaluationProgram(step, lowered, AttributeCheck(module, step.attributes), cuts)
-        programs = self._programs.setdefault(key, [])
-        programs.append(program)
-        for dropped in programs[:-MAX_PROGRAMS]:
-            home.drop(dropped.lowered)
-        del programs[:-MAX_PROGRAMS]
-        while len(self._programs) > MAX_SHAPES:
-            for dropped in self._programs.popitem(last=False)[1]:
-                home.drop(dropped.lowered)
-        return len(programs) - 1
+        self._programs.add(key, program)
+        return len(self._programs.of(key)) - 1
 
     def _run(self, program: EvaluationProgram, batch: Any, counters: dict[str, int]) -> Any:
         step, module = program.step, self._home.module

@@ -36,7 +36,7 @@ def skip_sanity_check(trainer: Any) -> None:
 
 def stays_sharded(run: Any) -> bool:
     """Whether the module has to leave a training in shards, because it does not fit whole (with a word about it)."""
-    against = run.release_fits()
+    against = run.room.for_release()
     if against is not None:
         rank_zero_info(
             f"alpa: the module stays in shards after training: {against}. This trainer saves and evaluates it as before"

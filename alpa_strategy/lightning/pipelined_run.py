@@ -23,8 +23,9 @@ from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.early_step import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.planning import find_or_make_following_plan
+from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import resolve
-from alpa_strategy.lightning.run import NO_OPTIMIZER, Program, TrainingRun, batch_rows
+from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import (
     gather_staged_state,
     shard_staged_state,

@@ -5,22 +5,18 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.guards import AttributeCheck
-from alpa_strategy.capture.leaves import leaves_hold
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
+from alpa_strategy.lightning.agree import RankZero
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import step_counters
@@ -28,8 +24,11 @@ from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import Prepared, capture, check_optimizer, find_or_make_plan
+from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, resolve, verify, write_buffers
-from alpa_strategy.lightning.shape_key import shape_key, shapes_text
+from alpa_strategy.lightning.room import Room
+from alpa_strategy.lightning.same_steps import SameSteps
+from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
@@ -40,29 +39,10 @@ from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.runtime.torch_comm import build_mesh
 
-MEET_SECONDS = 60.0
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept
 MAX_PROGRAMS = 16  # of one batch shape
-MANY_CAPTURES = 5
-SAME_SHAPES = (
-    "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
-    "batches of all ranks are one batch of the step"
-)
 NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
-
-
-@dataclass(frozen=True)
-class Program:
-    """A captured step and what this device runs for it."""
-
-    step: StepGraph
-    lowered: Any  # LoweredStep; under a pipeline what runs its stages
-    attributes: AttributeCheck
-
-    def fits(self, counters: dict[str, int]) -> bool:
-        """True when the step's Python would take the same path for these counters."""
-        return all(guard.holds(**counters) for guard in self.step.guards)
 
 
 @dataclass(frozen=True)
@@ -105,12 +85,12 @@ class TrainingRun:
         with job.progress("lower"):
             lowered = self._set_up()
         self.whole, self._hooks = WholeParameters(self.store), None
-        program = Program(self.step, lowered, AttributeCheck(module, self.step.attributes))
-        self._programs: OrderedDict[tuple[Any, ...], list[Program]] = OrderedDict({shape_key(batch): [program]})
-        self._num_captures_for_attributes = 0
+        self.room = Room(self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes))
+        self._same = SameSteps(rank_zero, job.device, MAX_SHAPES)
+        self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, self.drop)
+        self._programs.add(shape_key(batch), Program(self.step, lowered, AttributeCheck(module, self.step.attributes)))
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
-        self._num_shapes = 1
         self._parameters = ParametersAsTheyWere(module)
 
     def changed_parameters(self) -> str | None:
@@ -121,13 +101,13 @@ class TrainingRun:
         """
         changed = self._parameters.changed()
         if changed is not None:
-            self._meet_for_attribute(changed)
+            self._same.meet_for_change(changed)
         return changed
 
     def see_whole_parameters(self, trainer: Any) -> None:
         """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
         if self.store.sharded_parameters:
-            self._hooks = WholeHooks(trainer, self.module, self.whole, self.whole_fits)
+            self._hooks = WholeHooks(trainer, self.module, self.whole, self.room.for_whole)
 
     def _set_up(self) -> Any:
         """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
@@ -175,27 +155,6 @@ class TrainingRun:
     def whole_parameters(self) -> WholeParameters:
         """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
         return self.whole
-
-    def whole_fits(self, with_gradients: bool = False) -> str | None:
-        """None where whole parameters (and gradients) fit beside what this device keeps; else why they do not."""
-        limit, store = self._job.options.usable_bytes(self._cluster.device.memory_bytes), self.store
-        parts = sum(p.numel() * p.element_size() for p in store.parameters)
-        state = sum(p.numel() for p in store.parameters) * self._optimizer_info.state_bytes
-        whole = sum(store.whole_shape(store.name_of(p)).numel() * p.element_size() for p in store.parameters)
-        needed = 2 * parts + state + whole * (2 if with_gradients else 1)
-        if needed <= limit:
-            return None
-        return f"they and what training keeps need {needed:.3g} bytes of {limit:.3g}"
-
-    def release_fits(self) -> str | None:
-        """None where this device can hold the whole parameters and optimizer state; else why it cannot."""
-        limit, store = self._job.options.usable_bytes(self._cluster.device.memory_bytes), self.store
-        shapes = [(p, store.whole_shape(store.name_of(p)).numel()) for p in store.parameters]
-        needed = sum(n * p.element_size() for p, n in shapes)
-        needed += self._optimizer_info.state_bytes * sum(n for p, n in shapes if p.requires_grad)
-        if needed <= limit:
-            return None
-        return f"whole parameters and optimizer state need {needed:.3g} bytes per device of {limit:.3g}"
 
     # Evaluation steps on the training's parameters
 
@@ -254,92 +213,27 @@ class TrainingRun:
             self._hooks.remove()
 
     def _program(self, batch: Any, batch_idx: int) -> Program:
-        counters = step_counters(self.module.trainer, batch_idx)
+        """What runs this batch; captured, planned and lowered now where nothing fits. Collective."""
         key = shape_key(batch)
         if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
-            self._check_same_shapes(batch)
-        programs = self._programs.setdefault(key, [])
-        self._programs.move_to_end(key)
-        changed: str | None = None
-        for program in reversed(programs):
-            if program.fits(counters):
-                changed = program.attributes.changed()
-                if not leaves_hold(program.step.leaves, batch):
-                    changed = "a value in the batch that is no tensor"
-                if changed is None:
-                    return program
+            self._same.check_shapes(batch)
+        programs = self._programs.of(key)
+        program, changed = _fitting(programs, step_counters(self.module.trainer, batch_idx), batch)
+        if program is not None:
+            self._programs.use(key)
+            return program
         if not programs:
-            self._meet_for_shape(batch)
-            self._report_shape(batch)
+            self._same.meet_for_shape(batch)
         elif changed is not None:
-            self._meet_for_attribute(changed)
+            self._same.meet_for_change(changed)
         with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)
         lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
         if lowered is None:
             lowered = self._lowered_again(step)
         program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
-        programs.append(program)
-        while len(programs) > MAX_PROGRAMS:
-            dropped = programs.pop(0).lowered
-            if all(dropped is not other.lowered for other in programs):
-                self.drop(dropped)
-        while len(self._programs) > MAX_SHAPES:
-            for dropped in self._programs.popitem(last=False)[1]:
-                self.drop(dropped.lowered)
+        self._programs.add(key, program)
         return program
-
-    def _check_same_shapes(self, batch: Any) -> None:
-        """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
-        shapes = all_texts(shapes_text(batch), self._job.device)
-        if len(set(shapes)) > 1:
-            shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
-            raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)
-
-    def _report_shape(self, batch: Any) -> None:
-        self._num_shapes += 1
-        text = f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
-        rank_zero_info(text)
-        if self._num_shapes == MAX_SHAPES:
-            rank_zero_warn(
-                f"{text}. Only the last {MAX_SHAPES} used shapes are kept, any other is captured again when it comes: "
-                "pad batches to a few lengths (pad_to_multiple_of)"
-            )
-
-    def _meet_for_shape(self, batch: Any) -> None:
-        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
-        came, missing = self._meet(f"shape{self._num_shapes}", shapes_text(batch))
-        if missing:
-            raise RuntimeMismatchError(
-                f"batches differ between ranks: {'; '.join(f'rank {r}: {s}' for r, s in came.items())}, "
-                f"ranks {missing} go on with the shape of before",
-                SAME_SHAPES,
-            )
-
-    def _meet_for_attribute(self, name: str) -> None:
-        """The same for an attribute of the module that the step reads; a word of warning when it happens often."""
-        self._num_captures_for_attributes += 1
-        came, missing = self._meet(f"attribute{self._num_captures_for_attributes}", name)
-        if missing:
-            raise RuntimeMismatchError(
-                f"attributes of the module that the step reads changed on some ranks only: "
-                f"{'; '.join(f'rank {r}: {s}' for r, s in came.items())}, unchanged on ranks {missing}",
-                "change them on every rank, at the same step",
-            )
-        if self._num_captures_for_attributes == MANY_CAPTURES:
-            rank_zero_warn(
-                f"alpa: attributes of the module that the step reads, the last one {name}, changed {MANY_CAPTURES} "
-                "times; each change captures the step again. A number that changes often is better a buffer: "
-                f"`self.register_buffer(name, torch.tensor(value))`, changed by `fill_`"
-            )
-
-    def _meet(self, name: str, text: str) -> tuple[dict[int, str], list[int]]:
-        """What the ranks that came say, by rank, and the ranks that did not come.
-
-        In the job's store, not by a collective: the ranks that see nothing new are already in the step's collectives.
-        """
-        came = self._rank_zero.meet(name, text, MEET_SECONDS)
-        return came, sorted(set(range(world_size())) - set(came))
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
@@ -353,6 +247,17 @@ class TrainingRun:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             self._job.say(measured_line(self.plan, seconds))
+
+
+def _fitting(programs: Sequence[Program], counters: dict[str, int], batch: Any) -> tuple[Program | None, str | None]:
+    """The program that runs the batch, or what has changed since one that would."""
+    changed: str | None = None
+    for program in reversed(programs):
+        if program.fits(counters):
+            changed = program.change(batch)
+            if changed is None:
+                return program, None
+    return None, changed
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:

@@ -1,0 +1,40 @@
+"""Room: whether whole tensors fit into this device beside the parts that a training keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alpa_strategy.options import OptimizerInfo
+
+
+class Room:
+    """Each answer is None where they fit, else why they do not, for a message.
+
+    Args:
+        store: the run's parameters (`ParameterStore` or `StagedParameters`).
+        limit: bytes of the device that may be used.
+    """
+
+    def __init__(self, store: Any, optimizer: OptimizerInfo, limit: float) -> None:
+        self._store, self._optimizer, self._limit = store, optimizer, limit
+
+    def for_whole(self, with_gradients: bool = False) -> str | None:
+        """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
+        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
+        parts = sum(p.numel() * p.element_size() for p in self._store.parameters)
+        state = sum(p.numel() for p in self._store.parameters) * self._optimizer.state_bytes
+        return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
+
+    def for_release(self) -> str | None:
+        """Whole parameters and optimizer state, for good."""
+        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
+        trained = sum(self._whole_elements(p) for p in self._store.parameters if p.requires_grad)
+        return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
+
+    def _whole_elements(self, parameter: Any) -> int:
+        return self._store.whole_shape(self._store.name_of(parameter)).numel()
+
+    def _against(self, what: str, needed: float) -> str | None:
+        if needed <= self._limit:
+            return None
+        return f"{what} need {needed:.3g} bytes per device of {self._limit:.3g}"

@@ -1,0 +1,86 @@
+"""SameSteps: all ranks take the same kind of step, or learn who does not.
+
+Where every rank sees that something is new, the ranks meet in the job's store, not in a collective: ranks that see
+nothing new are already in the collectives of their step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
+from alpa_strategy.lightning.shape_key import shapes_text
+
+MEET_SECONDS = 60.0
+MANY_CHANGES = 5
+SAME_SHAPES = (
+    "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
+    "batches of all ranks are one batch of the step"
+)
+
+
+class SameSteps:
+    """What a training's ranks have seen together.
+
+    Args:
+        max_shapes: batch shapes of which programs are kept.
+    """
+
+    def __init__(self, rank_zero: RankZero, device: torch.device, max_shapes: int) -> None:
+        self._rank_zero, self._device, self._max_shapes = rank_zero, device, max_shapes
+        self._num_shapes = 1
+        self._num_changes = 0
+
+    def check_shapes(self, batch: Any) -> None:
+        """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
+        shapes = all_texts(shapes_text(batch), self._device)
+        if len(set(shapes)) > 1:
+            shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)
+
+    def meet_for_shape(self, batch: Any) -> None:
+        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
+        came, missing = self._meet(f"shape{self._num_shapes}", shapes_text(batch))
+        if missing:
+            raise RuntimeMismatchError(
+                f"batches differ between ranks: {_said(came)}, ranks {missing} go on with the shape of before",
+                SAME_SHAPES,
+            )
+        self._num_shapes += 1
+        text = f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
+        rank_zero_info(text)
+        if self._num_shapes == self._max_shapes:
+            rank_zero_warn(
+                f"{text}. Only the last {self._max_shapes} used shapes are kept, any other is captured again when it "
+                "comes: pad batches to a few lengths (pad_to_multiple_of)"
+            )
+
+    def meet_for_change(self, name: str) -> None:
+        """The same for something that the step reads, such as an attribute; a word of warning when it happens often."""
+        self._num_changes += 1
+        came, missing = self._meet(f"attribute{self._num_changes}", name)
+        if missing:
+            raise RuntimeMismatchError(
+                f"attributes of the module that the step reads changed on some ranks only: {_said(came)}, unchanged on "
+                f"ranks {missing}",
+                "change them on every rank, at the same step",
+            )
+        if self._num_changes == MANY_CHANGES:
+            rank_zero_warn(
+                f"alpa: attributes of the module that the step reads, the last one {name}, changed {MANY_CHANGES} "
+                "times; each change captures the step again. A number that changes often is better a buffer: "
+                f"`self.register_buffer(name, torch.tensor(value))`, changed by `fill_`"
+            )
+
+    def _meet(self, name: str, text: str) -> tuple[dict[int, str], list[int]]:
+        """What the ranks that came say, by rank, and the ranks that did not come."""
+        came = self._rank_zero.meet(name, text, MEET_SECONDS)
+        return came, sorted(set(range(world_size())) - set(came))
+
+
+def _said(came: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in came.items())
