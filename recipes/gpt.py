@@ -6,6 +6,7 @@ Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H hea
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import lightning
 import torch
@@ -33,12 +34,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers, `factor` times as wide between them."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, factor: int = 4) -> None:
         super().__init__()
-        self.fc = nn.Linear(hidden, 4 * hidden)
-        self.proj = nn.Linear(4 * hidden, hidden)
+        self.fc = nn.Linear(hidden, factor * hidden)
+        self.proj = nn.Linear(factor * hidden, hidden)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x_BTD), approximate="tanh"))
@@ -60,6 +61,23 @@ class Block(nn.Module):
         return x_BTD + self.drop(self.mlp(self.norm2(x_BTD)))
 
 
+def init_weights(model: nn.Module, num_layers: int, std: float) -> None:
+    """GPT-2's: the residual branches (`proj`) start small, so that depth does not grow the stream."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim >= 2:
+            scale = 1 / math.sqrt(2 * num_layers) if ".proj" in name else 1.0
+            nn.init.normal_(parameter, std=std * scale)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The optimizer's groups: weights with two or more dims decay, biases and norms do not."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
 class GPT(lightning.LightningModule):
     """Next-token prediction. A batch is (tokens [B, T], targets [B, T]), both int64.
 
@@ -67,7 +85,7 @@ class GPT(lightning.LightningModule):
         num_layers, hidden, num_heads, vocab_size, sequence_length: the size.
         dropout: on embeddings, attention weights and both residual branches.
         init_std: of the weights at the start; 0.02 suits a hidden size of about 1000, smaller models want more.
-        lr, weight_decay, betas: AdamW; weights with two or more dims decay, biases and norms do not.
+        lr, weight_decay, betas: AdamW (see `decay_groups`).
         warmup_steps, max_steps: linear warm-up, then a cosine down to a tenth of `lr` at `max_steps`; constant if None.
     """
 
@@ -97,13 +115,7 @@ class GPT(lightning.LightningModule):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
         self.head.weight = self.embed.weight  # tied
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim >= 2:
-                # GPT-2: the residual branches start small, so that depth does not grow the stream.
-                scale = 1 / math.sqrt(2 * num_layers) if name.endswith("proj.weight") else 1.0
-                nn.init.normal_(parameter, std=init_std * scale)
+        init_weights(self, num_layers, init_std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, T, V]."""
@@ -121,10 +133,7 @@ class GPT(lightning.LightningModule):
 
     def configure_optimizers(self):
         h = self.hparams
-        decayed = [p for p in self.parameters() if p.ndim >= 2]
-        others = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": h.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=h.lr, betas=tuple(h.betas))
+        optimizer = torch.optim.AdamW(decay_groups(self, h.weight_decay), lr=h.lr, betas=tuple(h.betas))
         if h.max_steps is None and not h.warmup_steps:
             return optimizer
 

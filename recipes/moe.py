@@ -14,23 +14,11 @@ import math
 
 import lightning
 import torch
-from gpt import Attention
+from gpt import MLP, Attention, decay_groups, init_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 NUM_CHOICES = 2
-
-
-class MLP(nn.Module):
-    """Two linear layers, `factor` times as wide between them."""
-
-    def __init__(self, hidden: int, factor: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(hidden, factor * hidden)
-        self.proj = nn.Linear(factor * hidden, hidden)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.fc(x_BTD), approximate="tanh"))
 
 
 class Experts(nn.Module):
@@ -194,12 +182,7 @@ class MoE(lightning.LightningModule):
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
         self.head.weight = self.embed.weight  # tied
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim >= 2:
-                scale = 1 / math.sqrt(2 * num_layers) if ".proj" in name else 1.0
-                nn.init.normal_(parameter, std=init_std * scale)
+        init_weights(self, num_layers, init_std)
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] and the mean load-balancing loss of the blocks with experts."""
@@ -222,9 +205,7 @@ class MoE(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         h = self.hparams
-        decayed = [p for p in self.parameters() if p.ndim >= 2]
-        others = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": h.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = decay_groups(self, h.weight_decay)
         if h.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=h.lr)
         return torch.optim.AdamW(groups, lr=h.lr, betas=tuple(h.betas))

@@ -62,6 +62,18 @@ class MLP(TestModel):
         return x, y
 
 
+def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
+    """[B, T, D] -> [B, H, T, K] with D = H * K."""
+    B, T, D = x_BTD.shape
+    return x_BTD.view(B, T, num_heads, D // num_heads).transpose(1, 2)
+
+
+def merge_heads(x_BHTK: Tensor) -> Tensor:
+    """[B, H, T, K] -> [B, T, D] with D = H * K."""
+    B, H, T, K = x_BHTK.shape
+    return x_BHTK.transpose(1, 2).reshape(B, T, H * K)
+
+
 class GPTBlock(nn.Module):
     """Pre-norm attention and MLP."""
 
@@ -74,13 +86,11 @@ class GPTBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
-        q, k, v = self.qkv(self.ln_1(x_BTD)).split(D, dim=-1)
-        q, k, v = (t.view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2) for t in (q, k, v))
+        parts = self.qkv(self.ln_1(x_BTD)).split(x_BTD.shape[-1], dim=-1)
+        q, k, v = (split_heads(part, self.num_heads) for part in parts)
         p = self.dropout_p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        y = y.transpose(1, 2).reshape(B, T, D)
-        x_BTD = x_BTD + self.dropout(self.proj(y))
+        x_BTD = x_BTD + self.dropout(self.proj(merge_heads(y)))
         return x_BTD + self.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)))))
 
 
@@ -167,16 +177,14 @@ class LlamaBlock(nn.Module):
         self.w2 = nn.Linear(d_hidden, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        B, T, _ = x_BTD.shape
         h = self.attention_norm(x_BTD)
-        q = self.wq(h).view(B, T, self.num_heads, self.d_head).transpose(1, 2)
-        k = self.wk(h).view(B, T, self.num_kv_heads, self.d_head).transpose(1, 2)
-        v = self.wv(h).view(B, T, self.num_kv_heads, self.d_head).transpose(1, 2)
+        q = split_heads(self.wq(h), self.num_heads)
+        k, v = split_heads(self.wk(h), self.num_kv_heads), split_heads(self.wv(h), self.num_kv_heads)
         q, k = apply_rotary(q, cos_TK, sin_TK), apply_rotary(k, cos_TK, sin_TK)
         k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         v = v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.wo(y.transpose(1, 2).reshape(B, T, -1))
+        x_BTD = x_BTD + self.wo(merge_heads(y))
         h = self.mlp_norm(x_BTD)
         return x_BTD + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
@@ -242,14 +250,10 @@ class BertBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, bias_B11T: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
-        q, k, v = (
-            f(x_BTD).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
-        scores = q @ k.transpose(-1, -2) / (D // self.num_heads) ** 0.5 + bias_B11T
+        q, k, v = (split_heads(f(x_BTD), self.num_heads) for f in (self.query, self.key, self.value))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias_B11T
         y = self.dropout(scores.softmax(dim=-1)) @ v
-        x_BTD = self.norm_1(x_BTD + self.dropout(self.out(y.transpose(1, 2).reshape(B, T, D))))
+        x_BTD = self.norm_1(x_BTD + self.dropout(self.out(merge_heads(y))))
         return self.norm_2(x_BTD + self.dropout(self.down(F.gelu(self.up(x_BTD)))))
 
 

@@ -10,6 +10,7 @@ import torch
 from equality.harness import Rows
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from models import GPT
+from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
@@ -78,10 +79,8 @@ def make_trainer(root: str, options: dict[str, Any] | None, devices: int, **argu
     defaults = {
         "accelerator": "cpu",
         "precision": "64-true",
-        "logger": False,
+        **QUIET,
         "enable_checkpointing": any(isinstance(c, Checkpoint) for c in arguments.get("callbacks", ())),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "default_root_dir": root,
         "gradient_clip_val": 0.1,
     }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from conformance.bench import Bench, Net
+from jobs import run_job
+from quiet import QUIET
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaError, AlpaStrategy
@@ -55,13 +54,7 @@ data: {{rows: 16}}
 
 def test_a_name_in_a_yaml_file(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    tests = Path(__file__).parent.parent
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests}:{tests.parent}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, str(script), "fit", "--config", str(config(tmp_path, "alpa"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = run_job(tmp_path, SCRIPT, "fit", "--config", str(config(tmp_path, "alpa")), timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RAN AlpaStrategy on 2") == 2
 
@@ -113,12 +106,17 @@ def test_notebooks(monkeypatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     bench = Bench("alpa", str(tmp_path))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, precision="64-true", default_root_dir=tmp_path, **quiet
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="64-true",
+        default_root_dir=tmp_path,
+        max_epochs=1,
+        **QUIET,
     )
     trainer.fit(bench.module(), bench.loader())
     assert trainer.global_step == 8
     with pytest.raises(Exception, match="not compatible with an interactive environment"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy=AlpaStrategy(), **quiet)
+        pl.Trainer(accelerator="cpu", devices=2, strategy=AlpaStrategy(), **QUIET)

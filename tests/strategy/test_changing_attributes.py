@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import run_job
 from models import MLP
 from test_training import assert_same, train
 from torch import Tensor
@@ -50,10 +48,11 @@ import sys
 import lightning.pytorch as pl
 import torch
 import alpa_strategy
-import alpa_strategy.lightning.run
+import alpa_strategy.lightning.same_steps
 from models import MLP
+from quiet import QUIET
 
-alpa_strategy.lightning.run.MEET_SECONDS = 2.0
+alpa_strategy.lightning.same_steps.MEET_SECONDS = 2.0
 
 class Model(MLP):
     beta = 1.0
@@ -66,21 +65,15 @@ class Model(MLP):
 model = Model()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
 strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1,
+    default_root_dir=sys.argv[1], **QUIET)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
 
 
 def test_a_change_on_one_rank_only_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_job(tmp_path, JOB, str(tmp_path))
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert "changed on some ranks only: rank 1: beta, unchanged on ranks [0]" in done.stderr

@@ -308,8 +308,9 @@ def evaluate_without_fit(root: str, strategy: dict[str, Any] | str | None, sizes
         options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
     seen: list[int] = []
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "default_root_dir": root}
-    trainer = pl.Trainer(accelerator="cpu", precision="64-true", callbacks=[Sizes(seen)], **quiet, **parallel)
+    trainer = pl.Trainer(
+        accelerator="cpu", precision="64-true", callbacks=[Sizes(seen)], default_root_dir=root, **QUIET, **parallel
+    )
     validated = trainer.validate(model, data, verbose=False)
     tested = trainer.test(model, data, verbose=False)
     return {"metrics": [validated, tested], "seen": seen, "predictions": trainer.predict(model, data)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from jobs import processes_left, run_job
 
 JOB = """
 import sys
@@ -14,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import alpa_strategy
 from models import MLP
+from quiet import QUIET
 
 class Fails(pl.Callback):
     def on_train_batch_end(self, trainer, *unused):
@@ -23,8 +23,8 @@ class Fails(pl.Callback):
 model = MLP()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
 strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, callbacks=[Fails()],
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=[Fails()],
+    default_root_dir=sys.argv[1], **QUIET)
 print("STARTED", flush=True)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
@@ -32,19 +32,12 @@ print("FINISHED", flush=True)
 
 
 def test_one_ranks_exception_ends_all_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_job(tmp_path, JOB, str(tmp_path))
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert time.monotonic() - started < 100
     shown = done.stderr.split("rank 0 ends because rank 1 failed:")
     assert len(shown) == 2, done.stderr
     assert "ValueError: the user's own mistake" in shown[1]
-    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True)
-    assert left.stdout == ""
+    assert processes_left(tmp_path) == ""

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from models import GPT
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -84,8 +85,7 @@ def train(
         sampler = DistributedSampler(data, world_size, int(os.environ["RANK"]), shuffle=False)
         loader = DataLoader(data, batch_size=per_rank, sampler=sampler)
     trainer = pl.Trainer(
-        accelerator="cpu", precision="64-true", logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, **parallel,
+        accelerator="cpu", precision="64-true", max_epochs=1, default_root_dir=root, **QUIET, **parallel,
         **{k: v for k, v in arguments.items() if k not in ("ckpt_path", "save", "init_module")},
     )  # fmt: skip
     torch.manual_seed(seed)

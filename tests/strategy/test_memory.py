@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -70,8 +71,8 @@ def resident_bytes(root: str, strategy: dict[str, Any]) -> list[int]:
     """Resident memory of this rank after every 10 of 120 steps."""
     given = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **strategy)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=given, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, val_check_interval=10,
+        accelerator="cpu", devices=2, strategy=given, max_epochs=2, default_root_dir=root, **QUIET,
+        val_check_interval=10,
         limit_val_batches=4, num_sanity_val_steps=0, use_distributed_sampler=False,
     )  # fmt: skip
     torch.manual_seed(1)

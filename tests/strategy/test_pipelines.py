@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from equality.harness import assert_same, record
+from jobs import processes_left, run_job
 from models import MLP
 from strategy.test_training import ROWS, Measured, Phased, SaveMidway, Validated, run_train, train
 from strategy.test_training import assert_same as same_training
@@ -223,20 +220,11 @@ def test_one_stage_stays_unless_asked_otherwise():
 
 def test_one_ranks_exception_ends_all_ranks(tmp_path):
     """In the midst of a step: the others wait for its messages then."""
-    script = tmp_path / "job.py"
-    script.write_text(FAILING_JOB)
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=110
-    )
+    done = run_job(tmp_path, FAILING_JOB, str(tmp_path), timeout=110)
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert "ValueError: the user's own mistake" in done.stderr
-    assert subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout == ""
+    assert processes_left(tmp_path) == ""
 
 
 FAILING_JOB = """
@@ -244,7 +232,8 @@ import sys
 import lightning.pytorch as pl
 import torch
 import alpa_strategy
-from models import MLP, MODELS
+from models import MLP
+from quiet import QUIET
 
 class Fails(pl.Callback):
     def on_train_batch_start(self, trainer, *unused):
@@ -254,8 +243,8 @@ class Fails(pl.Callback):
 model = MLP()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
 strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, callbacks=[Fails()],
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1])
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=[Fails()],
+    default_root_dir=sys.argv[1], **QUIET)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """

@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import pytest
+from quiet import QUIET
 
 import alpa_strategy
 from alpa_strategy import AlpaStrategy
@@ -9,7 +10,7 @@ from alpa_strategy.errors import AlpaError, OptionError
 
 
 def test_the_registered_name_gives_the_strategy() -> None:
-    trainer = pl.Trainer(strategy="alpa", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(strategy="alpa", accelerator="cpu", devices=1, **QUIET)
     assert isinstance(trainer.strategy, AlpaStrategy)
 
 
@@ -72,9 +73,7 @@ def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_pa
         accelerator="cpu",
         devices=1,
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+        **QUIET,
         default_root_dir=tmp_path,
     )
     with pytest.raises(AlpaError, match=message):
