@@ -1,7 +1,7 @@
 """How much of PyTorch's operator database the sharding rules cover, proved by running shards. Minutes on one core.
 
-`--part 0/4` does a quarter of the database; `--write` stores the findings for `alpa ops` (of the whole, or merged with
-what other parts have stored when a part is given).
+`--write` stores the findings for `alpa ops`. In parts: `--part 0/4 --write part0.json` does a quarter of the database,
+and `--merge part*.json` stores the findings of all of them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,36 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 from alpa_strategy.coverage.judge import judge
 from alpa_strategy.coverage.report import STORED, load, merged, save, summary
 from alpa_strategy.coverage.samples import NotCaptured, captured_calls, database
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th entry of the database from the I-th")
     parser.add_argument("--samples", type=int, default=6, help="samples per entry")
-    parser.add_argument("--write", action="store_true", help=f"store the findings in {STORED}")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=STORED,
+        metavar="FILE",
+        help=f"store the findings, by default in {STORED}",
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help=f"store what these files hold in {STORED}"
+    )
+    arguments = parser.parse_args(given)
+    if arguments.merge:
+        save(merged(verdict for path in arguments.merge for verdict in load(path)))
+        return 0
     index, count = map(int, arguments.part.split("/"))
+    if arguments.write == STORED and count > 1:
+        parser.error("a part goes into a file of its own: --write FILE")
     started = time.perf_counter()
     captured = list(captured_calls(database()[index::count], arguments.samples))
     calls = [c for c in captured if not isinstance(c, NotCaptured)]
@@ -35,7 +52,7 @@ def main() -> int:
     print(summary(verdicts))
     print(f"{time.perf_counter() - started:.0f} s")
     if arguments.write:
-        save(merged([*load(), *verdicts]) if index else verdicts)
+        save(verdicts, arguments.write)
     return 1 if any(v.wrong for v in verdicts) else 0
 
 
