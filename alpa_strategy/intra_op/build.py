@@ -6,7 +6,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -85,11 +85,13 @@ class OptionTables:
         self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
+        """The strategies of an op."""
         if call not in self._ops:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
     def parameter(self, given: ParameterInput) -> ParameterOptions:
+        """The ways to store a parameter."""
         key = given.meta, given.num_segments
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
@@ -144,95 +146,107 @@ def build(
     A received value is a choice among `boundary_layouts`, free unless `received_seconds(value, layout)` prices it; a
     sent value must reach one of these layouts, priced by `sent_seconds`. Both are kept until the backward.
     """
-    mesh = tables.mesh
-    num_axes = len(mesh.shape)
-    whole: DualLayout = (REPLICATE,) * num_axes
-    parameters = tuple(tables.parameter(p) for p in step.parameters)
-    constants = constant_values(step)
-    ops = tuple(
-        whole_only(tables.op(op.call)) if constants.issuperset(op.results) else tables.op(op.call) for op in step.ops
-    )
-    ops = tuple(_with_resident_parameters(step, ops, mesh))
-    choices = [
-        Choice(p.name, options.seconds, options.num_bytes)
-        for p, options in zip(step.parameters, parameters, strict=True)
-    ]
-    choices += [
-        Choice(op.name, o.compute_seconds + o.comm_seconds, o.num_bytes) for op, o in zip(step.ops, ops, strict=True)
-    ]
-    # value -> (producing choice, its layout per strategy)
-    producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
-    for index, (p, options) in enumerate(zip(step.parameters, parameters, strict=True)):
-        producers[p.value] = (index, options.sources)
-    for index, (op, options) in enumerate(zip(step.ops, ops, strict=True)):
-        for position, value in enumerate(op.results):
-            producers[value] = (len(parameters) + index, tuple(outputs[position] for outputs in options.outputs))
-
-    def add_fixed(name: str, num_bytes: float = 0.0) -> int:
-        choices.append(Choice(name, np.zeros(1), np.array([num_bytes])))
-        return len(choices) - 1
-
-    def add_boundary(
-        name: str, value: int, layouts: tuple[DualLayout, ...], seconds: BoundarySeconds | None, num_bytes: list[int]
-    ) -> BoundaryChoice:
-        cost = np.array([seconds(value, layout) if seconds else 0.0 for layout in layouts])
-        choices.append(Choice(name, cost, np.array(num_bytes, dtype=float)))
-        return BoundaryChoice(len(choices) - 1, layouts)
-
-    for leaf in step.batch:
-        layout = batch_layout(step, leaf.batch_dim, num_axes)
-        choice = add_fixed(f"batch[{leaf.leaf}]", local_bytes(leaf.meta, layout, mesh.shape))
-        producers[leaf.value] = (choice, (layout,))
-    for given in (*step.buffers, *step.constants):
-        producers[given.value] = (add_fixed(f"input{given.value}", given.meta.num_bytes), (whole,))
-    received: dict[int, BoundaryChoice] = {}
-    for value in step.received:
-        given = boundary_layouts(step.values[value], mesh.shape)
-        kept = [local_bytes(step.values[value], layout, mesh.shape) for layout in given]
-        received[value] = add_boundary(f"received{value}", value, given, received_seconds, kept)
-        producers[value] = (received[value].choice, given)
-    sent: dict[int, BoundaryChoice] = {}
-    for value in step.sent:
-        wanted = boundary_layouts(step.values[value], mesh.shape)
-        kept = [local_bytes(step.values[value], layout, mesh.shape) for layout in wanted]
-        sent[value] = add_boundary(f"sent{value}", value, wanted, sent_seconds, kept)
-    sink = add_fixed("output")
-    parameter_values = {p.value for p in step.parameters}
-    escaping = set(step.escaping)
-    transfers: list[Transfer] = []
-    layouts: list[TransferLayouts] = []
-    for value, (producer, produced) in producers.items():
-        asks = [
-            (len(parameters) + op_index, tuple(inputs[position] for inputs in ops[op_index].inputs))
-            for op_index, position in step.consumers.get(value, ())
-        ]
-        if value in escaping:
-            asks.append((sink, (whole,)))
-        if value in sent:
-            asks.append((sent[value].choice, sent[value].layouts))
-        if not asks or (value in constants and all(layout_is_whole(source) for source in produced)):
-            continue  # whole on every device: each takes its part for nothing
-        saved = any(ops[i].saved.operands[position] for i, position in step.consumers.get(value, ()))
-        transfer, named = _transfer(step, tables, value, producer, produced, asks, saved, value in parameter_values)
-        if value in received:  # kept as it came until the backward has run: using it as it is needs no other copy
-            for p, source in enumerate(named.sources):
-                if source in named.targets:
-                    transfer.memory[p, named.targets.index(source)] = 0.0
-        transfers.append(transfer)
-        layouts.append(named)
-    problem = Problem(tuple(choices), tuple(transfers), memory_limit)
+    builder = _Builder(step, tables)
+    builder.add_inputs()
+    received = {value: builder.add_boundary("received", value, received_seconds) for value in step.received}
+    for value, boundary in received.items():
+        builder.producers[value] = boundary.choice, boundary.layouts
+    sent = {value: builder.add_boundary("sent", value, sent_seconds) for value in step.sent}
+    builder.add_transfers(received, sent)
     return IntraOp(
         step,
-        mesh,
-        problem,
-        parameters,
-        ops,
-        tuple(layouts),
+        tables.mesh,
+        Problem(tuple(builder.choices), tuple(builder.transfers), memory_limit),
+        builder.parameters,
+        builder.ops,
+        tuple(builder.layouts),
         received,
         sent,
         tables.steps_per_update,
         steps_in_backward=tables.optimizer.steps_in_backward,
     )
+
+
+class _Builder:
+    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers.
+
+    Attributes:
+        producers: value -> (the choice that makes it, its layout per strategy).
+        constants: see `constant_values`.
+    """
+
+    def __init__(self, step: StepGraph, tables: OptionTables) -> None:
+        self._step, self._tables, self._mesh = step, tables, tables.mesh
+        self._whole: DualLayout = (REPLICATE,) * len(tables.mesh.shape)
+        self.constants = constant_values(step)
+        self.parameters = tuple(tables.parameter(p) for p in step.parameters)
+        options = (
+            whole_only(tables.op(op.call)) if self.constants.issuperset(op.results) else tables.op(op.call)
+            for op in step.ops
+        )
+        self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
+        self.choices: list[Choice] = []
+        self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
+        self.transfers: list[Transfer] = []
+        self.layouts: list[TransferLayouts] = []
+        for given, stored in zip(step.parameters, self.parameters, strict=True):
+            self.producers[given.value] = self._add(given.name, stored.seconds, stored.num_bytes), stored.sources
+        for op, run in zip(step.ops, self.ops, strict=True):
+            choice = self._add(op.name, run.compute_seconds + run.comm_seconds, run.num_bytes)
+            for position, value in enumerate(op.results):
+                self.producers[value] = choice, tuple(outputs[position] for outputs in run.outputs)
+
+    def _add(self, name: str, seconds: np.ndarray, num_bytes: np.ndarray) -> int:
+        self.choices.append(Choice(name, seconds, num_bytes))
+        return len(self.choices) - 1
+
+    def _add_fixed(self, name: str, num_bytes: float = 0.0) -> int:
+        return self._add(name, np.zeros(1), np.array([num_bytes]))
+
+    def add_inputs(self) -> None:
+        """The batch as it arrives; buffers and constants whole."""
+        for leaf in self._step.batch:
+            layout = batch_layout(self._step, leaf.batch_dim, len(self._mesh.shape))
+            num_bytes = local_bytes(leaf.meta, layout, self._mesh.shape)
+            self.producers[leaf.value] = self._add_fixed(f"batch[{leaf.leaf}]", num_bytes), (layout,)
+        for given in (*self._step.buffers, *self._step.constants):
+            choice = self._add_fixed(f"input{given.value}", given.meta.num_bytes)
+            self.producers[given.value] = choice, (self._whole,)
+
+    def add_boundary(self, kind: str, value: int, seconds: BoundarySeconds | None) -> BoundaryChoice:
+        """A value that passes between stages, in each of its `boundary_layouts`; `seconds` prices them."""
+        layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
+        cost = np.array([seconds(value, layout) if seconds else 0.0 for layout in layouts])
+        kept = [local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts]
+        return BoundaryChoice(self._add(f"{kind}{value}", cost, np.array(kept, dtype=float)), layouts)
+
+    def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
+        """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
+        sink = self._add_fixed("output")
+        parameters = {p.value for p in self._step.parameters}
+        escaping = set(self._step.escaping)
+        for value, (producer, produced) in self.producers.items():
+            consumers = self._step.consumers.get(value, ())
+            asks = [
+                (len(self.parameters) + op, tuple(inputs[position] for inputs in self.ops[op].inputs))
+                for op, position in consumers
+            ]
+            if value in escaping:
+                asks.append((sink, (self._whole,)))
+            if value in sent:
+                asks.append((sent[value].choice, sent[value].layouts))
+            if not asks or (value in self.constants and all(map(layout_is_whole, produced))):
+                continue  # whole on every device: each takes its part for nothing
+            saved = any(self.ops[op].saved.operands[position] for op, position in consumers)
+            transfer, layouts = _transfer(
+                self._step.values[value], self._tables, value, producer, produced, asks, saved, value in parameters
+            )
+            if value in received:  # kept as it came until the backward has run: using it as it is needs no other copy
+                for p, source in enumerate(layouts.sources):
+                    if source in layouts.targets:
+                        transfer.memory[p, layouts.targets.index(source)] = 0.0
+            self.transfers.append(transfer)
+            self.layouts.append(layouts)
 
 
 def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:
@@ -262,7 +276,7 @@ def layout_is_whole(layout: DualLayout) -> bool:
 
 
 def _transfer(
-    step: StepGraph,
+    meta: TensorMeta,
     tables: OptionTables,
     value: int,
     producer: int,
@@ -271,8 +285,13 @@ def _transfer(
     saved: bool,
     is_parameter: bool,
 ) -> tuple[Transfer, TransferLayouts]:
-    """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it."""
-    meta = step.values[value]
+    """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
+
+    Args:
+        producer, produced: the choice that makes it, and its layout per strategy.
+        asks: (choice, the layout that it wants per strategy) of everything that reads it.
+        saved: whether a consumer's backward keeps it.
+    """
     sources = tuple(dict.fromkeys(produced))
     targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
     forward, backward = tables.reshard(sources, targets, meta)
