@@ -44,8 +44,8 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from alpa_strategy.display import format_seconds
     from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.units import format_seconds
 
     table = Table(title="recipe to plan, no devices")
     for column in (

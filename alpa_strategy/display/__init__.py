@@ -1,14 +1,11 @@
 """What a user sees: the plan as a table or a picture, progress while planning, predicted against measured."""
 
-from alpa_strategy.display.numbers import format_bytes, format_seconds, peak_rss_bytes
 from alpa_strategy.display.picture import plan_html, plan_svg
-from alpa_strategy.display.progress import Progress
+from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import measured_line, plan_table, plan_timing
 
 __all__ = [
     "Progress",
-    "format_bytes",
-    "format_seconds",
     "measured_line",
     "peak_rss_bytes",
     "plan_html",

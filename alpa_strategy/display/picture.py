@@ -6,11 +6,12 @@ import math
 from html import escape
 
 from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
-from alpa_strategy.display.numbers import format_bytes, format_seconds, proof_of
 from alpa_strategy.display.ops_strip import ops_strip_svg
+from alpa_strategy.display.stages import proof_of
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
 from alpa_strategy.plan.plan import Plan, StagePlan
+from alpa_strategy.units import format_bytes, format_seconds
 
 WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
 INK, SOFT, LINE, CARD = "#1f2933", "#6b7785", "#e1e6eb", "#ffffff"

@@ -1,15 +1,17 @@
-"""Progress: what planning is doing now and how long each phase took. A spinner on a terminal, else a line a phase."""
+"""Progress: what planning is doing now, and what each phase took. A spinner on a terminal, else a line a phase."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 
-from alpa_strategy.display.numbers import format_seconds
+from alpa_strategy.units import format_seconds
 
 
 class Progress:
@@ -52,3 +54,9 @@ class Progress:
                 self.console.print(
                     f"[bold]alpa[/] {indent}{mark} {name}{tail} [dim]{format_seconds(elapsed)}[/]", highlight=False
                 )
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as one table: layers, devices, mesh, time, memory, waiting."""
+"""The stages of a pipeline as one table (layers, devices, mesh, time, memory, waiting); a plan's proof."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from rich import box
 from rich.table import Table
 
-from alpa_strategy.display.numbers import format_bytes, format_seconds
 from alpa_strategy.display.timeline import plan_timeline
 from alpa_strategy.plan.plan import Plan, StagePlan
+from alpa_strategy.units import format_bytes, format_seconds
 
 
 def stage_overview(plan: Plan) -> Table:
@@ -44,3 +44,11 @@ def device_range(stage: StagePlan) -> str:
     """`3`, or `0-3`."""
     first, count = stage.first_device, math.prod(stage.submesh)
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def proof_of(plan: Plan) -> str:
+    """How good the plan is known to be; of a pipeline, the layouts inside of its stages (the cut is searched)."""
+    what = "layouts " if plan.is_pipelined else ""
+    if plan.gap <= 1e-6:
+        return f"{what}proved optimal"
+    return f"{what}within {max(plan.gap, 1e-4):.2%} of the optimum"

@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from alpa_strategy.display.numbers import format_seconds
+from alpa_strategy.units import format_seconds
 
 
 class StepLines(Callback):

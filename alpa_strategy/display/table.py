@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.groups import Shape, parameter_groups
-from alpa_strategy.display.numbers import format_bytes, format_count, format_seconds, proof_of
-from alpa_strategy.display.stages import device_range, stage_overview
+from alpa_strategy.display.stages import device_range, proof_of, stage_overview
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.plan.plan import Collective, Plan, StagePlan
+from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
 MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.layers import span_name
 from alpa_strategy.inter_op.stage_costs import CostJob, allowed_shapes, run_parts
+from alpa_strategy.units import format_bytes
 
 
 def largest_need(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:

@@ -20,7 +20,6 @@ import numpy as np
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
 from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
@@ -39,6 +38,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.plan.replicated import replicated_notes
+from alpa_strategy.units import format_bytes
 
 Progress = Callable[[str], AbstractContextManager]
 KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from alpa_strategy.display.numbers import format_bytes
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.spans import Spans, balanced_groups
@@ -19,6 +18,7 @@ from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.plan.plan import Collective, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.units import format_bytes
 
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
 

@@ -84,9 +84,7 @@ class ModuleLife:
 
         seed, job = agree_on_seed(), self._make_job()
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
-        info = with_early_step(
-            inspect_optimizer(optimizers), module, optimizers[0], Surroundings.of(module.trainer)
-        )
+        info = with_early_step(inspect_optimizer(optimizers), module, optimizers[0], Surroundings.of(module.trainer))
         is_on_host = job.device.type == "cpu"
         with _own_randomness(job):
             prepared = prepare(module, batch, batch_idx, job, info, rank_zero)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.display.numbers import format_bytes, format_seconds
 from alpa_strategy.sharding import rule_origin
+from alpa_strategy.units import format_bytes, format_seconds
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:

@@ -1,12 +1,8 @@
-"""Numbers as people read them: three significant digits with a unit; and what is known of a plan's optimality."""
+"""Numbers as people read them: three significant digits with a unit."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from alpa_strategy.plan.plan import Plan
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -43,23 +39,6 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _three_digits(value: float) -> str:
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f}"
-
-
-def proof_of(plan: Plan) -> str:
-    """How good the plan is known to be; of a pipeline, the layouts inside of its stages (the cut is searched)."""
-    what = "layouts " if plan.is_pipelined else ""
-    if plan.gap <= 1e-6:
-        return f"{what}proved optimal"
-    return f"{what}within {max(plan.gap, 1e-4):.2%} of the optimum"
