@@ -22,8 +22,9 @@ from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.pipeline_exchange import Delivery, SharedSum
 from alpa_strategy.runtime.pipeline_stage import Schedule
+from alpa_strategy.runtime.program import StageProgram, Values
 from alpa_strategy.runtime.recompute import Recompute
-from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageProgram, StageWorker, Values
+from alpa_strategy.runtime.stage_worker import Parameters, SharedStore, StageWorker
 from alpa_strategy.runtime.torch_comm import message_groups
 from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange, first_sentence
 

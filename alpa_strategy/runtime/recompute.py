@@ -8,30 +8,14 @@ tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from alpa_strategy.runtime.program import SpanProgram, StageInputs, Values
 from alpa_strategy.runtime.random import Replay
-
-Values = dict[int, Tensor]
-
-
-class SpanProgram(Protocol):
-    """One span's computation on local tensors."""
-
-    def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        handed: Mapping[int, Tensor],
-    ) -> tuple[Values, Values, Values]:
-        """(escaping values, values sent to other stages, values made for later spans, as they are made)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,31 +58,19 @@ class Recompute:
         self._bookmark = bookmark
         self._loss = loss
 
-    def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> tuple[Values, Values]:
-        return self.forward(parameters, buffers, batch, received, ())[:2]
+    def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
+        return self.forward(inputs, ())[:2]
 
-    def forward(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-        wanted: Collection[int],
-    ) -> tuple[Values, Values, Kept]:
+    def forward(self, inputs: StageInputs, wanted: Collection[int]) -> tuple[Values, Values, Kept]:
         """(escaping, sent, what `Again` needs); `wanted`: received values that want a gradient."""
-        kept = Kept(dict(buffers), batch, dict(received), [], set(wanted))
+        kept = Kept(dict(inputs.buffers), inputs.batch, dict(inputs.received), [], set(wanted))
         escaping: Values = {}
         sent: Values = {}
         with torch.no_grad():
             for span in self.spans:
                 kept.replays.append(self._bookmark())
-                left, handed_on, made = span.program(parameters, buffers, batch, _picked(kept.values, span.reads))
+                handed = _picked(kept.values, span.reads)
+                left, handed_on, made = span.program(replace(inputs, received=handed))
                 escaping |= left
                 sent |= handed_on
                 kept.values |= made
@@ -157,7 +129,9 @@ class Again:
         handed = _picked(kept.values, span.reads)
         leaves = {v: t.detach().requires_grad_() for v, t in handed.items() if v in self._differentiable}
         with kept.replays[number](), torch.enable_grad():
-            escaping, sent, made = span.program(self._parameters, kept.buffers, kept.batch, handed | leaves)
+            escaping, sent, made = span.program(
+                StageInputs(self._parameters, kept.buffers, kept.batch, handed | leaves)
+            )
         is_made_here = self._loss is not None and self._loss not in span.reads  # a record may hold it once more
         loss = escaping.get(self._loss) if is_made_here else None
         return _Open(

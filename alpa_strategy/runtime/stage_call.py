@@ -3,26 +3,27 @@ recomputes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.lower.lower import LoweredStep, lower_spans
 from alpa_strategy.plan.plan import StagePlan
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.program import StageInputs, Values
 from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.recompute import Span, Values
+from alpa_strategy.runtime.recompute import Span
 from alpa_strategy.runtime.stage_worker import Parameters
 
 
 class StageParameters(Parameters, Protocol):
     """What a stage's program asks of its parameters' store."""
 
-    def regather_hooks(self) -> AbstractContextManager[Any]: ...
+    def regather_hooks(self) -> AbstractContextManager[Any]:
+        """Context for the forward: what the step gathers at use is gathered again for the backward."""
+        ...
 
 
 class StageCall:
@@ -44,27 +45,15 @@ class StageCall:
         plans = [stage.parameter_plans[p.name] for p in graph.parameters]
         self._gathers_at_use = any(mode[0] == "S" for plan in plans for mode in plan.modes)
 
-    def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> tuple[Values, Values]:
-        return self.run_span(parameters, buffers, batch, received)[:2]
+    def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
+        return self.run_span(inputs)[:2]
 
-    def run_span(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> tuple[Values, Values, Values]:
+    def run_span(self, inputs: StageInputs) -> tuple[Values, Values, Values]:
         """See `SpanProgram`."""
-        rows = [batch[i] for i in self._batch]
-        handed = [received[v] for v in self._received]
+        rows = [inputs.batch[i] for i in self._batch]
+        handed = [inputs.received[v] for v in self._received]
         with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return self.lowered.run_span(parameters, buffers, rows, handed)
+            return self.lowered.run_span(inputs.parameters, inputs.buffers, rows, handed)
 
 
 def recomputed_spans(

@@ -15,35 +15,30 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.inter_op.channels import Channel, StageSpec
-from alpa_strategy.runtime.recompute import Kept, Recompute, Values
+from alpa_strategy.runtime.program import StageInputs, StageProgram, Values
+from alpa_strategy.runtime.recompute import Kept, Recompute
 from alpa_strategy.runtime.split_backward import SplitBackward
 from alpa_strategy.runtime.transfer import Outbox, Receipt, Transfer
-
-
-class StageProgram(Protocol):
-    """One stage's computation on local tensors (`staged_step.StageCall`, or any function like it)."""
-
-    def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-    ) -> tuple[Values, Values]:
-        """Returns (escaping values, whole on every device of the stage; sent values in the stage's layouts)."""
-        ...
 
 
 class Parameters(Protocol):
     """The stage's parameters (`runtime.parameters.ParameterStore`, or one that several stages share)."""
 
-    def step_inputs(self) -> Mapping[str, Tensor]: ...
+    def step_inputs(self) -> Mapping[str, Tensor]:
+        """Name -> what the stage's program takes."""
+        ...
 
-    def sync(self, enabled: bool) -> None: ...
+    def sync(self, enabled: bool) -> None:
+        """Whether the next backward ends with the reduction."""
+        ...
 
-    def hold(self, names: Collection[str]) -> None: ...
+    def hold(self, names: Collection[str]) -> None:
+        """Gradients of these parameters are not complete when they are made next."""
+        ...
 
-    def finish_backward(self) -> None: ...
+    def finish_backward(self) -> None:
+        """Complete the gradients. Collective."""
+        ...
 
 
 class SharedStore:
@@ -56,10 +51,12 @@ class SharedStore:
         self._num_backwards = self._num_reduced = 0
 
     def start_step(self) -> None:
+        """Nothing of this step has run yet."""
         self._num_backwards = self._num_reduced = self.num_in_flight = 0
         self.store.sync(False)
 
     def after_forward(self) -> None:
+        """A stage has done a micro-batch's forward."""
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
 
@@ -195,12 +192,12 @@ class StageWorker:
 
     def _run(self, batch: Mapping[int, Tensor], received: Values, inputs: Values) -> tuple[Values, Values, Kept | None]:
         """(escaping, sent or passed on, what recomputation keeps)."""
-        parameters, kept = self.store.store.step_inputs(), None
+        given, kept = StageInputs(self.store.store.step_inputs(), self._buffers, batch, received), None
         if self._has_backward and self._recompute is not None:
-            escaping, sent, kept = self._recompute.forward(parameters, self._buffers, batch, received, inputs)
+            escaping, sent, kept = self._recompute.forward(given, inputs)
         else:
             with torch.set_grad_enabled(self._has_backward):
-                escaping, sent = self._program(parameters, self._buffers, batch, received)
+                escaping, sent = self._program(given)
         passed_on = {v: received[v] for port in self._outgoing for v in port.channel.values if v in received}
         return escaping, {**passed_on, **sent}, kept
 

@@ -26,10 +26,10 @@ from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
+from alpa_strategy.runtime.program import StageProgram
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.recompute import Recompute
 from alpa_strategy.runtime.stage_call import StageCall, StageParameters, recomputed_spans
-from alpa_strategy.runtime.stage_worker import StageProgram
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.op import TensorMeta

@@ -115,20 +115,20 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
     from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))
     gather = Reshard(from_storage, used, (WIDTH, WIDTH), mesh)
 
-    def program(parameters, buffers, batch, received):
-        h = dict(received)
+    def program(inputs):
+        h, batch = dict(inputs.received), inputs.batch
         if 0 in case.layers:
             h[0], h[IDS] = batch[0], batch[2]
         for i in case.layers:
             name = "layers.0.weight" if net.layers[i].weight is net.layers[0].weight else f"layers.{i}.weight"
-            h[i + 1] = torch.tanh(out(linear(into(h[i]), gather(parameters[name]))))
+            h[i + 1] = torch.tanh(out(linear(into(h[i]), gather(inputs.parameters[name]))))
             if i == num_layers - 1 and i > 0:
                 h[i + 1] = h[i + 1] + h[1]
         escaping = {}
         if is_last:
             result = h[num_layers]
             loss = ((result - batch[1]).square().sum(1) * (1 + h[IDS] % 3)).sum() / ROWS
-            escaping = {LOSS: total(loss), ROW_MEANS: means(result.mean(1)), COUNT: buffers["count"] + 1}
+            escaping = {LOSS: total(loss), ROW_MEANS: means(result.mean(1)), COUNT: inputs.buffers["count"] + 1}
         return escaping, {value: h[value] for value in sent}
 
     return program

@@ -88,15 +88,15 @@ def run_watched(schedule, recomputes=False):
 
     for stage in own.values():
 
-        def program(*args, inner=stage.program):
-            escaping, sent = inner(*args)
+        def program(inputs, inner=stage.program):
+            escaping, sent = inner(inputs)
             sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
             return escaping, sent
 
         worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
         worker._program = program
         if recomputes:
-            span = Span(lambda *args, own=program: (*own(*args), {}), tuple(worker.spec.received))
+            span = Span(lambda inputs, own=program: (*own(inputs), {}), tuple(worker.spec.received))
             worker._recompute = Recompute([span], lambda: nullcontext, worker._loss)  # nothing random to draw again
     gc.collect()
     gc.disable()
