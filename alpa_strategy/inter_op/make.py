@@ -1,9 +1,8 @@
 """From a captured step and a cluster to a Plan of several stages: micro-batches, layers, stage costs, DP, then the ILP.
 
 Everything is searched that the options leave open: the number of micro-batches, the schedule, stages, submeshes,
-logical
-shapes, recomputation and layouts. Stages are chosen on the costs of `stage_costs.py`; the chosen ones are then solved
-by the same ILP as a single stage, and the prediction is made of their exact costs.
+logical shapes, recomputation and layouts. Stages are chosen on the costs of `stage_costs.py`; the chosen ones are then
+solved by the same ILP as a single stage, and the prediction is made of their exact costs.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
 from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
@@ -34,57 +32,41 @@ from alpa_strategy.inter_op.schedules import (
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import submeshes
-from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.fingerprint import fingerprint_of
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.plan.replicated import replicated_notes
+from alpa_strategy.plan.task import PlanTask
 from alpa_strategy.units import format_bytes
 
-Progress = Callable[[str], AbstractContextManager]
 KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
 
-def plan_pipeline(
-    step: StepGraph,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    costs: OpCosts | None = None,
-    progress: Progress | None = None,
-    store: CostStore | None = None,
-    known: float = math.inf,
-) -> Plan:
-    """The best plan with micro-batches and stages (one stage included); op indices are those of the
-    micro-batched graph.
+def plan_pipeline(task: PlanTask, known: float = math.inf) -> Plan:
+    """The best plan with micro-batches and stages (one stage included); its ops are those of the micro-batched graph.
 
     Args:
-        costs: op costs; the roofline of `cluster.device` when None.
-        store: where stage costs are kept as they come, so that interrupted planning resumes.
         known: seconds of a step that is there already: only what the DP prices below it is looked at.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
-    from alpa_strategy.cost.roofline import RooflineCosts
-
-    costs = costs or RooflineCosts(cluster.device)
-    check_pins(step, cluster, options)
-    search = _Search(step, cluster, options, optimizer, costs, progress or (lambda name: nullcontext()), store)
+    task = replace(task, costs=task.op_costs)
+    check_pins(task.step, task.cluster, task.options)
+    search = _Search(task)
     search.run(known)
     started = time.perf_counter()
     for candidate in search.best:
         try:
-            with search.progress("solve the chosen stages"):
+            with task.progress("solve the chosen stages"):
                 plan = _solved_plan(candidate, search.meshes)
         except PlanError as error:
             count = candidate.job.num_microbatches
             search.failures.append(f"{count} micro-batches, {candidate.schedule}: {error.problem}")
             continue
         search.spent["chosen stages"] = time.perf_counter() - started
-        fingerprint = fingerprint_of(step, cluster, options, optimizer)
-        notes = (*step.notes, *plan.notes, *replicated_notes(step, costs))
-        return replace(plan, fingerprint=fingerprint, notes=notes, solver_seconds=dict(search.spent))
+        notes = (*task.step.notes, *plan.notes, *replicated_notes(task.step, task.op_costs))
+        return replace(plan, fingerprint=task.fingerprint, notes=notes, solver_seconds=dict(search.spent))
     kind = PlanError
     if search.last_job is not None and (largest := largest_need(search.last_job, search.meshes)):
         search.failures.append(largest)
@@ -105,20 +87,10 @@ class _Search:
         spent: seconds by phase.
     """
 
-    def __init__(
-        self,
-        step: StepGraph,
-        cluster: ClusterSpec,
-        options: PlanOptions,
-        optimizer: OptimizerInfo,
-        costs: OpCosts,
-        progress: Progress,
-        store: CostStore | None,
-    ) -> None:
-        self.step, self.cluster, self.options, self.optimizer = step, cluster, options, optimizer
-        self.costs, self.progress = costs, progress
-        self.store = store or CostStore()
-        self.meshes = submeshes(cluster)
+    def __init__(self, task: PlanTask) -> None:
+        self.task = task
+        self.store = task.store or CostStore()
+        self.meshes = submeshes(task.cluster)
         self.best: list[Candidate] = []
         self.failures: list[str] = []
         self.last_job: CostJob | None = None
@@ -127,10 +99,10 @@ class _Search:
 
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
-        counts = microbatch_counts(self.step, self.cluster, self.options)
+        counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
-        climb(counts, self.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
+        climb(counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
             self.failures.append(f"no number of micro-batches can take less than {known:.3g} s")
@@ -147,11 +119,11 @@ class _Search:
 
     def _make_job(self, count: int) -> CostJob:
         with self._timed("micro-batches and layers"):
-            graph = microbatch(self.step, count, self.cluster.num_devices).graph
-            limit = self.options.usable_bytes(self.cluster.device.memory_bytes)
-            cuts, remat = _cuts(graph, self.options), self.options.remat
+            task = self.task
+            graph = microbatch(task.step, count, task.cluster.num_devices).graph
             return CostJob(
-                graph, cuts, count, self.cluster, self.costs, self.options, self.optimizer, limit, remat
+                graph, _cuts(graph, task.options), count, task.cluster, task.op_costs, task.options, task.optimizer,
+                task.memory_limit, task.options.remat,
             )  # fmt: skip
 
     def _bound(self, count: int) -> float:
@@ -159,8 +131,8 @@ class _Search:
         job = self._job(count)
         if job is None:
             return math.inf
-        seconds = sum(sum(self.costs.op_seconds(op.call)) for op in job.graph.ops)
-        return count * seconds / self.cluster.num_devices
+        seconds = sum(sum(self.task.op_costs.op_seconds(op.call)) for op in job.graph.ops)
+        return count * seconds / self.task.cluster.num_devices
 
     def _look(self, count: int, used: Submeshes | None, known: float) -> Look:
         """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
@@ -168,7 +140,7 @@ class _Search:
         assert job is not None
         meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
         ceiling = min([SLACK * known, *(c.seconds for c in self.best)])
-        with self.progress(f"{count} micro-batches"):
+        with self.task.progress(f"{count} micro-batches"):
             with self._timed("stage costs"):
                 runs = stage_costs(job, meshes, self.store)
             with self._timed("stage DP"):

@@ -21,9 +21,10 @@ from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.early_step import against_early_step
-from alpa_strategy.plan.fingerprint import check_fits, fingerprint_of
+from alpa_strategy.plan.fingerprint import check_fits
 from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.store import PlanStore
+from alpa_strategy.plan.task import PlanTask
 from alpa_strategy.runtime.host_memory import Freed
 
 if TYPE_CHECKING:
@@ -224,7 +225,8 @@ def _plan_on_rank_zero(
     optimizer: OptimizerInfo,
     pinned: Mapping[str, ParameterPlan] | None,
 ) -> Plan:
-    wanted = fingerprint_of(step, cluster, options, optimizer)
+    task = PlanTask(step, cluster, options, optimizer, progress=job.progress)
+    wanted = task.fingerprint
     against = against_early_step(step, optimizer, options)
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
@@ -242,7 +244,7 @@ def _plan_on_rank_zero(
         from alpa_strategy.plan.choose import choose_plan
 
         if not cluster.measured:
-            return choose_plan(step, cluster, options, optimizer, progress=job.progress, pinned=pinned)
+            return choose_plan(task, pinned)
         from alpa_strategy.lightning.costs import measured_costs, measured_stage_costs
 
         with job.progress("time ops"):
@@ -253,20 +255,10 @@ def _plan_on_rank_zero(
             with job.progress("time ops of stages"):
                 return measured_stage_costs(step, cluster, options, job, STAGES_BUDGET)
 
-        return choose_plan(
-            step,
-            cluster,
-            options,
-            optimizer,
-            progress=job.progress,
-            pinned=pinned,
-            costs=costs,
-            stage_costs=stage_costs,
-        )
+        return choose_plan(replace(task, costs=costs), pinned, stage_costs)
 
-    early = replace(optimizer, steps_in_backward=True)
-    otherwise = fingerprint_of(step, cluster, options, early) if against is None else None
-    return _stored(wanted, job, make, otherwise)
+    early = replace(task, optimizer=replace(optimizer, steps_in_backward=True))
+    return _stored(wanted, job, make, early.fingerprint if against is None else None)
 
 
 def _check_divisible(step: StepGraph, job: Job) -> None:

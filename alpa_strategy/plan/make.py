@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.solve import NotCheaper, solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.fingerprint import fingerprint_of
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.replicated import replicated_notes
+from alpa_strategy.plan.task import PlanTask, Progress, unseen
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
 
-Progress = Callable[[str], AbstractContextManager]
 BASELINES = ("data", "zero2", "zero3", "tensor")
 
 
@@ -67,8 +64,7 @@ def make_plan(
     from alpa_strategy.optimizer_info import optimizer_info_of
     from alpa_strategy.plan.choose import choose_plan
 
-    options = options or PlanOptions()
-    progress = progress or (lambda name: nullcontext())
+    options, progress = options or PlanOptions(), progress or unseen
     started = time.perf_counter()
     with progress("capture"):
         step = capture_step(
@@ -76,51 +72,27 @@ def make_plan(
         )
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    plan = choose_plan(step, cluster, options, optimizer, progress, store=store)
+    plan = choose_plan(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
-def plan_step(
-    step: StepGraph,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    progress: Progress | None = None,
-    pinned: Mapping[str, ParameterPlan] | None = None,
-    costs: OpCosts | None = None,
-) -> Plan:
+def plan_step(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:
     """The best single stage over all devices: every logical shape that the options allow is solved.
 
     Args:
         pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
-        costs: op costs; the roofline of `cluster.device` when None.
 
     Raises:
         PlanError: nothing fits, with the reason for every logical shape.
     """
-    from alpa_strategy.cost.roofline import RooflineCosts
-
-    progress = progress or (lambda name: nullcontext())
-    costs = costs or RooflineCosts(cluster.device)
-    limit = options.usable_bytes(cluster.device.memory_bytes)
+    task = replace(task, costs=task.op_costs)
     seconds: dict[str, float] = {}
-    problems: list[tuple[float, str, IntraOp]] = []  # seconds if memory were free: no plan on that mesh is faster
     failures: list[tuple[str, PlanError]] = []
-    for shape in logical_shapes(options, cluster):
-        label = "x".join(map(str, shape))
-        with progress(f"price {label}"), _timed(seconds, f"price {label}"):
-            tables = OptionTables(cluster.logical_mesh(shape), costs, optimizer, options.accumulate_grad_batches)
-            try:
-                intra = restrict(build(step, tables, limit), options, optimizer, pinned)
-                least = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds).bound
-                problems.append((least, label, intra))
-            except PlanError as error:
-                failures.append((label, error))
     best: MeshSolution | None = None
-    for _, label, intra in sorted(problems, key=lambda entry: entry[:2]):
-        with progress(f"solve {label}"), _timed(seconds, f"solve {label}"):
+    for label, intra in _priced_meshes(task, pinned, seconds, failures):
+        with task.progress(f"solve {label}"), _timed(seconds, f"solve {label}"):
             try:
-                best = solve_mesh(intra, options, costs, optimizer, cluster, best.objective if best else float("inf"))
+                best = solve_mesh(intra, task, best.objective if best else float("inf"))
             except NotCheaper:
                 continue
             except PlanError as error:
@@ -132,18 +104,49 @@ def plan_step(
             "no plan fits:" + "".join(f"\n    logical mesh {label}: {error.problem}" for label, error in failures),
             fixes.pop() if len(fixes) == 1 else "use more devices, a smaller batch, or relax the options named above",
         )
-    with progress("baselines"), _timed(seconds, "baselines"):
-        baselines = _baselines(step, cluster, options, optimizer, costs) if pinned is None else {}
+    with task.progress("baselines"), _timed(seconds, "baselines"):
+        baselines = _baselines(task) if pinned is None else {}
     return Plan(
-        fingerprint=fingerprint_of(step, cluster, options, optimizer),
+        fingerprint=task.fingerprint,
         stages=(best.stage,),
         predicted=best.stage.predicted,
         baselines=baselines,
         gap=best.gap,
-        notes=(*step.notes, *_notes(step, best, costs)),
+        notes=(*task.step.notes, *_notes(task, best)),
         solver_seconds=seconds,
-        cluster_name=cluster.name,
+        cluster_name=task.cluster.name,
     )
+
+
+def _priced_meshes(
+    task: PlanTask,
+    pinned: Mapping[str, ParameterPlan] | None,
+    seconds: dict[str, float],
+    failures: list[tuple[str, PlanError]],
+) -> list[tuple[str, IntraOp]]:
+    """(name, problem) of every logical mesh, those first whose plans would be fastest if memory were free.
+
+    No plan on a mesh is faster than that: a mesh is left alone when it is slower than a plan on another one.
+    """
+    options = task.options
+    priced: list[tuple[float, str, IntraOp]] = []
+    for shape in logical_shapes(options, task.cluster):
+        label = "x".join(map(str, shape))
+        with task.progress(f"price {label}"), _timed(seconds, f"price {label}"):
+            try:
+                intra = restrict(_problem(task, shape), options, task.optimizer, pinned)
+                least = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds).bound
+                priced.append((least, label, intra))
+            except PlanError as error:
+                failures.append((label, error))
+    return [(label, intra) for _, label, intra in sorted(priced, key=lambda entry: entry[:2])]
+
+
+def _problem(task: PlanTask, shape: tuple[int, ...]) -> IntraOp:
+    """The unrestricted problem on one logical mesh."""
+    mesh = task.cluster.logical_mesh(shape)
+    tables = OptionTables(mesh, task.op_costs, task.optimizer, task.options.accumulate_grad_batches)
+    return build(task.step, tables, task.memory_limit)
 
 
 @contextmanager
@@ -156,14 +159,7 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
         seconds[name] = time.perf_counter() - started
 
 
-def solve_mesh(
-    intra: IntraOp,
-    options: PlanOptions,
-    costs: OpCosts,
-    optimizer: OptimizerInfo,
-    cluster: ClusterSpec,
-    cutoff: float = float("inf"),
-) -> MeshSolution:
+def solve_mesh(intra: IntraOp, task: PlanTask, cutoff: float = float("inf")) -> MeshSolution:
     """The cheapest stage on one logical mesh that fits, short-lived memory included.
 
     The ILP's memory row holds what is kept; the largest working set depends on the solution, so it is reserved after
@@ -180,7 +176,7 @@ def solve_mesh(
     reserve = 0.0
     for _ in range(4):
         problem = replace(intra.problem, memory_limit=limit - reserve)
-        solution = solve(problem, options.solver_seconds, cutoff=cutoff)
+        solution = solve(problem, task.options.solver_seconds, cutoff=cutoff)
         working = working_bytes(intra, solution.assignment)
         if solution.num_bytes + working <= limit:
             break
@@ -191,7 +187,8 @@ def solve_mesh(
         )
     if solution.seconds >= cutoff:
         raise NotCheaper
-    stage = decode(intra, solution.assignment, costs, optimizer, (cluster.num_nodes, cluster.devices_per_node))
+    submesh = task.cluster.num_nodes, task.cluster.devices_per_node
+    stage = decode(intra, solution.assignment, task.op_costs, task.optimizer, submesh)
     absolute_gap = max(0.0, solution.seconds - solution.bound)
     step_seconds = stage.predicted.step_seconds
     gap = 0.0 if absolute_gap <= 1e-6 * solution.seconds else min(1.0, absolute_gap / step_seconds)
@@ -224,29 +221,26 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
     return fitting
 
 
-def _baselines(
-    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo, costs: OpCosts
-) -> dict[str, float | None]:
+def _baselines(task: PlanTask) -> dict[str, float | None]:
     """Predicted seconds of named plans on the flat mesh under the same costs and memory; None where none fits."""
-    if cluster.num_devices == 1:
+    if task.cluster.num_devices == 1:
         return {}
-    flat = (cluster.num_devices,)
-    tables = OptionTables(cluster.logical_mesh(flat), costs, optimizer, options.accumulate_grad_batches)
-    intra = build(step, tables, options.usable_bytes(cluster.device.memory_bytes))
+    flat = (task.cluster.num_devices,)
+    intra = _problem(task, flat)
     found: dict[str, float | None] = {}
-    for name in BASELINES if options.baselines else BASELINES[:1]:
-        named = replace(options, parallel=name, placements=(), logical_mesh=flat)
+    for name in BASELINES if task.options.baselines else BASELINES[:1]:
+        named = replace(task, options=replace(task.options, parallel=name, placements=(), logical_mesh=flat))
         try:
-            stage = solve_mesh(restrict(intra, named, optimizer), named, costs, optimizer, cluster).stage
+            stage = solve_mesh(restrict(intra, named.options, named.optimizer), named).stage
             found[name] = stage.predicted.step_seconds
         except PlanError:
             found[name] = None
     return found
 
 
-def _notes(step: StepGraph, solution: MeshSolution, costs: OpCosts) -> list[str]:
+def _notes(task: PlanTask, solution: MeshSolution) -> list[str]:
     """What the user should know: ops without a rule that run replicated, unproved optimality."""
-    notes = replicated_notes(step, costs)
+    notes = replicated_notes(task.step, task.op_costs)
     if solution.gap > 0:
         notes.append(f"optimality not proved: within {solution.gap:.2%} of the best ({solution.method})")
     return notes

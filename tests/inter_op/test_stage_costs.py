@@ -33,6 +33,7 @@ from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import Plan
+from alpa_strategy.plan.task import PlanTask
 
 ADAM = OptimizerInfo()
 SIZES = {
@@ -225,7 +226,7 @@ def test_submeshes_lie_inside_nodes_or_are_whole_nodes():
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_plans_are_whole_and_keep_to_the_options(name, options):
     step, spec = captured(name), cluster()
-    plan = plan_pipeline(step, spec, PlanOptions.from_user(batch_scope="global", **options), ADAM)
+    plan = plan_pipeline(PlanTask(step, spec, PlanOptions.from_user(batch_scope="global", **options), ADAM))
     graph = microbatch(step, plan.num_microbatches).graph
     assert [a.ops[1] == b.ops[0] for a, b in pairwise(plan.stages)] == [True] * (len(plan.stages) - 1)
     assert (plan.stages[0].ops[0], plan.stages[-1].ops[1]) == (0, len(graph.ops))
@@ -253,8 +254,8 @@ def test_a_pipeline_where_the_network_binds():
         batch = (torch.empty(1024, 4096), torch.empty(1024, 4096))
     step = capture_step(module, batch, world_size=1, batch_scope="global")
     slow = replace(cluster(), inter_node=Link(20e-6, 4e9))
-    one = plan_pipeline(step, slow, PlanOptions(batch_scope="global", num_stages=1), ADAM)
-    best = plan_pipeline(step, slow, PlanOptions(batch_scope="global"), ADAM)
+    one = plan_pipeline(PlanTask(step, slow, PlanOptions(batch_scope="global", num_stages=1), ADAM))
+    best = plan_pipeline(PlanTask(step, slow, PlanOptions(batch_scope="global"), ADAM))
     assert len(best.stages) > 1
     assert best.predicted.step_seconds < 0.9 * one.predicted.step_seconds
 
@@ -270,4 +271,6 @@ def test_a_pipeline_where_the_network_binds():
 )
 def test_what_cannot_be_is_said_clearly(options, message):
     with pytest.raises(PlanError, match=message):
-        plan_pipeline(captured("mlp"), cluster(), PlanOptions.from_user(batch_scope="global", **options), ADAM)
+        plan_pipeline(
+            PlanTask(captured("mlp"), cluster(), PlanOptions.from_user(batch_scope="global", **options), ADAM)
+        )

@@ -24,6 +24,7 @@ from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.intra_op.synthetic import gpt_like
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.task import PlanTask
 
 ADAM = OptimizerInfo()
 CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
@@ -68,5 +69,5 @@ def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
 
 
 def test_a_loop_over_time_in_two_stages(scan):
-    plan = plan_pipeline(scan, CLUSTER, PlanOptions(num_stages=2), ADAM)
+    plan = plan_pipeline(PlanTask(scan, CLUSTER, PlanOptions(num_stages=2), ADAM))
     assert len(plan.stages) == 2

@@ -26,6 +26,7 @@ from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.plan.task import PlanTask
 from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
 from alpa_strategy.runtime.torch_comm import broadcast_object
 
@@ -117,7 +118,7 @@ def run_planned(name, options):
     cluster = ClusterSpec.load("pcie_8gpu").with_devices(world)
     plan = None
     if dist.get_rank() == 0:
-        plan = plan_pipeline(case[1], cluster, PlanOptions(**options), ADAM)
+        plan = plan_pipeline(PlanTask(case[1], cluster, PlanOptions(**options), ADAM))
     plan = broadcast_object(plan)
     compare(name, case, microbatch(case[1], plan.num_microbatches, world), plan.stages, plan.schedule)
     return [(stage.first_device, stage.submesh) for stage in plan.stages]
