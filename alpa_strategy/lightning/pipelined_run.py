@@ -37,6 +37,7 @@ from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.stage_call import StageParameters
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.runtime.staged_step import (
+    StagePlaces,
     build_pipeline,
     stage_meshes,
     stage_randoms,
@@ -72,9 +73,10 @@ class PipelinedRun(TrainingRun):
         self._anchor = torch.zeros((), device=self._job.device, requires_grad=True)
         micro = self._micro(self.step)
         stages = self.plan.stages
-        self._meshes = stage_meshes(stages, backend=backend)
-        self._randoms = stage_randoms(stages, self._meshes, self._seed)
-        self._stores = stage_stores(self.module, micro.graph, stages, self._meshes, bucket_bytes)
+        meshes = stage_meshes(stages, backend=backend)
+        randoms = stage_randoms(stages, meshes, self._seed)
+        self._places = StagePlaces(meshes, randoms, self._job.device, self._cluster)
+        self._stores = stage_stores(self.module, micro.graph, stages, meshes, bucket_bytes)
         world = build_mesh((world_size(),), backend=backend)
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
         self.store.shard(self._whole)
@@ -91,18 +93,7 @@ class PipelinedRun(TrainingRun):
         schedule: str | None,
         parameters: Mapping[int, StageParameters],
     ) -> PipelinedStep:
-        pipeline = build_pipeline(
-            self.module,
-            micro,
-            stages,
-            schedule,
-            self._meshes,
-            parameters,
-            self._job.device,
-            self._seed,
-            self._cluster,
-            self._randoms,
-        )
+        pipeline = build_pipeline(self.module, micro, stages, schedule, self._places, parameters)
         self._pipelines.append(pipeline)
         return PipelinedStep(micro, pipeline)
 
@@ -245,7 +236,7 @@ class PipelinedRun(TrainingRun):
         return taken_up
 
     def _random_streams(self) -> dict[int, ShardedRandom]:
-        return self._randoms
+        return dict(self._places.randoms)
 
     def whole_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""

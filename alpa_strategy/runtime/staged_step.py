@@ -7,7 +7,7 @@ shape of batch takes the same meshes and stores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -88,17 +88,30 @@ def stage_stores(
     return stores
 
 
+@dataclass(frozen=True)
+class StagePlaces:
+    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for.
+
+    Attributes:
+        meshes: per stage this rank's mesh, None for stages of others (`stage_meshes`).
+        randoms: this rank's stages -> random streams (`stage_randoms`).
+        device: this rank's.
+        cluster: where given, cross-mesh transfers are chosen by its links.
+    """
+
+    meshes: Sequence[TorchMesh | None]
+    randoms: Mapping[int, ShardedRandom]
+    device: torch.device
+    cluster: ClusterSpec | None = None
+
+
 def build_pipeline(
     module: nn.Module,
     micro: MicroStep,
     stages: Sequence[StagePlan],
     schedule: str | None,
-    meshes: Sequence[TorchMesh | None],
+    places: StagePlaces,
     stores: Mapping[int, StageParameters],
-    device: torch.device,
-    seed: int,
-    cluster: ClusterSpec | None = None,
-    randoms: Mapping[int, ShardedRandom] | None = None,
 ) -> Pipeline:
     """The pipeline that runs `micro` under `stages`. Collective over the whole job.
 
@@ -108,12 +121,8 @@ def build_pipeline(
     Args:
         stages: in order, covering the ops of `micro.graph`.
         schedule: None: forward only (`Pipeline.evaluate`).
-        seed: the run's; random ops of different stages draw different numbers.
-        cluster: where given, cross-mesh transfers are chosen by its links.
-        randoms: this rank's stages -> random streams (`stage_randoms`) that it shares with other pipelines; by
-            default it has its own.
+        stores: this rank's stages -> their parameters.
     """
-    randoms = stage_randoms(stages, meshes, seed) if randoms is None else randoms
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
@@ -129,20 +138,13 @@ def build_pipeline(
         cuts=micro.cuts,
         given=tuple(sorted(micro.given)),
         shared=_shared(graphs, stages),
-        cluster=cluster,
+        cluster=places.cluster,
     )
     own: dict[int, OwnStage] = {}
-    for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, meshes, strict=True)):
+    for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
             continue
-        random, recompute = randoms[index], None
-        if stage.remat:
-            spans = recomputed_spans(graph, stage, mesh, device, random, stores[index])
-            recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
-            program: StageProgram = recompute
-        else:
-            lowered = lower(stage_graph, stage, mesh, device, random)
-            program = StageCall(lowered, stage_graph, graph, stage, stores[index])
+        program, recompute = _program(index, graph, stage_graph, stage, places, stores[index])
         own[index] = OwnStage(
             program=program,
             store=stores[index],
@@ -151,7 +153,25 @@ def build_pipeline(
             buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
             recompute=recompute,
         )
-    return Pipeline(spec, own, device)
+    return Pipeline(spec, own, places.device)
+
+
+def _program(
+    index: int,
+    graph: StepGraph,
+    stage_graph: StepGraph,
+    stage: StagePlan,
+    places: StagePlaces,
+    store: StageParameters,
+) -> tuple[StageProgram, Recompute | None]:
+    """What runs stage `index` of `graph`; span by span where it recomputes."""
+    mesh, random = places.meshes[index], places.randoms[index]
+    if stage.remat:
+        spans = recomputed_spans(graph, stage, mesh, places.device, random, store)
+        recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
+        return recompute, recompute
+    lowered = lower(stage_graph, stage, mesh, places.device, random)
+    return StageCall(lowered, stage_graph, graph, stage, store), None
 
 
 def stage_randoms(

@@ -27,7 +27,7 @@ from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.plan.task import PlanTask
-from alpa_strategy.runtime.staged_step import build_pipeline, stage_meshes, stage_stores
+from alpa_strategy.runtime.staged_step import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
 from alpa_strategy.runtime.torch_comm import broadcast_object
 
 ADAM = OptimizerInfo(state_bytes=16)
@@ -100,7 +100,8 @@ def prepare(module, micro, stages, schedule):
     distinct = list({id(s): s for s in stores.values()}.values())
     for store in distinct:
         store.shard()
-    return build_pipeline(module, micro, stages, schedule, meshes, stores, torch.device("cpu"), seed=0), distinct
+    places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
+    return build_pipeline(module, micro, stages, schedule, places, stores), distinct
 
 
 def given_values(micro, parameters, buffers, leaves):
