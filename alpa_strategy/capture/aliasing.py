@@ -59,6 +59,7 @@ class Memory:
         self.builder = builder
 
     def new(self, value: ValueRef, origin: str = "") -> View:
+        """A tensor with memory of its own."""
         return View(Storage(value, origin), value)
 
     def derive(self, base: View, step: ViewStep, value: ValueRef) -> View:
@@ -70,6 +71,7 @@ class Memory:
         return View(base.storage, self.read(base), base.chain, base.storage.version)
 
     def read(self, view: View) -> ValueRef:
+        """The view's value now: made anew where its memory was written to since it was read last."""
         if view.version != view.storage.version:
             view.value = self._prefixes(view)[-1]
             view.version = view.storage.version

@@ -75,10 +75,12 @@ class Builder:
         self.source = ""
 
     def add_value(self, meta: TensorMeta) -> ValueRef:
+        """A new value of the graph."""
         self.values.append(meta)
         return ValueRef(len(self.values) - 1)
 
     def meta(self, ref: ValueRef) -> TensorMeta:
+        """What is known of a value."""
         return self.values[ref.index]
 
     def call_of(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[OpCall, list[ValueRef]]:

@@ -34,6 +34,7 @@ class Autocast:
 
     @property
     def state(self) -> AutocastState | None:
+        """The innermost open region, None outside of all."""
         return self._regions[-1][1] if self._regions else None
 
     def enter(self, node: fx.Node) -> None:

@@ -152,6 +152,7 @@ class StepCounter(int):
     def make(
         cls, value: int, name: str, record: Callable[[Guard], None], arithmetic: tuple[tuple[str, int], ...] = ()
     ) -> StepCounter:
+        """A counter `name` at `value`, after `arithmetic`, that tells `record` its comparisons."""
         counter = cls(value)
         counter.counter_name, counter.arithmetic, counter.record = name, arithmetic, record
         return counter

@@ -95,9 +95,11 @@ class AppendedList(_Standin):
         self._items: list[Any] = []
 
     def append(self, item: Any) -> None:
+        """As of a list."""
         self._items.append(item)
 
     def extend(self, items: Iterable[Any]) -> None:
+        """As of a list."""
         self._items.extend(items)
 
     def __iadd__(self, items: Iterable[Any]) -> AppendedList:

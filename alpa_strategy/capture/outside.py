@@ -33,6 +33,7 @@ class TrainerValues:
         self._trainer = trainer
 
     def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path of the trainer's attributes (a dict's `get`)."""
         value = self._trainer
         for name in path.split("."):
             value = getattr(value, name, _MISSING)

@@ -45,14 +45,17 @@ class Recording:
     stand_ins: StandIns = field(default_factory=lambda: StandIns({}, {}))
 
     def guard(self, guard: Guard) -> None:
+        """Remember a guard, once."""
         if guard not in self.guards:
             self.guards.append(guard)
 
     def note(self, text: str) -> None:
+        """Remember something that the user should know, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def counter(self, value: int, name: str) -> StepCounter:
+        """A counter whose comparisons become guards."""
         return StepCounter.make(value, name, self.guard)
 
 

@@ -61,10 +61,12 @@ class ParameterInput:
 
     @property
     def name(self) -> str:
+        """The first of its names: what plans and stores call it."""
         return self.names[0]
 
     @property
     def num_segments(self) -> int:
+        """In how many equal parts the step sees it (query, key and value in one weight: 3)."""
         return 1 if self.module_shape is None else self.meta.shape[0]
 
 

@@ -27,6 +27,7 @@ class Chunk:
 
     @property
     def ranges(self) -> Ranges:
+        """The box."""
         return tuple((start, start + size) for start, size in zip(self.offsets, self.tensor.shape, strict=True))
 
 
@@ -84,6 +85,7 @@ class StoredTensor(Tensor):
         return result
 
     def detach(self) -> StoredTensor:
+        """Itself, unread."""
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

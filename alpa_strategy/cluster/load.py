@@ -88,12 +88,14 @@ class Fields:
         return self.data[key]
 
     def text(self, key: str, expected: str) -> str:
+        """A text that is not empty; `expected` is what the error says to write."""
         value = self.value(key, expected)
         if not isinstance(value, str) or not value:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return value
 
     def flag(self, key: str, expected: str) -> bool:
+        """True or false."""
         value = self.value(key, expected)
         if not isinstance(value, bool):
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
@@ -116,15 +118,18 @@ class Fields:
         return int(value)
 
     def section(self, key: str, known: tuple[str, ...], expected: str) -> Fields:
+        """The fields of a part, of which only `known` ones may be there."""
         return Fields(self.value(key, expected), known, self.file, f"{self.prefix}{key}.")
 
     def items(self, key: str, expected: str) -> list[Any]:
+        """A list."""
         value = self.value(key, expected)
         if not isinstance(value, list | tuple):
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return list(value)
 
     def names(self) -> list[str]:
+        """The fields that are there."""
         return [str(key) for key in self.data]
 
     def _error(self, field: str, problem: str, fix: str) -> ClusterError:

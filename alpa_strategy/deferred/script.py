@@ -33,6 +33,7 @@ class View:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of its elements."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
 
@@ -45,6 +46,7 @@ class Given:
     is_copy: bool = True
 
     def value(self) -> Tensor:
+        """The tensor; CaptureError when it was changed after it had been read."""
         if self.tensor._version != self.version:
             raise CaptureError(
                 f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was changed afterwards",

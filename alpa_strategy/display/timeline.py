@@ -45,6 +45,7 @@ class ScheduleTimeline:
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
 
     def kinds(self) -> list[str]:
+        """The kinds of actions that are drawn, in the order of the legend."""
         return [kind for kind in MEANINGS if any(slot.kind == kind for slot in self.slots)]
 
     def title(self) -> str:

@@ -42,6 +42,7 @@ class StageSpec:
     buffer_updates: Mapping[str, int] = field(default_factory=dict)
 
     def side(self, layout: Layout) -> MeshSide:
+        """The stage's end of a transfer, where a value lies in `layout`."""
         return MeshSide(self.mesh_shape, self.ranks, layout)
 
 

@@ -52,6 +52,7 @@ class Piece:
 
     @property
     def num_elements(self) -> int:
+        """Elements of its box."""
         return math.prod(stop - start for start, stop in self.box)
 
 

@@ -51,6 +51,7 @@ class Terms:
     run: float
 
     def seconds(self, stage_seconds: Sequence[float]) -> float:
+        """Of the whole schedule, from the seconds of one micro-batch per stage."""
         return self.fill * sum(stage_seconds) + self.run * max(stage_seconds)
 
 

@@ -38,6 +38,7 @@ class Dual:
 
 
 def point(problem: Problem, assignment: Sequence[int]) -> Point:
+    """An assignment, priced."""
     return Point(tuple(assignment), *evaluate(problem, assignment))
 
 

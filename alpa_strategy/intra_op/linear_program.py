@@ -36,6 +36,7 @@ class LinearProgram:
 
     @property
     def num_columns(self) -> int:
+        """Number of variables."""
         return len(self.cost)
 
 
@@ -52,9 +53,11 @@ class LpResult:
 
     @property
     def integral(self) -> bool:
+        """Whether every choice has one strategy."""
         return self.mass is not None and all(m.max() > 1 - INTEGRAL for m in self.mass)
 
     def assignment(self) -> list[int]:
+        """Per choice the strategy that has most of it."""
         assert self.mass is not None
         return [int(m.argmax()) for m in self.mass]
 

@@ -78,6 +78,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
+        """How much cheaper the optimum may be, as a share of `seconds`."""
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
 
 

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -50,6 +50,7 @@ class ParallelJob(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
+        """Ranks of this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property

@@ -19,9 +19,13 @@ class Gradients(Protocol):
     mesh: MeshComm
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]: ...
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those with gradients to look at."""
+        ...
 
-    def counts_here(self, parameter: nn.Parameter) -> bool: ...
+    def counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this device's elements count in a sum over the mesh."""
+        ...
 
 
 def grad_norm(store: Gradients, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:

@@ -51,6 +51,7 @@ class Pending:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
+        """The result, once it is there; the same one every time."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None

@@ -56,6 +56,7 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
 
     def start(self) -> None:
+        """Begin to watch, in a thread."""
         self._thread.start()
 
     def stop(self) -> None:

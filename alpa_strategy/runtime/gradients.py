@@ -63,9 +63,11 @@ class GradientEntry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the local gradient."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def has_gradient(self) -> bool:
+        """Whether there is one now, or was and is used up."""
         if self.is_used_up():
             return True
         holder = self.holder()

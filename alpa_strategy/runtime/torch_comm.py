@@ -150,6 +150,7 @@ class TorchAxisComm:
         self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See `AxisComm`."""
         if self.size == 1:
             return tensor
         if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
@@ -159,6 +160,7 @@ class TorchAxisComm:
         return result
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
+        """See `AxisComm`."""
         return self.start_all_gather(tensor, dim, total).wait()
 
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
@@ -184,6 +186,7 @@ class TorchAxisComm:
         return Pending(finish)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `AxisComm`."""
         if self.size == 1:
             return tensor
         tensor = tensor.detach()
@@ -202,6 +205,7 @@ class TorchAxisComm:
         return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
 
     def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+        """See `AxisComm`."""
         gather_sizes = chunk_sizes(gather_total, self.size)
         self._check_size(tensor, gather_dim, gather_sizes[self.index])
         if self.size == 1:

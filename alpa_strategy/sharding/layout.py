@@ -65,6 +65,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, num_axes: int) -> Layout:
+        """The whole on every device."""
         return cls((Replicate(),) * num_axes)
 
     def __str__(self) -> str:

@@ -26,13 +26,16 @@ class TensorMeta:
 
     @property
     def num_elements(self) -> int:
+        """Product of the shape."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the elements."""
         return self.num_elements * self.dtype.itemsize
 
     def with_shape(self, shape: tuple[int, ...]) -> TensorMeta:
+        """The same kind of tensor in another shape."""
         return TensorMeta(tuple(shape), self.dtype, self.requires_grad)
 
 

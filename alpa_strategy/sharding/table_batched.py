@@ -58,6 +58,7 @@ def solve(call: OpCall, axis_size: int) -> str:
 
 
 def solve_triangular(call: OpCall, axis_size: int) -> str:
+    """linalg_solve_triangular: matrix, right-hand sides."""
     columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
     return f"{_MATRIX}, {columns} -> {columns}"
 

@@ -51,12 +51,14 @@ class ThreadAxis:
         return list(slots)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See `AxisComm`."""
         self.record.append(("all_reduce", tensor.nbytes))
         combine = {"sum": torch.add, "max": torch.maximum}[op]
         parts = self._share(tensor)
         return reduce(combine, parts[1:], parts[0].clone())
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
+        """See `AxisComm`."""
         gathered = torch.cat(self._share(tensor), dim)
         if gathered.shape[dim] != total:
             raise ValueError(f"all_gather of dim {dim}: the chunks hold {gathered.shape[dim]} rows, expected {total}")
@@ -64,11 +66,13 @@ class ThreadAxis:
         return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `AxisComm`."""
         self.record.append(("reduce_scatter", tensor.nbytes))
         parts = self._share(tensor)
         return self._own_chunk(reduce(torch.add, parts[1:], parts[0].clone()), dim)
 
     def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+        """See `AxisComm`."""
         gathered = torch.cat(self._share(tensor), gather_dim)
         if gathered.shape[gather_dim] != gather_total:
             raise ValueError(f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}")
