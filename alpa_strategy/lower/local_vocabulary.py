@@ -6,6 +6,7 @@ lookup); the loss exchanges three or four numbers per row instead of the logits,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,44 @@ def vocab_embedding(
     return _VocabEmbedding.apply(weight, rows, elsewhere, padding_row, scale_grad_by_freq)
 
 
+@dataclass(frozen=True)
+class _Classes:
+    """Which classes this device holds of the loss's, and what the loss does with targets.
+
+    Attributes:
+        first, num_classes: the first class here, and the number of all.
+        comms: the axes that shard them.
+        ignore_index, smoothing: as of `F.cross_entropy`.
+    """
+
+    first: int
+    num_classes: int
+    comms: tuple[AxisComm, ...]
+    ignore_index: int
+    smoothing: float
+
+    def over_all(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Sum or maximum over the devices that share the classes."""
+        for comm in self.comms:
+            tensor = comm.all_reduce(tensor, op)
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The a_c of this device's classes, shaped to go with the logits.
+
+    Attributes:
+        kept: rows that count; None: all.
+        hot: (class index, amount) of one class a row; None for probabilities.
+        dense: amounts of all classes; None where there are none.
+    """
+
+    kept: Tensor | None
+    hot: tuple[Tensor, Tensor] | None
+    dense: Tensor | None
+
+
 class _VocabCrossEntropy(torch.autograd.Function):
     """Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s / C), A = sum_c a_c.
 
@@ -67,73 +106,31 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
-        first_class: int,
-        num_classes: int,
-        comms: tuple[AxisComm, ...],
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes) -> Tensor:
         dim = min(1, logits.dim() - 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        num_local = logits.shape[dim]
-        if weight is not None:
-            if weight.shape[0] != num_local:  # whole on this device
-                weight = weight.narrow(0, first_class, num_local)
-            weight = weight.to(dtype).view([-1 if d == dim else 1 for d in range(logits.dim())])
-
-        if num_local:
-            highest = logits.detach().amax(dim, keepdim=True).to(dtype)
-        else:
-            shape = [1 if d == dim else size for d, size in enumerate(logits.shape)]
-            highest = logits.new_full(shape, float("-inf"), dtype=dtype)
-        for comm in comms:
-            highest = comm.all_reduce(highest, "max")
-        shifted = logits.detach().to(dtype) - highest
-
-        kept, hot, shares = _target_shares(
-            logits, target, weight, ignore_index, smoothing, first_class, num_classes, dtype
-        )
-        weighted = torch.zeros_like(highest)
+        weight = None if weight is None else _local_weight(weight, logits, dim, dtype, classes)
+        shifted = logits.detach().to(dtype) - classes.over_all(_highest(logits, dim, dtype), "max")
+        shares = _target_shares(logits, target, weight, classes, dtype)
         # Without class weights the a_c of a row add up to 1 whatever the smoothing: nothing to exchange.
-        total = torch.zeros_like(highest) if weight is not None or kept is None else None
-        if hot is not None:
-            index, amount = hot
-            if num_local:
-                weighted += torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
-            if total is not None:
-                total += amount
-        if shares is not None:
-            weighted += (shifted * shares).sum(dim, keepdim=True)
-            if total is not None:
-                total += shares.expand_as(shifted).sum(dim, keepdim=True)
+        needs_total = weight is not None or shares.kept is None
+        amounts = _row_amounts(shifted, shares, dim, needs_total)
 
         log_probs_needed = ctx.needs_input_grad[1]
         centred = shifted if log_probs_needed else None
         exponentials = shifted.exp() if log_probs_needed else shifted.exp_()
-        per_row = [exponentials.sum(dim, keepdim=True), weighted, *([] if total is None else [total])]
-        sums = torch.stack(per_row)
-        for comm in comms:
-            sums = comm.all_reduce(sums)
+        sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))
         denominator, weighted = sums[0], sums[1]
-        total = torch.ones_like(denominator) if total is None else sums[2]
+        total = sums[2] if needs_total else torch.ones_like(denominator)
         row_loss = total * denominator.log() - weighted
-        if kept is not None:
-            row_loss = row_loss.masked_fill(~kept, 0.0)
-            total = total.masked_fill(~kept, 0.0)
+        if shares.kept is not None:
+            row_loss = row_loss.masked_fill(~shares.kept, 0.0)
+            total = total.masked_fill(~shares.kept, 0.0)
 
-        ctx.saved_kind = (logits.dtype, smoothing)
+        ctx.saved_kind = (logits.dtype, classes.smoothing)
         gradient = log_probs = None
         if ctx.needs_input_grad[0]:
-            gradient = exponentials.mul_(total / denominator)
-            if shares is not None:
-                gradient -= shares if kept is None else shares * kept
-            if hot is not None and num_local:
-                gradient.scatter_add_(dim, hot[0], -hot[1])
+            gradient = _gradient(exponentials.mul_(total / denominator), shares, dim)
             if logits.dtype == torch.bfloat16:  # fp16 would lose the small probabilities
                 gradient = gradient.to(logits.dtype)
         if log_probs_needed:
@@ -152,39 +149,74 @@ class _VocabCrossEntropy(torch.autograd.Function):
             grad_logits = (gradient * grad.to(gradient.dtype)).to(dtype)
         if log_probs is not None:
             grad_target = (log_probs * (grad.to(log_probs.dtype) * (smoothing - 1.0))).to(dtype)
-        return grad_logits, grad_target, None, None, None, None, None, None
+        return grad_logits, grad_target, None, None
+
+
+def _local_weight(weight: Tensor, logits: Tensor, dim: int, dtype: torch.dtype, classes: _Classes) -> Tensor:
+    """The weights of this device's classes, in dim `dim` of as many dims as the logits have."""
+    num_local = logits.shape[dim]
+    if weight.shape[0] != num_local:  # whole on this device
+        weight = weight.narrow(0, classes.first, num_local)
+    return weight.to(dtype).view([-1 if d == dim else 1 for d in range(logits.dim())])
+
+
+def _highest(logits: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Each row's largest logit of this device; -inf where it holds no class."""
+    if logits.shape[dim]:
+        return logits.detach().amax(dim, keepdim=True).to(dtype)
+    shape = [1 if d == dim else size for d, size in enumerate(logits.shape)]
+    return logits.new_full(shape, float("-inf"), dtype=dtype)
+
+
+def _row_amounts(shifted: Tensor, shares: _Shares, dim: int, needs_total: bool) -> list[Tensor]:
+    """This device's part of each row's sum_c a_c z_c, and (`needs_total`) of its A."""
+    empty = [1 if d == dim else size for d, size in enumerate(shifted.shape)]
+    weighted, total = shifted.new_zeros(empty), shifted.new_zeros(empty)
+    if shares.hot is not None:
+        index, amount = shares.hot
+        if shifted.shape[dim]:
+            weighted += torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
+        if needs_total:
+            total += amount
+    if shares.dense is not None:
+        weighted += (shifted * shares.dense).sum(dim, keepdim=True)
+        if needs_total:
+            total += shares.dense.expand_as(shifted).sum(dim, keepdim=True)
+    return [weighted, total] if needs_total else [weighted]
+
+
+def _gradient(gradient: Tensor, shares: _Shares, dim: int) -> Tensor:
+    """`gradient` (A softmax_c) less a_c, in place."""
+    if shares.dense is not None:
+        gradient -= shares.dense if shares.kept is None else shares.dense * shares.kept
+    if shares.hot is not None and gradient.shape[dim]:
+        index, amount = shares.hot
+        gradient.scatter_add_(dim, index, -amount)
+    return gradient
 
 
 def _target_shares(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    first_class: int,
-    num_classes: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, Tensor | None]:
-    """The a_c of this device's classes as (rows that count, (class index, amount) of one class a row, dense part)."""
+    logits: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes, dtype: torch.dtype
+) -> _Shares:
     dim = min(1, logits.dim() - 1)
-    uniform = smoothing / num_classes
+    uniform = classes.smoothing / classes.num_classes
     if target.is_floating_point():
-        shares = target.detach().to(dtype) * (1.0 - smoothing) + uniform
-        return None, None, shares if weight is None else shares * weight
+        dense = target.detach().to(dtype) * (1.0 - classes.smoothing) + uniform
+        return _Shares(None, None, dense if weight is None else dense * weight)
 
-    kept = target != ignore_index
-    _check_ids(~kept | (target >= 0) & (target < num_classes), "cross entropy target")
-    local = target - first_class
+    kept = target != classes.ignore_index
+    _check_ids(~kept | (target >= 0) & (target < classes.num_classes), "cross entropy target")
+    local = target - classes.first
     ours = (kept & (local >= 0) & (local < logits.shape[dim])).unsqueeze(dim)
     index = torch.where(ours, local.unsqueeze(dim), 0)
-    amount = ours.to(dtype) * (1.0 - smoothing)
+    amount = ours.to(dtype) * (1.0 - classes.smoothing)
     if weight is not None and logits.shape[dim]:
         amount = amount * weight.flatten()[index]
-    shares = None
-    if smoothing > 0.0:
-        shares = torch.full([1] * logits.dim(), uniform, dtype=dtype, device=logits.device)
-        shares = shares if weight is None else shares * weight
-    return kept.unsqueeze(dim), (index, amount), shares
+    dense = None
+    if classes.smoothing > 0.0:
+        dense = torch.full([1] * logits.dim(), uniform, dtype=dtype, device=logits.device)
+        dense = dense if weight is None else dense * weight
+    return _Shares(kept.unsqueeze(dim), (index, amount), dense)
 
 
 def vocab_cross_entropy(
@@ -203,6 +235,5 @@ def vocab_cross_entropy(
     as logits; weight [c] or whole. `comms`: the axes that shard the classes. Returns the summed loss, equal on all of
     their devices; half-precision logits are computed in fp32. IndexError when a target is not a class.
     """
-    return _VocabCrossEntropy.apply(
-        logits, target, weight, ignore_index, label_smoothing, first_class, num_classes, comms
-    )
+    classes = _Classes(first_class, num_classes, comms, ignore_index, label_smoothing)
+    return _VocabCrossEntropy.apply(logits, target, weight, classes)
