@@ -263,7 +263,7 @@ def plan_job(
         PlanError: nothing fits.
     """
     found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf, schedules, allowed)
-    failures = [f"no stages fit into {job.memory_limit:.3g} bytes a device"]
+    failures = [f"no stages fit into {format_bytes(job.memory_limit)} a device"]
     for candidate in found[:KEPT]:
         try:
             return _solved_plan(candidate, meshes)

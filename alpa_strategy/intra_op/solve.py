@@ -18,6 +18,7 @@ from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_
 from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
 from alpa_strategy.intra_op.presolve import presolve
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
+from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
 POOR = 0.05  # above this gap even a large program is tried
@@ -226,8 +227,8 @@ def _forbidden(problem: Problem) -> PlanError:
 
 def _too_big(problem: Problem, least: float, exact: bool) -> DoesNotFitError:
     return DoesNotFitError(
-        f"The memory limit cannot be met: the least is {'' if exact else 'about '}{_size(least)}"
-        f" ({least:.0f} bytes) per device, the limit is {_size(problem.memory_limit)}.",
+        f"The memory limit cannot be met: the least is {'' if exact else 'about '}{format_bytes(least)}"
+        f" ({least:.0f} bytes) per device, the limit is {format_bytes(problem.memory_limit)}.",
         "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",
     )
 
@@ -244,10 +245,3 @@ def least_bytes(problem: Problem, time_limit: float = 60.0) -> float:
     if least is None:
         raise _out_of_time(time_limit)
     return least.num_bytes
-
-
-def _size(num_bytes: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes:.0f} bytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.units import format_bytes
 
 
 class Room:
@@ -37,4 +38,4 @@ class Room:
     def _against(self, what: str, needed: float) -> str | None:
         if needed <= self._limit:
             return None
-        return f"{what} need {needed:.3g} bytes per device of {self._limit:.3g}"
+        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"

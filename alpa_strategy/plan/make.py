@@ -18,6 +18,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.plan.replicated import replicated_notes
 from alpa_strategy.plan.task import PlanTask, Progress, unseen
+from alpa_strategy.units import format_bytes
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
@@ -183,7 +184,7 @@ def solve_mesh(intra: IntraOp, task: PlanTask, cutoff: float = float("inf")) -> 
         reserve = max(reserve, working)
     else:
         raise DoesNotFitError(
-            f"kept and short-lived tensors need {solution.num_bytes + working:.3g} bytes of {limit:.3g}"
+            f"kept and short-lived tensors need {format_bytes(solution.num_bytes + working)} of {format_bytes(limit)}"
         )
     if solution.seconds >= cutoff:
         raise NotCheaper
