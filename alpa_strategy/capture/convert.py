@@ -173,6 +173,9 @@ class _Converter:
         if rewrite.is_updating_instance_norm(target, args, kwargs):
             self._norm_with_statistics(node, rewrite.rewrite_instance_norm(self.builder, args, kwargs))
             return
+        if (bags := rewrite.rewrite_bags(self.builder, node, args, kwargs)) is not None:
+            self.views[node] = (self.memory.new(bags), None, None, None)
+            return
         if self._inlined(node, target, args, kwargs):
             return
         args, kwargs = self.autocast.operands(target, args, kwargs)

@@ -33,6 +33,20 @@ def target_weight_sum(target: Tensor, weight: Tensor | None, ignore_index: int, 
     return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum().to(dtype)
 
 
+def bag_lookup(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int) -> Tensor:
+    """Sum (mode 0), mean (1) or maximum (2) of the rows that each bag names: weight [v, d], ids [n, k] -> [n, d].
+
+    `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch: they split.
+    """
+    return F.embedding_bag(
+        ids,
+        weight,
+        mode=("sum", "mean", "max")[mode],
+        per_sample_weights=per_sample_weights,
+        padding_idx=padding_idx if padding_idx >= 0 else None,
+    )
+
+
 def batch_norm_train(
     x: Tensor,
     weight: Tensor | None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import ops
@@ -15,6 +16,7 @@ from alpa_strategy.capture.step_graph import ValueRef
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+_BAGS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -63,6 +65,29 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
         count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
         loss = builder.emit(aten.div.Tensor, loss, count)
     return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
+
+
+def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:
+    """`bag_lookup` for an `embedding_bag` whose bags have one length, as nn.EmbeddingBag asks for ids [n, k].
+
+    Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call stays as it is.
+    """
+    if node.target not in _BAGS or not all(u.target is operator.getitem and u.args[1] == 0 for u in node.users):
+        return None
+    given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
+    a = bound_arguments(node.target, args, kwargs)
+    offsets, num_ids = given["offsets"], builder.meta(a["indices"]).num_elements
+    if getattr(offsets, "target", None) is not aten.arange.start_step or a["scale_grad_by_freq"] or a["sparse"]:
+        return None
+    start, stop, step = offsets.args[:3]
+    if a["include_last_offset"] or (start, stop) != (0, num_ids) or step == 0 or num_ids % step:
+        return None
+    ids, weights = (
+        x if x is None else builder.emit(aten.reshape.default, x, (num_ids // step, step))
+        for x in (a["indices"], a["per_sample_weights"])
+    )
+    padding = a.get("padding_idx", -1)
+    return builder.emit(ops.bag_lookup, a["weight"], ids, weights, a["mode"], -1 if padding is None else padding)
 
 
 def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

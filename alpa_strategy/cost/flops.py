@@ -44,7 +44,7 @@ PART_VIEWS = _names(
 )
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
 DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout")
-GATHERS = _names("embedding index_select gather index take_along_dim take")
+GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")
 # Their gradient needs neither operands nor results, and is a view (first) or one pass over the operand (second).
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")
 LINEAR = _names("neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip roll")

@@ -16,7 +16,7 @@ from torch import Tensor
 from alpa_strategy.capture.grouped_mm import groups_between
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.lower.local_batch_norm import batch_norm_sync
-from alpa_strategy.lower.local_vocabulary import vocab_cross_entropy, vocab_embedding
+from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.sharding.binding import bind
 from alpa_strategy.sharding.layout import value_layout
@@ -176,6 +176,17 @@ def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: 
     return _with_target(local.call, run)
 
 
+def _vocab_bags(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    weight = call.args[0].index
+    first_id = _slices(call, strategies, weight, mesh)[0][0]
+    vocabulary = call.operands[weight].shape[0]
+
+    def run(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int) -> Tensor:
+        return vocab_bags(weight, ids, per_sample_weights, mode == 1, padding_idx, first_id, vocabulary)
+
+    return _with_target(local.call, run)
+
+
 def _vocab_cross_entropy(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
@@ -214,6 +225,7 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "fraction": _fraction,
     "bias_on_first": _bias_on_first,
     "vocab_embedding": _vocab_embedding,
+    "vocab_bags": _vocab_bags,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "batch_norm_sync": _batch_norm_sync,
     "added_on_first": _added_on_first,

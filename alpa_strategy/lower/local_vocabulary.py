@@ -61,6 +61,31 @@ def vocab_embedding(
     return _VocabEmbedding.apply(weight, rows, elsewhere, padding_row, scale_grad_by_freq)
 
 
+def vocab_bags(
+    weight: Tensor,
+    ids: Tensor,
+    per_sample_weights: Tensor | None,
+    mean: bool,
+    padding_idx: int,
+    first_id: int,
+    vocabulary: int,
+) -> Tensor:
+    """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
+
+    Ids of other devices, and padding, weigh nothing here. `padding_idx` is the whole table's (negative: none).
+    """
+    _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
+    rows = ids - first_id
+    here = (rows >= 0) & (rows < weight.shape[0])
+    counted = ids != padding_idx
+    share = (here & counted).to(weight.dtype)
+    if per_sample_weights is not None:
+        share = share * per_sample_weights
+    if mean:
+        share = share / counted.sum(-1, keepdim=True).clamp(min=1)
+    return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
+
+
 @dataclass(frozen=True)
 class _Classes:
     """Which classes this device holds of the loss's, and what the loss does with targets.

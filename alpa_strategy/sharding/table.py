@@ -102,6 +102,11 @@ def _embedding(call: OpCall, axis_size: int) -> str:
     return "[v@vocab_embedding, d], [*i] -> [*i, d]"
 
 
+def _bag_lookup(call: OpCall, axis_size: int) -> str:
+    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
+    return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
+
+
 def _one_hot(call: OpCall, axis_size: int) -> str:
     return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
 
@@ -160,6 +165,7 @@ NOTATION: dict[str, Notation] = {
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
     "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
+    "ops.bag_lookup": Notation(_bag_lookup),
     "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
     "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),
 }

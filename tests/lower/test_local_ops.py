@@ -202,6 +202,18 @@ def test_embedding_id_out_of_the_whole_vocabulary():
         check(call, x, (2,), ["S0,R->P@vocab_embedding"])
 
 
+@pytest.mark.parametrize("padding_idx", [-1, 0, 6])
+@pytest.mark.parametrize(("mode", "weighted"), [(0, False), (0, True), (1, False)])
+def test_vocabulary_parallel_bags(padding_idx, mode, weighted):
+    ids = torch.tensor([[0, 1, 6, 3, 3], [6, 6, 2, 0, 4], [6, 6, 6, 6, 6], [0, 0, 0, 0, 0]])
+    weights = rand(4, 5) if weighted else None
+    call, x = call_and_operands(capture_ops.bag_lookup, rand(7, 4), ids, weights, mode, padding_idx)
+    for whole, cut in (("R*", "S0"),) if weighted else (("", ""),):
+        check(call, x, (3,), [f"S0,R{whole and ',' + whole}->P@vocab_bags"])
+        check(call, x, (2, 2), [f"S1,R{whole and ',' + whole}->S1", f"S0,R{whole and ',' + whole}->P@vocab_bags"])
+        check(call, x, (2, 2), [f"R*,S0{cut and ',' + cut}->S0", f"S0,R{whole and ',' + whole}->P@vocab_bags"])
+
+
 # vocab_cross_entropy --------------------------------------------------------------------------------------------------
 
 

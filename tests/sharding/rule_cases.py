@@ -161,6 +161,11 @@ def _matrix_cases(add: Any) -> None:
         *(f(4, 5, 6), f(3, 8, 6), f(3, 8)),
         expect=("S0,R*,R*->S0", "R*,S1,S1->S3", "S2,S2,R*->P@bias_on_first"),
     )
+    bags = ("S0,R->P@vocab_bags", "S1,R->S1", "R*,S0->S0")
+    add("bags_sum", ops.bag_lookup, f(11, 6), i(11, 4, 5), None, 0, -1, expect=bags)
+    add("bags_mean", ops.bag_lookup, f(11, 6), i(11, 4, 5), None, 1, 3, expect=bags)
+    add("bags_weighted", ops.bag_lookup, f(11, 6), i(11, 4, 5), f(4, 5), 0, 2, expect=("S0,R,R*->P@vocab_bags",))
+    add("bags_max", ops.bag_lookup, f(11, 6), i(11, 4, 5), None, 2, -1, expect=("S1,R->S1", "R*,S0->S0"))
     add("embedding_padding", aten.embedding.default, f(11, 6), i(11, 4, 5), 0, expect="S0,R->P@vocab_embedding")
 
 
