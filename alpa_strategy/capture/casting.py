@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from alpa_strategy.capture import functions
+from alpa_strategy.capture import as_written, functions
 from alpa_strategy.capture.autocast import AutocastState, casts_inside, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.step_graph import ValueRef
@@ -68,7 +68,10 @@ class Autocast:
         state = self.state
         if state is None or has_policy(target, state.device_type) or not _is_composite(target):
             return None
-        if target.namespace == functions.NAMESPACE:  # its own op runs under the autocast of its call
+        if target.namespace in (
+            functions.NAMESPACE,
+            as_written.NAMESPACE,
+        ):  # runs under its call's autocast
             return None
         call, operands = self.builder.call_of(target, args, kwargs)
         return (decomposed(call, state), operands) if operands and casts_inside(call, state) else None

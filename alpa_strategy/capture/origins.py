@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -41,9 +44,21 @@ class Origins(TorchFunctionMode):
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
         self.last: fx.Node | None = None
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in the block is none of the step's: real tensors, as without capture."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
+        if self.is_paused:
+            return _TRUTH(tensor)
         answer = self.known.answer(_TRUTH, (tensor,), {})
         if answer is not UNKNOWN:
             return answer
@@ -81,6 +96,8 @@ class Origins(TorchFunctionMode):
         self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(arg, torch.Generator) for arg in leaves):
             raise CaptureError(
@@ -95,7 +112,11 @@ class Origins(TorchFunctionMode):
         if answer is not UNKNOWN:
             return answer
         experts = grouped_mm.replacement(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {})) if experts is None else grouped_mm.grouped_mm(*experts)
+        try:
+            result = func(*args, **(kwargs or {})) if experts is None else grouped_mm.grouped_mm(*experts)
+        except DynamicOutputShapeException as error:
+            error.modules = tuple(dict.fromkeys(path for path in reversed(self.stack) if path))
+            raise
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:
             nodes = proxy_mode.tracer.graph._root

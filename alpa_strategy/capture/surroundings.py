@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
+from alpa_strategy.capture.as_written import DataShapeError
 from alpa_strategy.capture.blame import user_line
 from alpa_strategy.errors import CaptureError
 
@@ -82,7 +83,11 @@ def clear_errors(step: str) -> Iterator[None]:
             if shape
             else _PYTHON_VALUE
         )
-        raise CaptureError(f"{step} cannot be captured: {what}\n  at {line}", fix) from error
+        if not shape:
+            raise CaptureError(f"{step} cannot be captured: {what}\n  at {line}", fix) from error
+        refusal = DataShapeError(f"{step} cannot be captured: {what}\n  at {line}", fix)
+        refusal.modules = getattr(error, "modules", ())
+        raise refusal from error
     except RuntimeError as error:
         if ".numpy() is not supported" not in str(error):
             raise

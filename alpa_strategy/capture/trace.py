@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.as_written import DataShapeError, NotAloneError, running_as_written
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.known import KnownValues
@@ -90,6 +91,7 @@ class StepCall:
         dataloader_idx: what an evaluation step gets after batch_idx; None: nothing.
         context: see `capture_step`.
         appended: lists of which it is known that the step appends to them.
+        as_written: paths of submodules that become one op each.
     """
 
     module: LightningModule
@@ -100,11 +102,28 @@ class StepCall:
     dataloader_idx: int | None
     context: Callable[[], AbstractContextManager[Any]]
     appended: tuple[ListPlace, ...] = ()
+    as_written: tuple[str, ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
-    """Trace the call; leaves of the batch that are no tensors enter with their values only where the step looks."""
-    return traced_with_leaves(call.batch, partial(_trace_once, call))
+    """Trace the call; leaves of the batch that are no tensors enter with their values only where the step looks.
+
+    A submodule in which shapes depend on data becomes an op, or else the next one around it.
+    """
+    around: dict[str, tuple[str, ...]] = {}  # path of a submodule that is an op -> those around it
+    refused: DataShapeError | None = None
+    while True:
+        try:
+            return traced_with_leaves(call.batch, partial(_trace_once, replace(call, as_written=tuple(around))))
+        except DataShapeError as error:
+            candidates = tuple(path for path in error.modules if path not in around)
+            refused = error
+        except NotAloneError as error:
+            candidates = around.pop(error.path)
+        if not candidates:
+            assert refused is not None
+            raise refused
+        around[candidates[0]] = candidates[1:]
 
 
 def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
@@ -134,7 +153,8 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         with (
             torch.nn.utils.stateless._reparametrize_module(module, state),
             call.context(),
-            Origins(module, origins, device, known, record),
+            Origins(module, origins, device, known, record) as watching,
+            running_as_written(module, call.as_written, watching.paused),
         ):
             arguments = _step_arguments(call, rows, record)
             with attribute_reads() as reads:
@@ -158,6 +178,11 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         grad_mode,
     ):
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
+    for path in call.as_written:
+        record.note(
+            f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "
+            "shapes of tensors in it depend on their data"
+        )
     record.attributes = (
         *attribute_guards(module, made["reads"], record.stand_ins),
         *buffer_guards(module, known.asked_buffers),

@@ -23,6 +23,7 @@ from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
+from alpa_strategy.runtime.parameter_data import replace_data
 from alpa_strategy.runtime.regather import Regather
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.runtime.stored import StoredParameter, replica
@@ -78,7 +79,7 @@ class ParameterStore:
         """
         for stored in self._stored.values():
             if stored.to_whole.forward_steps:
-                stored.parameter.data = self.shard_like(stored.name, values(stored.parameter))
+                replace_data(stored.parameter, self.shard_like(stored.name, values(stored.parameter)))
                 stored.parameter.grad = None
             elif values is not Tensor.detach:
                 stored.parameter.data = values(stored.parameter)
@@ -91,10 +92,7 @@ class ParameterStore:
         self._is_sharded = True
 
     def unshard(self) -> None:
-        """Give every parameter its whole data back, on every device. Collective; ends training with this store.
-
-        Autograd graphs that are still alive then (a loss that is kept) remember the shards' shapes: drop them first.
-        """
+        """Give every parameter its whole data back, on every device. Collective; ends training with this store."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -103,7 +101,7 @@ class ParameterStore:
             stored.accumulator = None  # it remembers the shard's shape
             if stored.to_whole.forward_steps:
                 stored.parameter.grad = None
-                stored.parameter.data = stored.whole_of(stored.parameter.detach())
+                replace_data(stored.parameter, stored.whole_of(stored.parameter.detach()))
         self._is_sharded = False
 
     # One training step

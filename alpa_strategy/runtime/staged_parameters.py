@@ -16,6 +16,7 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.plan.plan import StagePlan
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.parameter_data import replace_data
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.staged_step import stage_ranks
 
@@ -118,7 +119,7 @@ class StagedParameters:
             store.shard(values)
         for parameter in self._name:
             if parameter not in self._held:
-                parameter.data = parameter.new_empty(0)
+                replace_data(parameter, parameter.new_empty(0))
                 parameter.grad = None
 
     def unshard(self) -> None:
@@ -129,7 +130,7 @@ class StagedParameters:
             if parameter not in self._owner:
                 parameter.grad = None
             whole = parameter.detach() if parameter in self._owner else None
-            parameter.data = self.send_to_all(name, whole, parameter.dtype)
+            replace_data(parameter, self.send_to_all(name, whole, parameter.dtype))
 
     def send_to_all(
         self, name: str, whole: Tensor | None, dtype: torch.dtype, shape: torch.Size | None = None

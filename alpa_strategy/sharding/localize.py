@@ -66,6 +66,8 @@ def is_random(call: OpCall) -> bool:
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
+    if (known := getattr(call.target, "is_random", None)) is not None:
+        return known
     if call.target.namespace not in _DESCRIBED:
         return draws_random_numbers(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:

@@ -108,6 +108,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
     store = ParameterStore(net, inputs, plans, mesh, bucket_bytes)
     identities = {n: id(p) for n, p in net.named_parameters()}
+    alive = loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0])  # knows the whole shapes
     store.shard()
     uses = {}
     for p in inputs:
@@ -142,7 +143,8 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
         assert torch.equal(store.shard_like(n, values[n]), p.detach())
         assert p.shape == store.local_shape(n)
     store.unshard()
-    del loss  # its graph would remember the shards' shapes
+    assert alive.requires_grad
+    assert loss.requires_grad  # knows the shards' shapes
     optimizer.zero_grad()
     assert all(torch.equal(p, values[n]) for n, p in net.named_parameters())
     loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0]).backward()  # an ordinary module again
