@@ -25,6 +25,7 @@ QUICK = [
     *[("gpt2", "solved"), ("llama", "tensor"), ("bert", "pipelined"), ("t5", "solved"), ("vit", "zero3")],
     *[("mixtral", "experts"), ("qwen_moe", "pipelined"), ("lstm", "data"), ("gru", "pipelined"), ("scan", "tensor")],
     *[("resnet", "data"), ("unet", "tensor"), ("custom_ops", "data"), ("custom_ops", "solved"), ("indices", "data")],
+    ("experts_loop", "zero3"),
 ]
 
 
