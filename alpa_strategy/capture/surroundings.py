@@ -79,8 +79,8 @@ def clear_errors(step: str) -> Iterator[None]:
             else "a tensor's value is needed by Python (a branch on it, .item(), .tolist(), int() or float())"
         )
         fix = (
-            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, pad instead of packing; "
-            "or move this part into a submodule that returns fixed shapes: it then runs as it is written"
+            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, pad instead of "
+            "packing; or move this part into a submodule that returns fixed shapes: it then runs as it is written"
             if shape
             else _PYTHON_VALUE
         )
