@@ -72,7 +72,7 @@ def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs:
 
     Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call stays as it is.
     """
-    if node.target not in _BAGS or not all(u.target is operator.getitem and u.args[1] == 0 for u in node.users):
+    if node.target not in _BAGS or any(u.target is not operator.getitem or (u.args[1] and u.users) for u in node.users):
         return None
     given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
     a = bound_arguments(node.target, args, kwargs)
