@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import grouped_mm
+from alpa_strategy.capture import ctc, grouped_mm
 from alpa_strategy.capture.blame import user_frame, user_position
 from alpa_strategy.capture.checks import passing_answer
 from alpa_strategy.capture.guards import StepCounter
@@ -111,12 +111,7 @@ class Origins(TorchFunctionMode):
         answer = self.known.answer(func, args, kwargs or {})
         if answer is not UNKNOWN:
             return answer
-        experts = grouped_mm.replacement(func, args, kwargs or {})
-        try:
-            result = func(*args, **(kwargs or {})) if experts is None else grouped_mm.grouped_mm(*experts)
-        except DynamicOutputShapeException as error:
-            error.modules = tuple(dict.fromkeys(path for path in reversed(self.stack) if path))
-            raise
+        result = self._run(func, args, kwargs or {})
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:
             nodes = proxy_mode.tracer.graph._root
@@ -130,6 +125,20 @@ class Origins(TorchFunctionMode):
                     node = node.prev
                 self.last = newest
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function, or what capture puts in its place."""
+        loss = ctc.replacement(func, args, kwargs)
+        if loss is not None:
+            return loss
+        experts = grouped_mm.replacement(func, args, kwargs)
+        if experts is not None:
+            return grouped_mm.grouped_mm(*experts)
+        try:
+            return func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            error.modules = tuple(dict.fromkeys(path for path in reversed(self.stack) if path))
+            raise
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when autograd sees them."""

@@ -125,6 +125,10 @@ def _narrow(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tenso
     return {"length": results[0].shape[dim]}
 
 
+def _grid(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    return {"size": (results[0].shape[0], *bind(call)["size"][1:])}
+
+
 def _repeat_interleave(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
@@ -140,5 +144,6 @@ _CHANGES: dict[str, Changes] = {
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
     "narrow": _narrow,
+    "affine_grid_generator": _grid,
     "repeat_interleave": _repeat_interleave,
 }

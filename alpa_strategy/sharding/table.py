@@ -107,6 +107,14 @@ def _bag_lookup(call: OpCall, axis_size: int) -> str:
     return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
 
 
+def _ctc_rows(call: OpCall, axis_size: int) -> str:
+    """Targets are padded to one length, or follow one another."""
+    targets = call.operands[bind(call)["targets"].index]
+    return (
+        "[t!, b, c!], [b, s!], [b], [b] -> [b]" if len(targets.shape) == 2 else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
+    )
+
+
 def _one_hot(call: OpCall, axis_size: int) -> str:
     return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
 
@@ -155,6 +163,7 @@ NOTATION: dict[str, Notation] = {
     "aten.one_hot": Notation(_one_hot),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
+    "aten.affine_grid_generator": Notation("[n, i!, j!] -> [n, *s!, k!]"),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     "aten.feature_dropout": Notation("[n, c, *s!] -> [n, c, *s!]"),
     "aten.cross_entropy_loss": Notation(_row_loss),
@@ -163,6 +172,7 @@ NOTATION: dict[str, Notation] = {
     "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
     **{f"aten.{name}.dtype": Notation("[*b, c!] -> [*b, c!]") for name in ("view", "view_copy")},
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
+    "alpa.ctc_rows": Notation(_ctc_rows),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
     "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
     "ops.bag_lookup": Notation(_bag_lookup),
