@@ -19,6 +19,8 @@ from alpa_strategy.errors import CaptureError
 
 aten = torch.ops.aten
 
+_AUTOCAST_INSIDE = ("alpa", functions.NAMESPACE, as_written.NAMESPACE)  # their ops run under their call's autocast
+
 
 class Autocast:
     """Open autocast regions of the walk, innermost last, and the parameters already cast in the outermost.
@@ -68,10 +70,7 @@ class Autocast:
         state = self.state
         if state is None or has_policy(target, state.device_type) or not _is_composite(target):
             return None
-        if target.namespace in (
-            functions.NAMESPACE,
-            as_written.NAMESPACE,
-        ):  # runs under its call's autocast
+        if target.namespace in _AUTOCAST_INSIDE:
             return None
         call, operands = self.builder.call_of(target, args, kwargs)
         return (decomposed(call, state), operands) if operands and casts_inside(call, state) else None

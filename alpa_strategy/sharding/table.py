@@ -109,10 +109,8 @@ def _bag_lookup(call: OpCall, axis_size: int) -> str:
 
 def _ctc_rows(call: OpCall, axis_size: int) -> str:
     """Targets are padded to one length, or follow one another."""
-    targets = call.operands[bind(call)["targets"].index]
-    return (
-        "[t!, b, c!], [b, s!], [b], [b] -> [b]" if len(targets.shape) == 2 else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
-    )
+    padded = len(call.operands[bind(call)["targets"].index].shape) == 2
+    return "[t!, b, c!], [b, s!], [b], [b] -> [b]" if padded else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
 
 
 def _one_hot(call: OpCall, axis_size: int) -> str:
