@@ -30,6 +30,7 @@ _LIBRARY.define(
     "bool zero_infinity) -> Tensor"
 )
 _LIBRARY.impl("ctc_rows", _rows, "CompositeImplicitAutograd")
+ctc_rows = torch.ops.alpa.ctc_rows.default
 
 
 def replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -45,7 +46,7 @@ def replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     log_probs = a["log_probs"]
     if log_probs.dtype in (torch.float16, torch.bfloat16):  # as autocast does
         log_probs = log_probs.float()
-    rows = torch.ops.alpa.ctc_rows.default(log_probs, a["targets"], *lengths, a["blank"], a["zero_infinity"])
+    rows = ctc_rows(log_probs, a["targets"], *lengths, a["blank"], a["zero_infinity"])
     if a["reduction"] == "none":
         return rows
     return rows.sum() if a["reduction"] == "sum" else (rows / a["target_lengths"].clamp(min=1)).mean()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.capture.ctc import ctc_rows
 from alpa_strategy.capture.grouped_mm import grouped_mm
 
 aten = torch.ops.aten
@@ -95,10 +96,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
     add("grid_sampler", aten.grid_sampler.default, f(4, 3, 5, 6), f(4, 7, 8, 2), 0, 0, False, expect="S0,S0->S0")
     add("affine_grid", aten.affine_grid_generator.default, f(4, 2, 3), [4, 3, 5, 6], True, expect="S0->S0")
     lengths = torch.tensor([9, 9, 8, 7]), torch.tensor([3, 2, 3, 1])
-    rows = torch.ops.alpa.ctc_rows.default
     scores = f(9, 4, 6).detach().log_softmax(-1).requires_grad_()
-    add("ctc_padded", rows, scores, 1 + i(5, 4, 3), *lengths, 0, False, expect="S1,S0,S0,S0->S0")
-    add("ctc_in_a_row", rows, scores, 1 + i(5, 9), *lengths, 0, True, expect=())
+    add("ctc_padded", ctc_rows, scores, 1 + i(5, 4, 3), *lengths, 0, False, expect="S1,S0,S0,S0->S0")
+    add("ctc_in_a_row", ctc_rows, scores, 1 + i(5, 9), *lengths, 0, True, expect=())
     add("searchsorted", aten.searchsorted.Tensor, c(9).sort().values, c(4, 5), expect="R,S0->S0")
     add("glu_other_dim", aten.glu.default, f(4, 6, 3), 1, expect="S0->S0")
     square = f(4, 3, 3).detach()
