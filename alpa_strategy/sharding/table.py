@@ -113,6 +113,11 @@ def _ctc_rows(call: OpCall, axis_size: int) -> str:
     return "[t!, b, c!], [b, s!], [b], [b] -> [b]" if padded else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
 
 
+def _affine_grid(call: OpCall, axis_size: int) -> str:
+    places = "".join(f"s{d}!, " for d in range(len(call.results[0].shape) - 2))
+    return f"[n, i!, j!] -> [n, {places}k!]"
+
+
 def _one_hot(call: OpCall, axis_size: int) -> str:
     return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
 
@@ -161,7 +166,7 @@ NOTATION: dict[str, Notation] = {
     "aten.one_hot": Notation(_one_hot),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
-    "aten.affine_grid_generator": Notation("[n, i!, j!] -> [n, *s!, k!]"),
+    "aten.affine_grid_generator": Notation(_affine_grid),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     "aten.feature_dropout": Notation("[n, c, *s!] -> [n, c, *s!]"),
     "aten.cross_entropy_loss": Notation(_row_loss),
