@@ -121,40 +121,53 @@ class _Call:
         ]
 
     def try_out(self, operands: list[Tensor]) -> bool:
-        """Run once on made-up data of the operands' shapes to learn those of the results; whether it draws numbers.
+        """Run on made-up data of the operands' shapes to learn those of the results; whether it draws numbers.
 
         Raises:
-            NotAloneError: the module does not run so, changes its attributes or buffers, or returns no tensors.
+            NotAloneError: the module does not run so, changes its attributes or buffers, or returns something else than
+                tensors of fixed shapes.
         """
         module = self.module()
         assert module is not None
         if sum(t.numel() for t in operands) > MAX_ELEMENTS:
             raise NotAloneError(self.path)
-        data = [_made_up(t) for t in operands]
-        versions = [t._version for t in data]
         before = _attributes(module)
-        state = torch.get_rng_state()
-        try:
-            with torch.enable_grad():
-                leaves, self.result_spec = pytree.tree_flatten(self.call(data))
-        except Exception as error:  # the user's code, given what it never was meant for
-            raise NotAloneError(self.path) from error
+        outcomes: list[tuple[_Result, ...]] = []
+        is_random = False
+        for kind in _KINDS:
+            data = [_made_up(t, kind) for t in operands]
+            versions, state = [t._version for t in data], torch.get_rng_state()
+            try:
+                with torch.enable_grad():
+                    leaves, self.result_spec = pytree.tree_flatten(self.call(data))
+            except Exception as error:  # the user's code, given what it never was meant for
+                if not outcomes:
+                    raise NotAloneError(self.path) from error
+                continue
+            is_random |= not torch.equal(torch.get_rng_state(), state)
+            if [t._version for t in data] != versions or not all(isinstance(t, Tensor) for t in leaves):
+                raise NotAloneError(self.path)
+            outcomes.append(tuple(_Result(tuple(t.shape), t.dtype, t.requires_grad) for t in leaves))
+        shapes = {tuple((r.shape, r.dtype) for r in outcome) for outcome in outcomes}
         after = _attributes(module)
         changed = len(after) != len(before) or any(x is not y for x, y in zip(before, after, strict=True))
-        wrote = [t._version for t in data] != versions
-        if changed or wrote or not leaves or not all(isinstance(t, Tensor) for t in leaves):
+        if changed or len(shapes) > 1 or not outcomes[0]:
             raise NotAloneError(self.path)
-        self.results = tuple(_Result(tuple(t.shape), t.dtype, t.requires_grad) for t in leaves)
-        return not torch.equal(torch.get_rng_state(), state)
+        self.results = outcomes[0]
+        return is_random
 
 
-def _made_up(like: Tensor) -> Tensor:
-    """Data that fits everywhere: random numbers, the index 0, True."""
+_KINDS = {"mixed": torch.randn, "positive": torch.rand, "negative": lambda shape: -torch.rand(shape)}
+
+
+def _made_up(like: Tensor, kind: str) -> Tensor:
+    """Data that fits everywhere: random numbers, small indices, of the first kind 0 alone, True (or False)."""
     if like.dtype.is_floating_point or like.dtype.is_complex:
-        data = torch.randn(like.shape, dtype=torch.float32).to(like.dtype)
+        data = _KINDS[kind](like.shape).to(like.dtype)
         return data.requires_grad_(like.requires_grad)
-    fill = torch.ones if like.dtype == torch.bool else torch.zeros
-    return fill(like.shape, dtype=like.dtype)
+    if like.dtype == torch.bool:
+        return torch.rand(like.shape) < {"mixed": 0.5, "positive": 1.0, "negative": 0.0}[kind]
+    return torch.randint(1 if kind == "mixed" else 2, like.shape, dtype=like.dtype)
 
 
 def _attributes(module: nn.Module) -> list[Any]:

@@ -61,23 +61,24 @@ class Step(LightningModule):
 
 
 def op_of(module: nn.Module):
-    graph = capture_step(Step(module), torch.ones(8, 4))
+    graph = capture_step(Step(module).double(), torch.ones(8, 4, dtype=torch.float64))
     (found,) = (op for op in graph.ops if op.call.target_name.startswith("alpa_as_written"))
     return graph, found
 
 
 def test_is_one_op_that_every_device_runs_whole():
-    graph, op = op_of(Picks())
+    module = Picks()
+    graph, op = op_of(module)
     assert len(op.operands) == 3  # rows, weight, bias
     assert [m.shape for m in op.call.results] == [(8, 4)]
     assert len(axis_strategies(op.call, 2)) == 1
     assert any("module (Picks) runs as it is written" in note for note in graph.notes)
-    again, _ = op_of(Picks())
+    again, _ = op_of(module)
     assert again.graph_digest == graph.graph_digest  # a stored plan is found again
 
 
 def test_gives_the_modules_results_and_gradients():
-    module = Picks().double()
+    module = Picks()
     _, op = op_of(module)
     x = torch.randn(8, 4, dtype=torch.float64)
     weight, bias = (torch.randn_like(p).requires_grad_() for p in module.layer.parameters())
