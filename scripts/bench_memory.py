@@ -60,22 +60,24 @@ def state_bytes(gpt: dict[str, int]) -> int:
     return 12 * (gpt["num_layers"] * block + (vocab + length) * h + 2 * h)
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process, pages of files apart."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+def resident_bytes() -> tuple[int, int]:
+    """Resident memory of this process: pages of files apart, and those."""
+    _, resident, files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    page = os.sysconf("SC_PAGESIZE")
+    return (resident - files) * page, files * page
 
 
 class Watch(threading.Thread):
-    """Remembers the highest resident memory since `peak` was set."""
+    """Remembers the highest resident memory since `peak` was set, and the most pages of files of all."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak = resident_bytes()
+        self.peak, self.files = resident_bytes()
 
     def run(self) -> None:
         while True:
-            self.peak = max(self.peak, resident_bytes())
+            own, files = resident_bytes()
+            self.peak, self.files = max(self.peak, own), max(self.files, files)
             time.sleep(SAMPLE_SECONDS)
 
 
@@ -125,15 +127,15 @@ def worker(case: Case, out: Path) -> None:
         def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
             if trainer.global_step == 1:
                 self.marks["until the first step"] = watch.peak
-                watch.peak = resident_bytes()
+                watch.peak, _ = resident_bytes()
 
         def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
-            self.marks[f"after step {trainer.global_step}"] = resident_bytes()
+            self.marks[f"after step {trainer.global_step}"], _ = resident_bytes()
             self.steps = watch.peak  # before a module that fits is made whole again
 
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    baseline = resident_bytes()
+    baseline, files = resident_bytes()
     watch = Watch()
     watch.start()
     marks = Marks()
@@ -152,6 +154,7 @@ def worker(case: Case, out: Path) -> None:
         "steps": steps - baseline,
         "start": max(steps, marks.marks["until the first step"]) - baseline,
         "baseline": baseline,
+        "files": watch.files - files,
         "marks": {name: value - baseline for name, value in marks.marks.items()},
     }
     out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(found))
@@ -197,7 +200,7 @@ def main() -> int:
     from rich.table import Table
 
     table = Table(title="peak memory per rank, MB of RSS beyond the imports'")
-    for column in ("plan", "rank", "planned", "steps", "ratio", "from start on", "ratio"):
+    for column in ("plan", "rank", "planned", "steps", "ratio", "from start on", "ratio", "and of files"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     wrong = False
     console = Console()
@@ -207,6 +210,7 @@ def main() -> int:
                 planned, steps, start = found["planned"], found["steps"], found["start"]
                 row = [name, str(found["rank"]), f"{planned / 1e6:.0f}", f"{steps / 1e6:.0f}"]
                 row += [f"{steps / planned:.2f}", f"{start / 1e6:.0f}", f"{start / planned:.2f}"]
+                row += [f"{found['files'] / 1e6:.0f}"]
                 table.add_row(*row)
                 if args.require is not None:
                     wrong |= abs(steps / planned - 1) > args.require

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import callbacks, checkpoints, data, evaluation, logs, loops, optimization
+from conformance import callbacks, checkpoints, data, deferred, evaluation, logs, loops, optimization
 from conformance.bench import RANKS, Bench, differences
 
-MODULES = (loops, evaluation, data, optimization, logs, callbacks, checkpoints)
+MODULES = (loops, evaluation, data, optimization, logs, callbacks, checkpoints, deferred)
 BEHAVIOURS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": function
     for module in MODULES
