@@ -66,17 +66,17 @@ def built(kind: type[Built] = Built, seed: int = 3) -> Built:
     return kind()
 
 
-def without_memory(bench: Bench) -> Built:
+def without_memory(bench: Bench, kind: type[Built] = Built) -> Built:
     """A module on the meta device, where the strategy can give it values."""
     with torch.device("meta" if bench.is_alpa else "cpu"):
-        module = built()
+        module = built(kind)
         module.configure_model()
     return module
 
 
-def ordinary_file(bench: Bench) -> str:
+def ordinary_file(bench: Bench, name: str = "plain.ckpt") -> str:
     """A checkpoint as one process writes it: that of other weights."""
-    path = bench.root / "plain.ckpt"
+    path = bench.root / name
     if dist.get_rank() == 0:
         module = built(seed=8)
         module.configure_model()
