@@ -51,6 +51,7 @@ class Recorder:
         self.script = Script(device)
         self.min_bytes = min_bytes
         self._numbers: dict[int, int] = {}  # storage -> memory
+        self._earlier_writes: dict[int, int] = {}  # memory -> writes to what a tensor in it had been in before
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets the same key
 
     @contextmanager
@@ -71,7 +72,17 @@ class Recorder:
     def is_unchanged(self, tensor: Tensor) -> bool:
         """False when a deferred tensor was changed in place while nothing was recorded (and that can be seen)."""
         number = self._numbers.get(_key(tensor))
-        return number is None or tensor._version <= len(self.script.writers.get(number, ()))
+        return number is None or tensor._version <= self._num_writes(number)
+
+    def new_data(self, tensor: Tensor, before: int) -> None:
+        """`tensor.data = ...` gave the tensor other memory than `before`: its version goes on counting."""
+        old, new = self._numbers.get(before), self._numbers.get(_key(tensor))
+        if old is not None and new is not None and old != new:
+            self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
+
+    def _num_writes(self, number: int) -> int:
+        """At least as many changes as tensors that are now in this memory can have seen while they were recorded."""
+        return len(self.script.writers.get(number, ())) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where the real tensor will lie."""
@@ -238,6 +249,11 @@ class _LooksReal(TorchFunctionMode):
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             with torch._C.DisableTorchFunction():
                 return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            before = _key(args[0])
+            result = func(*args, **(kwargs or {}))
+            self._recorder.new_data(args[0], before)
+            return result
         return func(*args, **(kwargs or {}))
 
 

@@ -209,3 +209,20 @@ def test_ranks_without_a_common_seed_agree() -> None:
     assert first.script.digest() == other.script.digest()
     other.script.set_chances(first.script.chances())
     assert_equal(plain, module, other)
+
+
+def test_changes_that_were_recorded_are_not_taken_for_others() -> None:
+    """`data = ...` puts a parameter into other memory, and its version goes on counting."""
+    recorder = Recorder(CPU, min_bytes=1)
+    with recorder.recording():
+        weight = nn.Parameter(torch.empty(8, 8))
+        nn.init.trunc_normal_(weight, std=0.3)
+        nn.init.orthogonal_(weight)
+        weight.data = weight.data * 0.7
+        weight.data = weight.data.to(torch.float64)
+        nn.init.eye_(weight)
+    assert recorder.is_unchanged(weight)
+    with torch.no_grad():
+        for _ in range(20):  # more than what was recorded: that can be seen
+            weight.mul_(2.0)
+    assert not recorder.is_unchanged(weight)
