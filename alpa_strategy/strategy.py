@@ -196,7 +196,8 @@ class AlpaStrategy(ParallelJob):
             deferral.begin(self.root_device)
         with deferral.recording():
             self.model = self.precision_plugin.convert_module(self.lightning_module)
-        deferral.settle(trainer, self.lightning_module, self._checkpoints.parameters_to_load)
+        to_load = self._checkpoints.parameters_to_load
+        deferral.settle(trainer, self.lightning_module, to_load, self._life.fits_one_device)
         self.model_to_device()
         if self.run is None:
             broadcast_states(self.lightning_module)

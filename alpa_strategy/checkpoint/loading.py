@@ -7,7 +7,7 @@ rank holds of each parameter.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,22 +76,40 @@ def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_parameters(state_dict: Mapping[str, Tensor], store: Holder) -> None:
-    """Read this rank's part of every parameter of `store` from the tensors of a checkpoint. No communication.
+    """Read this rank's part of the parameters that `state_dict` names into `store`. No communication.
 
     Args:
-        state_dict: name -> whole tensor, on disk (`open_checkpoint(path)["state_dict"]`) or in memory.
+        state_dict: names among those of `store`'s parameters -> whole tensor, on disk
+            (`open_checkpoint(path)["state_dict"]`) or in memory.
         store: holds the parameters, in shards.
 
     Raises:
-        CheckpointError: a parameter is missing in `state_dict`, or has another shape there.
+        CheckpointError: a parameter has another shape there.
     """
     for parameter in store.parameters:
         name = store.name_of(parameter)
         assert name is not None
-        source = state_dict.get(name)
-        if source is None:
-            raise CheckpointError(f"{name} is not in the checkpoint", "load a checkpoint of the same model")
-        read_held(source, name, parameter.detach(), store)
+        if name in state_dict:
+            read_held(state_dict[name], name, parameter.detach(), store)
+
+
+def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Collection[str], strict: bool) -> None:
+    """`module.load_state_dict(state_dict, strict)`, without the parameters `apart`, whose values come another way.
+
+    Raises:
+        RuntimeError: as torch does, when `strict` and a name is missing or surplus.
+    """
+    if not apart:
+        module.load_state_dict(state_dict, strict=strict)
+        return
+    others = {name: tensor for name, tensor in state_dict.items() if name not in apart}
+    result = module.load_state_dict(others, strict=False)
+    missing = [name for name in result.missing_keys if name not in state_dict]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\tMissing key(s) in state_dict: {missing}"
+            f"\n\tUnexpected key(s) in state_dict: {result.unexpected_keys}"
+        )
 
 
 def read_held(source: Tensor, name: str, held: Tensor, store: Holder) -> None:

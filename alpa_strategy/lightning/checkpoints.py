@@ -3,6 +3,7 @@ and when what was read is put where it belongs."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint.directory import is_checkpoint
-from alpa_strategy.checkpoint.loading import load_parameters, open_checkpoint
+from alpa_strategy.checkpoint.loading import load_others, load_parameters, open_checkpoint
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
@@ -79,10 +80,18 @@ class Checkpoints:
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
-        """Read parameters and buffers into the module; those that are still on the meta device when it is sharded."""
-        module.load_state_dict(state_dict, strict=strict)
-        missing = {name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta}
-        self._parameters = {name: state_dict[name] for name in missing if name in state_dict}
+        """Read parameters and buffers into the module; those that are still on the meta device when it is sharded, and
+        those of a module that lies in shards into these. Collective."""
+        store = None if self._run is None else self._run.store
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        held = {name for name, p in parameters.items() if store is not None and store.name_of(p) is not None}
+        with warnings.catch_warnings():  # nothing is copied to the meta device: that is what comes later
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
+            load_others(module, state_dict, held, strict)
+        missing = {name for name, p in parameters.items() if p.is_meta}
+        self._parameters = {name: state_dict[name] for name in missing | held if name in state_dict}
+        if held:
+            self.restore_parameters(store)
 
     @property
     def parameters_to_load(self) -> Mapping[str, Tensor]:
@@ -103,14 +112,19 @@ class Checkpoints:
             False when a checkpoint was taken up whose random streams mean nothing under this plan.
         """
         self._run = run
-        if self._parameters:
-            on_all_ranks(lambda: load_parameters(self._parameters, run.store), lambda _: None)
-            self._parameters = {}
+        self.restore_parameters(run.store)
         self._restore_optimizer(optimizer, run.store)
         resume = self._resume
         if resume is None:
             return True
         return resume.run is not None and run.load_state_dict(resume.run)
+
+    def restore_parameters(self, store: Any) -> None:
+        """Read this rank's parts of the parameters that wait for it. Collective."""
+        if self._parameters:
+            on_all_ranks(lambda: load_parameters(self._parameters, store), lambda _: None)
+            store.after_optimizer_step()  # copies that were gathered before hold other values
+            self._parameters = {}
 
     def _restore_optimizer(self, optimizer: Optimizer, store: Any) -> None:
         stored, self._optimizer_state = self._optimizer_state, None
@@ -247,6 +261,4 @@ def _is_torchs(checkpoint_io: Any) -> bool:
 
 def _say_nothing_of_positions() -> None:
     """Lightning warns that the loader cannot resume: it does."""
-    import warnings
-
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")

@@ -50,21 +50,24 @@ class Deferral:
         with self._large.recording():
             yield
 
-    def settle(self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-        """Values for what was built without memory; it is made now where no training will bring a plan. Collective.
+    def settle(
+        self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor], fits: Callable[[nn.Module], bool]
+    ) -> None:
+        """Values for what was built without memory; it is made now where no plan will come. Collective.
 
         Args:
             loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
+            fits: whether the whole module fits into one device: it is not sharded for an evaluation then.
         """
         if self._large is None:
             return
         self._large.settle(module, loaded)
         if not is_on_meta(module):
             self._large = None
-        elif trainer.state.fn != TrainerFn.FITTING or world_size() == 1:
+        elif world_size() == 1 or (trainer.state.fn != TrainerFn.FITTING and fits(module)):
             self._large.make_whole(module)
             self._large = None
-        else:
+        elif trainer.state.fn == TrainerFn.FITTING:
             skip_sanity_check(trainer)
 
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -148,9 +148,13 @@ class ModuleLife:
         if self.evaluation is not None:
             self.evaluation.start(kind)
         elif world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
-            from alpa_strategy.lightning.standalone import fits_one_device
+            self._shards_for_evaluation = not self.fits_one_device(module)
 
-            self._shards_for_evaluation = not fits_one_device(module, self._make_job())
+    def fits_one_device(self, module: Any) -> bool:
+        """Whether the whole parameters fit into what a plan may use of a device."""
+        from alpa_strategy.lightning.standalone import fits_one_device
+
+        return fits_one_device(module, self._make_job())
 
     def evaluate(
         self, module: Any, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,7 +173,8 @@ class ModuleLife:
 
         job = self._make_job()
         with torch.inference_mode(False), _own_randomness(job):
-            run = evaluation_run(module, name, args, job)
+            run = evaluation_run(module, name, args, job, self.deferral.sharding)
+            self._checkpoints.restore_parameters(run.store)
         self._begin(run, job)
         _show_plan(run, job)
         self.evaluation.start(name.removesuffix("_step"))
@@ -181,7 +186,8 @@ class ModuleLife:
         if self._shards_for_evaluation and self.run is not None:
             self._shards_for_evaluation = False
             with torch.inference_mode(False):
-                self._make_whole()
+                if not (self.deferral.was_needed and stays_sharded(self.run)):
+                    self._make_whole()
 
     # The forms, seen from outside
 

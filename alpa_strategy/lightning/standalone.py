@@ -5,9 +5,12 @@ A model that fits runs as it is written, as under DDP.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, on_all_ranks
@@ -36,8 +39,17 @@ def _limit(job: Job) -> float:
     return float("inf")
 
 
-def evaluation_run(module: Any, name: str, args: tuple[Any, ...], job: Job) -> TrainingRun:
+def evaluation_run(
+    module: Any,
+    name: str,
+    args: tuple[Any, ...],
+    job: Job,
+    sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]],
+) -> TrainingRun:
     """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
+
+    Args:
+        sharding: context around what shards the module, see `Deferral.sharding`.
 
     Raises:
         CaptureError, PlanError: the step cannot be captured, or nothing fits.
@@ -53,4 +65,5 @@ def evaluation_run(module: Any, name: str, args: tuple[Any, ...], job: Job) -> T
         Run = TrainingRun
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
     prepared = Prepared(step, plan, cluster)
-    return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed)
+    with sharding(module) as whole:
+        return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed, whole)
