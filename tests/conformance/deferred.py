@@ -154,7 +154,7 @@ def evaluated_from_a_file(bench: Bench) -> Any:
         for module in (built(), without_memory(bench)):
             trainer = bench.trainer(**plan)
             found += trainer.validate(module, loader(bench, 12, 7), ckpt_path=path, verbose=False)
-            found.append(trainer.predict(module, loader(bench, 9, 7), ckpt_path=path))
+            found.append(trainer.predict(module, loader(bench, 12, 7), ckpt_path=path))
     return found
 
 
@@ -176,4 +176,4 @@ def weights_read_while_built(bench: Bench) -> Any:
     trainer.fit(module, loader(bench))
     found = bench.outcome(trainer, module)
     untrained = bench.trainer().validate(built(FromFile), loader(bench, 12, 7), verbose=False)
-    return {"fit": found, "untrained": untrained, "predicted": trainer.predict(module, loader(bench, 9, 7))}
+    return {"fit": found, "untrained": untrained, "predicted": trainer.predict(module, loader(bench, 12, 7))}
