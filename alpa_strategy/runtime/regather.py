@@ -55,12 +55,40 @@ class _Gathered:
 
 @dataclass
 class _View:
-    """What is saved instead of a view of a gathered parameter."""
+    """What is saved instead of a view of a gathered parameter, which may read its memory as another dtype.
+
+    `stride`, `offset`: in elements of `dtype`. `is_conj`, `is_neg`: what a complex view does when it is read.
+    """
 
     gathered: _Gathered
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, gathered: _Gathered, tensor: Tensor) -> _View:
+        return cls(
+            gathered,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def again(self) -> Tensor:
+        """The view, of the parameter gathered again."""
+        whole = self.gathered.whole()
+        if whole.dtype != self.dtype:
+            num_elements = whole.untyped_storage().nbytes() // whole.dtype.itemsize
+            whole = whole.as_strided((num_elements,), (1,), 0).view(self.dtype)
+        view = whole.as_strided(self.size, self.stride, self.offset)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 class Regather:
@@ -113,13 +141,11 @@ class Regather:
         gathered = self._found.get(tensor.untyped_storage()._cdata)
         if gathered is None:
             return tensor
-        return _View(gathered, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View.of(gathered, tensor)
 
 
 def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, _View):
-        return saved.gathered.whole().as_strided(saved.size, saved.stride, saved.offset)
-    return saved
+    return saved.again() if isinstance(saved, _View) else saved
 
 
 def active_regather() -> Regather | None:

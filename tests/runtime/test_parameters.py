@@ -236,6 +236,31 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
             assert torch.equal(kept[1], dropped[1])
 
 
+@pytest.mark.parametrize("read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t])
+def test_views_that_read_a_gathered_parameter_otherwise(read):
+    """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it was."""
+
+    def gradient(mesh, regather):
+        module = nn.Module()
+        module.weight = nn.Parameter(
+            torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        )
+        given = ParameterInput(0, ("weight",), TensorMeta((4, 3, 2), torch.float64, True))
+        store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
+        store.shard()
+        gather = Reshard(source_layout(ParameterPlan(("S0",))), (BROADCAST,), (4, 3, 2), mesh)
+        with store.regather_hooks() if regather else torch.enable_grad():
+            weight = gather(module.weight)
+            weight = read(weight[..., 0]) if read is torch.t else read(weight)
+            x = torch.ones_like(weight, requires_grad=True)
+            (x * weight * weight).abs().sum().backward()
+        return x.grad, module.weight.grad
+
+    kept, dropped = (run_on_threads((2,), lambda mesh, again=again: gradient(mesh, again)) for again in (False, True))
+    for mine, theirs in zip(dropped, kept, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
     def work(mesh):
         net = make_net()
