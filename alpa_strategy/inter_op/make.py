@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.counts import Look, Submeshes, climb
 from alpa_strategy.inter_op.explain import largest_need
 from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
 from alpa_strategy.inter_op.microbatch import microbatch
-from alpa_strategy.inter_op.pins import check_pins
+from alpa_strategy.inter_op.pins import check_pins, least_stages
 from alpa_strategy.inter_op.schedules import (
     rank_of,
 )
@@ -122,7 +122,7 @@ class _Search:
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
             return CostJob(
-                graph, _cuts(graph, task.options), count, task.cluster, task.op_costs, task.options, task.optimizer,
+                graph, _cuts(graph, least_stages(task.cluster, task.options)), count, task.cluster, task.op_costs, task.options, task.optimizer,
                 task.memory_limit, task.options.remat,
             )  # fmt: skip
 
@@ -178,9 +178,9 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     return counts or [1]
 
 
-def _cuts(graph: StepGraph, options: PlanOptions) -> tuple[int, ...]:
-    wanted = options.num_stages or 1
-    return cluster_layers(graph, max(wanted, min(default_num_layers(graph), len(graph.ops))))
+def _cuts(graph: StepGraph, num_stages: int) -> tuple[int, ...]:
+    """Layers, at least one per stage."""
+    return cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
 
 
 def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Plan:

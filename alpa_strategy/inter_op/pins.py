@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.schedules import ONE_STAGE, SCHEDULES, stages_per_rank, why_not
+from alpa_strategy.inter_op.stage_costs import is_allowed
 from alpa_strategy.inter_op.submeshes import submeshes
+from alpa_strategy.intra_op.presets import matching
 from alpa_strategy.options import PlanOptions
+
+_Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
 
 def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    """PlanError where num_stages, schedule and num_microbatches cannot be met together on this cluster and step."""
+    """PlanError where what is pinned of stages, schedule, micro-batches and meshes cannot be met together here.
+
+    Raises:
+        OptionError: a pattern of `placements` matches no parameter of the step.
+    """
+    names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
+    for pattern, _ in options.placements:
+        matching(pattern, names)
     wanted, schedule, count = options.num_stages, options.schedule, options.num_microbatches
     if wanted == 1:
         return
@@ -23,10 +35,16 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
             f"num_stages={wanted}, but training_step has only {most} ops, and a stage holds at least one",
             f"ask for at most {most} stages, or leave num_stages out",
         )
-    schedules = [schedule] if schedule else list(SCHEDULES)
-    possible = {name: _stages_and_meshes(name, cluster) for name in schedules}
-    if wanted is not None and not any(wanted in dict(found) for found in possible.values()):
-        raise _no_such_stages(wanted, schedule, cluster, sorted({n for found in possible.values() for n, _ in found}))
+    possible = _possible(cluster, options)
+    numbers = sorted({n for found in possible.values() for n, _ in found})
+    if not numbers or (wanted is not None and wanted not in numbers):
+        raise _no_such_stages(cluster, options, numbers)
+    if numbers[0] > most:
+        raise PlanError(
+            f"schedule={schedule!r} has at least {numbers[0]} stages on {_where(cluster, options)}, but training_step "
+            f"has only {most} ops, and a stage holds at least one",
+            "use the schedule 1F1B or GPipe",
+        )
     if schedule is None or count is None:
         return
     meshes = {ranks for n, ranks in possible[schedule] if wanted in (None, n)}
@@ -38,29 +56,65 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
         )
 
 
-def _stages_and_meshes(schedule: str, cluster: ClusterSpec) -> list[tuple[int, int]]:
-    """(number of stages, number of meshes) that a schedule can have on the cluster's devices."""
-    devices = cluster.num_devices
-    if schedule in ONE_STAGE:
-        return [(n, n) for n in range(1, devices + 1)]
-    ranks = {devices // math.prod(mesh) for mesh in submeshes(cluster) if devices % math.prod(mesh) == 0}
-    return sorted((n * v, n) for n in ranks if n > 1 for v in stages_per_rank(schedule))
+def least_stages(cluster: ClusterSpec, options: PlanOptions) -> int:
+    """The fewest stages that the options allow; they can be met (`check_pins`)."""
+    if options.num_stages is not None or options.schedule is None:
+        return options.num_stages or 1
+    return min(n for n, _ in _possible(cluster, options)[options.schedule])
 
 
-def _no_such_stages(wanted: int, schedule: str | None, cluster: ClusterSpec, possible: list[int]) -> PlanError:
+def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:
+    """What every schedule that is allowed can have on the cluster's devices."""
+    sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if _has_mesh(cluster, mesh, options)})
+    schedules = [options.schedule] if options.schedule else SCHEDULES
+    return {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
+
+
+def _has_mesh(cluster: ClusterSpec, submesh: tuple[int, int], options: PlanOptions) -> bool:
+    return any(is_allowed(shape, options) for shape in cluster.logical_shapes(submesh))
+
+
+def _stages_and_meshes(schedule: str, num_devices: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(number of stages, number of meshes) of a schedule on meshes of so many devices each (`sizes`)."""
+    if schedule not in ONE_STAGE:
+        ranks = {num_devices // size for size in sizes if num_devices % size == 0}
+        return sorted((n * v, n) for n in ranks if n > 1 for v in stages_per_rank(schedule))
+    numbers = [1] + [0] * num_devices  # [devices]: bit n tells whether n meshes can have so many
+    for devices in range(1, num_devices + 1):
+        for size in sizes:
+            if size <= devices:
+                numbers[devices] |= numbers[devices - size] << 1
+    return [(n, n) for n in range(1, num_devices + 1) if numbers[num_devices] >> n & 1]
+
+
+def _where(cluster: ClusterSpec, options: PlanOptions) -> str:
+    """The devices, and what is pinned of their meshes."""
     where = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
+    if options.logical_mesh is not None:
+        return f"{where} with logical_mesh={list(options.logical_mesh)}"
+    counts = sorted({len(modes.split()) for _, modes in options.placements})
+    if counts in ([], [1]):
+        return where
+    return f"{where} with placements for meshes of {' and '.join(map(str, counts))} axes"
+
+
+def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[int]) -> PlanError:
+    wanted, schedule, where = options.num_stages, options.schedule, _where(cluster, options)
+    asked = f"num_stages={wanted}" if wanted is not None else "a pipeline" if schedule is None else "this"
+    others = ["num_stages"] * (wanted is not None) + ["schedule"] * (schedule is not None)
+    others += ["logical_mesh"] * (options.logical_mesh is not None) + ["placements"] * (" placements " in where)
+    if possible:
+        fix = f"ask for one of {_short(possible)}, or leave {' or '.join(others)} out"
+    else:
+        fix = "use the schedule 1F1B or GPipe, or more devices"
+        fix += f", or leave {others[-1]} out" if others[-1:] in (["logical_mesh"], ["placements"]) else ""
     if schedule is None:
-        return PlanError(
-            f"num_stages={wanted} cannot be met on {where} by any schedule",
-            f"ask for one of {_short(possible)}, or leave num_stages out",
-        )
+        return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)
     each = " or ".join(map(str, stages_per_rank(schedule)))
     return PlanError(
-        f"num_stages={wanted} cannot be met by schedule={schedule!r} on {where}: it puts {each} stage"
-        f"{'s' * (each != '1')} on each mesh" + ("" if each == "1" else ", and all meshes are of one size"),
-        f"ask for one of {_short(possible)}, or leave num_stages or schedule out"
-        if possible
-        else "use the schedule 1F1B or GPipe, or more devices",
+        f"{asked} cannot be met by schedule={schedule!r} on {where}: it puts {each} stage{'s' * (each != '1')} on each "
+        "mesh" + ("" if each == "1" else ", and all meshes are of one size"),
+        fix,
     )
 
 

@@ -165,7 +165,7 @@ def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
 
 def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     """Logical shapes of a submesh that the options allow."""
-    return tuple(s for s in job.cluster.logical_shapes(submesh) if _allowed(s, job.options))
+    return tuple(s for s in job.cluster.logical_shapes(submesh) if is_allowed(s, job.options))
 
 
 def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
@@ -351,7 +351,7 @@ def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
     return replace(options, placements=own)
 
 
-def _allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:
+def is_allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:
     """Whether pins allow this number of axes and this shape."""
     if options.logical_mesh is not None and shape != tuple(options.logical_mesh):
         return False

@@ -124,12 +124,7 @@ def pinned_modes(
     segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
-        matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
-        if not matched:
-            raise OptionError(
-                f"placements[{pattern!r}] matches no parameter",
-                "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
-            )
+        matched = matching(pattern, names)
         wanted = tuple(text.split())
         if len(wanted) != len(intra.mesh.shape):
             raise OptionError(
@@ -144,6 +139,21 @@ def pinned_modes(
             found[name] = in_step, f"placements[{pattern!r}]"
     found.update({name: (plan.modes, RUNNING) for alias, plan in pinned.items() if (name := names.get(alias))})
     return found
+
+
+def matching(pattern: str, names: Mapping[str, str]) -> list[str]:
+    """Names of the parameters that a pattern of `placements` is for; `names`: alias -> name.
+
+    Raises:
+        OptionError: there are none.
+    """
+    matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
+    if not matched:
+        raise OptionError(
+            f"placements[{pattern!r}] matches no parameter",
+            "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
+        )
+    return matched
 
 
 def check_mode(mode: str, where: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.inter_op.schedules import SCHEDULES
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.plan.make import make_plan
@@ -43,6 +43,21 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
             "num_microbatches=2 cannot be met: ZBVZeroBubble on 2 meshes needs at least 3",
             "1F1B",
         ),
+        (
+            {"schedule": "Interleaved1F1B", "devices": 3},
+            "schedule='Interleaved1F1B' has at least 6 stages on 3 devices, but training_step has only 4 ops",
+            "1F1B",
+        ),
+        (
+            {"num_stages": 2, "num_microbatches": 2, "logical_mesh": [2], "devices": 2},
+            "num_stages=2 cannot be met on 2 devices with logical_mesh=[2] by any schedule",
+            "one of 1, or leave num_stages or logical_mesh out",
+        ),
+        (
+            {"num_stages": 2, "placements": {"net.0.weight": "R* S0"}, "devices": 2},
+            "num_stages=2 cannot be met on 2 devices with placements for meshes of 2 axes by any schedule",
+            "leave placements out",
+        ),
         ({"num_microbatches": 3}, "num_microbatches=3 does not divide the 8 rows", ""),
     ],
 )
@@ -51,6 +66,17 @@ def test_the_error_says_which_pin_and_what_can_be_had(options, problem, fix):
         plan(**options)
     assert problem in caught.value.problem
     assert fix in caught.value.fix
+
+
+def test_a_pattern_without_a_parameter_is_an_error_in_pipelines_too():
+    with pytest.raises(OptionError, match=r"placements\['nothing.\*'\] matches no parameter"):
+        plan(num_stages=2, placements={"nothing.*": "R*"})
+
+
+def test_a_schedule_of_many_stages_gets_as_many_layers():
+    """Four ops are four layers where the schedule needs them, whatever the module's own parts."""
+    made = plan(devices=2, schedule="ZBVZeroBubble", num_microbatches=4)
+    assert len(made.stages) == 4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
