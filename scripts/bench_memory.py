@@ -41,14 +41,21 @@ WIDE = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "s
 LONG = {"num_layers": 6, "hidden": 512, "num_heads": 8, "vocab_size": 2048, "sequence_length": 512}
 DEEP = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
 LARGE = {"num_layers": 12, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 64}
+TWO_STAGES = {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"}
 CASES = {
     "data": Case(2, WIDE, 2, {"parallel": "data"}),
     "data, activations": Case(2, LONG, 4, {"parallel": "data"}),
     "zero2": Case(2, WIDE, 2, {"parallel": "zero2"}),
     "zero3": Case(2, DEEP, 2, {"parallel": "zero3"}),
     "tensor": Case(2, DEEP, 2, {"parallel": "tensor"}),
-    "1F1B": Case(2, DEEP, 4, {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"}),
-    "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {"num_stages": 2, "num_microbatches": 4, "schedule": "GPipe"}),
+    "1F1B": Case(2, DEEP, 4, TWO_STAGES),
+    "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {**TWO_STAGES, "schedule": "GPipe"}),
+    "interleaved": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+    "zero bubble": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
+    "1F1B of zero2": Case(4, DEEP, 4, {**TWO_STAGES, "parallel": "zero2"}),
+    "1F1B, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {**TWO_STAGES, "remat": True}),
+    "GPipe, recomputed": Case(2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
+    "data, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {"parallel": "data", "num_stages": 1, "remat": True}),
     "large": Case(4, LARGE, 1, {"memory_limit": 0.0}),  # set to a third of the state
 }
 

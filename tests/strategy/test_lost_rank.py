@@ -32,14 +32,16 @@ def backward(worker, microbatch):
 StageWorker.backward = backward
 model = MLP(num_layers=4)
 rows = torch.utils.data.TensorDataset(*model.example_batch(4 * 4 * world))
-strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_microbatches=4, schedule="1F1B", **options)
+strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_microbatches=4, **options)
 trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=world, max_epochs=50, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=root)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
-PIPELINE = {"num_stages": 3}
-INSIDE = {"num_stages": 2, "parallel": "tensor"}
+PIPELINE = {"num_stages": 3, "schedule": "1F1B"}
+INSIDE = {"num_stages": 2, "schedule": "1F1B", "parallel": "tensor"}
+INTERLEAVED = {"num_stages": 6, "schedule": "Interleaved1F1B"}  # two on each of three ranks
+INTERLEAVED_INSIDE = {"num_stages": 4, "schedule": "Interleaved1F1B", "parallel": "zero3"}  # on two meshes of two
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,10 @@ INSIDE = {"num_stages": 2, "parallel": "tensor"}
         pytest.param("own", 4, INSIDE, 3, marks=pytest.mark.slow),
         pytest.param("torchrun", 3, PIPELINE, 1, marks=pytest.mark.slow),
         pytest.param("torchrun", 4, INSIDE, 0, marks=pytest.mark.slow),
+        pytest.param("own", 3, INTERLEAVED, 2, marks=pytest.mark.slow),
+        pytest.param("own", 4, INTERLEAVED_INSIDE, 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, INTERLEAVED, 0, marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, INTERLEAVED_INSIDE, 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost):
