@@ -121,9 +121,10 @@ class _Search:
         with self._timed("micro-batches and layers"):
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
+            cuts = _cuts(graph, least_stages(task.cluster, task.options))
             return CostJob(
-                graph, _cuts(graph, least_stages(task.cluster, task.options)), count, task.cluster, task.op_costs, task.options, task.optimizer,
-                task.memory_limit, task.options.remat,
+                graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
+                task.options.remat,
             )  # fmt: skip
 
     def _bound(self, count: int) -> float:
