@@ -27,6 +27,7 @@ from alpa_strategy.lightning.agree import broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.checks import check_callbacks, check_module, check_optimizers
 from alpa_strategy.lightning.job import Job, voice
+from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.life import ModuleLife
 from alpa_strategy.lightning.meta import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.parallel_job import ParallelJob
@@ -227,7 +228,9 @@ class AlpaStrategy(ParallelJob):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
-        return self.run.training_step(batch, batch_idx)
+        assert self.lightning_module is not None
+        late = values_may_come_late(self.lightning_module.trainer, self.lightning_module)
+        return self.run.training_step(batch, batch_idx, late)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -241,6 +244,8 @@ class AlpaStrategy(ParallelJob):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         self.store.finish_backward()
+        with as_in_training_step(self.lightning_module):
+            self.run.finish_step()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @override

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
+from alpa_strategy.lightning.hooks import is_overridden
 from alpa_strategy.optimizer_info import steps_parameter_by_parameter
 from alpa_strategy.options import OptimizerInfo
 
@@ -70,31 +71,19 @@ def against_steps_in_backward(
     if surroundings.scales:
         return "the precision plugin looks at all gradients before the step"
     for name in (*_BETWEEN, *_OF_THE_STEP):
-        if _is_overridden(module, name, LightningModule):
+        if is_overridden(module, name, LightningModule):
             return f"{type(module).__name__}.{name} may look at gradients"
     for callback in surroundings.callbacks:
         for name in _BETWEEN:
-            if _is_overridden(callback, name, Callback):
+            if is_overridden(callback, name, Callback):
                 return f"{type(callback).__name__}.{name} may look at gradients"
     for owner, base in ((module, LightningModule), *((callback, Callback) for callback in surroundings.callbacks)):
         for name in _AFTERWARDS:
-            if _is_overridden(owner, name, base) and _mentions_gradients(getattr(owner, name)):
+            if is_overridden(owner, name, base) and _mentions_gradients(getattr(owner, name)):
                 return f"{type(owner).__name__}.{name} may look at gradients"
     if not info.element_wise or not steps_parameter_by_parameter(optimizer):
         return f"{info.name} cannot step parameters one by one"
     return None
-
-
-def clears_gradients_unseen(trainer: Any, module: Any) -> bool:
-    """Whether the Trainer clears all gradients at the first batch of an optimizer step, and nobody looks before."""
-    looks = [callback for callback in trainer.callbacks if _is_overridden(callback, "on_before_zero_grad", Callback)]
-    own = ("on_before_zero_grad", "optimizer_zero_grad")
-    return not looks and not any(_is_overridden(module, name, LightningModule) for name in own)
-
-
-def _is_overridden(owner: Any, name: str, base: type) -> bool:
-    hook = getattr(owner, name, None)
-    return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
 def _mentions_gradients(hook: Any) -> bool:

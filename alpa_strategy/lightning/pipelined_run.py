@@ -20,8 +20,8 @@ from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
-from alpa_strategy.lightning.early_step import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
+from alpa_strategy.lightning.hooks import clears_gradients_unseen
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import resolve
@@ -32,6 +32,7 @@ from alpa_strategy.lightning.staged_optimizer_state import (
     staged_state_dict,
 )
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
+from alpa_strategy.runtime.comm import Pending
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.stage_call import StageParameters
@@ -115,17 +116,17 @@ class PipelinedRun(TrainingRun):
             return WholeStep()
         return self._training_pipeline(microbatch(step, plan.num_microbatches, world_size()), plan.stages)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
         """As of a TrainingRun. The step's gradients are made in it, before the Trainer clears the last ones: these go
         now, where nobody looks at them in between."""
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches == 0 and clears_gradients_unseen(trainer, self.module):
             for parameter in self.module.parameters():
                 parameter.grad = None
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx, values_come_late)
 
-    def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
-        """The step's values; the loss hands the pipeline's gradients to the Trainer's backward."""
+    def _values(self, program: Program, batch: Any, pending: list[Pending] | None) -> dict[int, Tensor]:
+        """The step's values, all of them there; the loss hands the pipeline's gradients to the Trainer's backward."""
         step = program.step
         buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
         scale = self._loss_scale()

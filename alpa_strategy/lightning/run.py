@@ -34,6 +34,7 @@ from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.runtime.comm import Pending
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.step_in_backward import StepInBackward
@@ -51,6 +52,17 @@ class LoweredEvaluation:
 
     step: LoweredStep
     pins: Mapping[str, ParameterPlan]
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A step whose values are on their way (`pending`), and what it has logged not yet said."""
+
+    step: StepGraph
+    values: Mapping[int, Tensor]
+    batch: Any
+    counters: Mapping[str, int]
+    pending: list[Pending]
 
 
 class TrainingRun:
@@ -91,6 +103,7 @@ class TrainingRun:
         self._programs.add(shape_key(batch), Program(self.step, lowered, AttributeCheck(module, self.step.attributes)))
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
+        self._unfinished: _Unfinished | None = None
         self._parameters = ParametersAsTheyWere(module)
 
     def changed_parameters(self) -> str | None:
@@ -131,26 +144,42 @@ class TrainingRun:
         )
         return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
+    def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows.
+
+        Args:
+            values_come_late: sums over the devices may still run when this returns, and nothing is logged yet:
+                `finish_step` waits and logs, when the backward is done.
+        """
         self._measure()
         program = self._program(batch, batch_idx)
-        step = program.step
-        values = self._values(program, batch)
-        verify(step, values)
-        write_buffers(self.module, step, values)
+        pending: list[Pending] | None = [] if values_come_late else None
+        values = self._values(program, batch, pending)
         counters = step_counters(self.module.trainer, batch_idx)
-        with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            replay_records(self.module, step, values, counters, self.metrics)
-        append_to_lists(self.module, step, values, batch, counters)
-        return output_of(step, values, batch, counters)
+        self._unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
+        if not values_come_late:
+            self.finish_step()
+        return output_of(program.step, values, batch, counters)
 
-    def _values(self, program: Program, batch: Any) -> dict[int, Tensor]:
-        """The step's escaping values; the loss can be differentiated."""
+    def finish_step(self) -> None:
+        """What the step does besides computing: checks, buffers, metrics and logs. Nothing where it is done."""
+        if self._unfinished is None:
+            return
+        done, self._unfinished = self._unfinished, None
+        for pending in done.pending:
+            pending.wait()
+        verify(done.step, done.values)
+        write_buffers(self.module, done.step, done.values)
+        with self._job.context():  # the default dtype and autocast under which the user's step would have logged
+            replay_records(self.module, done.step, done.values, done.counters, self.metrics)
+        append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
+
+    def _values(self, program: Program, batch: Any, pending: list[Pending] | None) -> dict[int, Tensor]:
+        """The step's escaping values, as far as they are there (`pending`); the loss can be differentiated."""
         step = program.step
         buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
         with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch))
+            return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch), pending)
 
     def whole_parameters(self) -> WholeParameters:
         """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""

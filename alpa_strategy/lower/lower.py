@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +19,11 @@ from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.lower.lines import after_definition, before_first_use, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.lower.order import sums_of_the_batch
 from alpa_strategy.plan.plan import StagePlan, source_layout
-from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding import localize
@@ -30,7 +31,6 @@ from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout, du
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot
 
 LITERALS = (bool, int, float, str, type(None))
-_VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,14 @@ class LoweredStep:
     made: tuple[int, ...] = ()
 
     def __call__(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        pending: list[Pending] | None = None,
     ) -> dict[int, Tensor]:
-        return self.run_stage(parameters, buffers, batch)[0]
+        """Values may be on their way still where `pending` is given: it gets what to wait for before they are read."""
+        return self.run_span(parameters, buffers, batch, pending=pending)[0]
 
     def run_stage(
         self,
@@ -77,6 +82,7 @@ class LoweredStep:
         buffers: Mapping[str, Tensor],
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
+        pending: list[Pending] | None = None,
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
         """(what leaves the step, what later stages get, what later spans of the stage get), by value index."""
         results = self.function(
@@ -84,6 +90,7 @@ class LoweredStep:
             [buffers[name] for name in self.buffer_names],
             batch,
             received,
+            pending,
         )
         left = iter(results)
         escaping, sent, made = (
@@ -110,7 +117,9 @@ def lower(
     Raises:
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
-    return _Writer(step, stage, mesh, device, random).program()
+    writer = _Writer(step, stage, mesh, device, random)
+    first, writer.begun_early = sums_of_the_batch(step, stage.strategies)
+    return writer.program(first=first)
 
 
 def lower_spans(
@@ -153,6 +162,8 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
+        self.begun_early: frozenset[int] = frozenset()  # values whose copies begin where the value is made
+        self.beginnings: dict[str, str] = {}  # variable -> line that begins a copy of it
         num_axes = len(mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -217,8 +228,11 @@ class _Writer:
         self.namespace[name] = arg
         return name
 
-    def copy(self, value: int, target: DualLayout) -> str:
-        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
+    def copy(self, value: int, target: DualLayout, is_result: bool = False) -> str:
+        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it.
+
+        Results of the step may arrive after it.
+        """
         source = self.layouts[value]
         meta = self.step.values[value]
         if source == target or (not meta.requires_grad and value_layout(source) == value_layout(target)):
@@ -229,20 +243,28 @@ class _Writer:
             function = f"reshard_{name}"
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
-            self.lines.append(f"{name} = {function}(v{value})  # {note}")
+            if is_result:
+                self.lines.append(f"{name} = {function}.late(v{value}, pending)  # {note}")
+            elif value in self.begun_early and f"v{value}" not in self.beginnings:
+                self.beginnings[f"v{value}"] = f"begun_{value} = {function}.start(v{value})  # {note}"
+                self.lines.append(f"{name} = begun_{value}.wait()")
+            else:
+                self.lines.append(f"{name} = {function}(v{value})  # {note}")
             self.copies[key] = name
         return self.copies[key]
 
-    def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
-        """All ops, results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function.
+    def program(self, made: tuple[int, ...] = (), first: Sequence[Op] = ()) -> LoweredStep:
+        """All ops (`first`: before the others), results in their layouts (`made`: as they are), unpacking of the
+        inputs, and the compiled function.
 
         Raises:
             PlanError: see `lower`.
         """
-        for op in self.step.ops:
+        names = {op.name for op in first}
+        for op in (*first, *(op for op in self.step.ops if op.name not in names)):
             self.op(op)
         whole = (REPLICATE,) * len(self.mesh.shape)
-        results = [self.copy(value, whole) for value in self.step.escaping]
+        results = [self.copy(value, whole, is_result=True) for value in self.step.escaping]
         results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
         results += [f"v{value}" for value in made]
         self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
@@ -252,8 +274,8 @@ class _Writer:
             *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
         ]
         parameters = {f"v{p.value}": f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)}
-        body = _drop_dead([*inputs, *_before_first_use(parameters, self.lines)])
-        source = "def step(parameters, buffers, batch, received):\n" + "".join(f"    {line}\n" for line in body)
+        body = drop_dead([*inputs, *before_first_use(parameters, after_definition(self.beginnings, self.lines))])
+        source = "\n    ".join(["def step(parameters, buffers, batch, received, pending):", *body]) + "\n"
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
@@ -266,49 +288,6 @@ class _Writer:
             self.step.sent,
             made,
         )
-
-
-def _before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[str]:
-    """`lines` with each variable's defining line before the first line that reads it; those never read left out."""
-    placed: dict[str, None] = {}
-    result = []
-    for line in lines:
-        for name in _variables(line.partition("  #")[0]):
-            if name in definitions and name not in placed:
-                placed[name] = None
-                result.append(definitions[name])
-        result.append(line)
-    return result
-
-
-def _drop_dead(lines: list[str]) -> list[str]:
-    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
-    last_use: dict[str, int] = {}
-    defined: dict[str, int] = {}
-    for number, line in enumerate(lines[:-1]):
-        code = line.partition("  #")[0]
-        left, _, right = code.partition(" = ")
-        for name in _variables(right):
-            last_use[name] = number
-        for name in _variables(left):
-            defined[name] = number
-    returned = set(_variables(lines[-1]))
-    dead: dict[int, list[str]] = {}
-    for name, number in defined.items():
-        if name not in returned:
-            dead.setdefault(last_use.get(name, number), []).append(name)
-    result = []
-    for number, line in enumerate(lines):
-        code, mark, comment = line.partition("  #")
-        if number in dead:
-            code += f"; del {', '.join(dead[number])}"
-        result.append(code + mark + comment)
-    return result
-
-
-def _variables(code: str) -> list[str]:
-    """Value variables (`v12`, `v12_0`) in a line of the program."""
-    return _VARIABLE.findall(code)
 
 
 def _takes_device(call: OpCall) -> bool:

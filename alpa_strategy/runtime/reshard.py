@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.runtime.comm import AxisComm, MeshComm, Pending, start_all_gather
+from alpa_strategy.runtime.comm import AxisComm, MeshComm, Pending, start_all_gather, start_all_reduce
 from alpa_strategy.runtime.regather import active_regather
 from alpa_strategy.sharding.layout import DualLayout, Layout, chunk_range, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps
@@ -54,12 +54,13 @@ class Reshard:
             current[step.axis] = step.dst
         self.forward_steps = _without_idle(forward)
         self.backward_steps = _without_idle(backward[::-1])
+        self._sums_over = _summed_axis(self.forward_steps, mesh)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
         if not (tensor.requires_grad and torch.is_grad_enabled()) or self.is_identity:
             return self.values(tensor)
-        result = _ReshardNode.apply(tensor, self, False)
+        result = _ReshardNode.apply(tensor, self, False, None)
         regather = active_regather()
         if regather is not None:
             regather.note(self, tensor, result)
@@ -70,11 +71,29 @@ class Reshard:
         return _run(self.forward_steps, tensor, self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it is one gathering; else all of it is done by `wait`."""
+        """`values`, without waiting where it is one gathering or one sum; else all of it is done by `wait`."""
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
                 return start_all_gather(self._mesh.axes[axis], tensor, dim, shape[dim])
+        if self._sums_over is not None and tensor.dtype != torch.bool:
+            return start_all_reduce(self._sums_over, _own_copy(tensor))
         return Pending(lambda: self.values(tensor))
+
+    def late(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
+        """As a call, but the result may be on its way still: `pending` gets what to wait for before it is read.
+
+        It can be differentiated at once, as the gradient of a sum does not depend on its value. With None, or where it
+        is more than one sum, the result is there.
+        """
+        if pending is None or self._sums_over is None or tensor.dtype == torch.bool:
+            return self(tensor)
+        if not hasattr(self._sums_over, "start_all_reduce"):
+            return self(tensor)
+        summed = _own_copy(tensor)
+        pending.append(start_all_reduce(self._sums_over, summed))
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return summed
+        return _ReshardNode.apply(tensor, self, False, summed)
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
@@ -94,18 +113,36 @@ class _ReshardNode(torch.autograd.Function):
     is right."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, result: Tensor | None) -> Tensor:
         ctx.reshard, ctx.swapped = reshard, swapped
-        result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        if result is None:
+            result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
         return tensor.view_as(tensor) if result is tensor else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped, None), None, None, None
 
 
 def _without_idle(steps: list[LocalStep]) -> tuple[LocalStep, ...]:
     return tuple(step for step in steps if step.src != step.dst)
+
+
+def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
+    """The axis over which `steps` are one sum (`mesh.whole` for all axes at once), None where they are not."""
+    if not steps or any(step.src != Partial() or step.dst != Replicate() for step in steps):
+        return None
+    if len(steps) == 1:
+        return mesh.axes[steps[0].axis]
+    covered = {step.axis for step in steps}
+    if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
+        return getattr(mesh, "whole", None)
+    return None
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """What a collective may overwrite."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _run(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:

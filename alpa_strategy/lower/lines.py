@@ -1,0 +1,61 @@
+"""The lines of a generated program: where values are defined, begun and dropped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
+
+
+def before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[str]:
+    """`lines` with each variable's defining line before the first line that reads it; those never read left out."""
+    placed: dict[str, None] = {}
+    result = []
+    for line in lines:
+        for name in variables(line.partition("  #")[0]):
+            if name in definitions and name not in placed:
+                placed[name] = None
+                result.append(definitions[name])
+        result.append(line)
+    return result
+
+
+def after_definition(followers: Mapping[str, str], lines: list[str]) -> list[str]:
+    """`lines` with each variable's follower behind the line that defines it."""
+    result = []
+    for line in lines:
+        result.append(line)
+        defined = variables(line.partition(" = ")[0])
+        result += [followers[name] for name in defined if name in followers]
+    return result
+
+
+def drop_dead(lines: list[str]) -> list[str]:
+    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
+    last_use: dict[str, int] = {}
+    defined: dict[str, int] = {}
+    for number, line in enumerate(lines[:-1]):
+        code = line.partition("  #")[0]
+        left, _, right = code.partition(" = ")
+        for name in variables(right):
+            last_use[name] = number
+        for name in variables(left):
+            defined[name] = number
+    returned = set(variables(lines[-1]))
+    dead: dict[int, list[str]] = {}
+    for name, number in defined.items():
+        if name not in returned:
+            dead.setdefault(last_use.get(name, number), []).append(name)
+    result = []
+    for number, line in enumerate(lines):
+        code, mark, comment = line.partition("  #")
+        if number in dead:
+            code += f"; del {', '.join(dead[number])}"
+        result.append(code + mark + comment)
+    return result
+
+
+def variables(code: str) -> list[str]:
+    """Value variables (`v12`, `v12_0`) in a line of the program."""
+    return _VARIABLE.findall(code)
