@@ -6,10 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
 from alpa_strategy.errors import AlpaError
+
+_OTHER_PRECISIONS = (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 
 
 def check_module(trainer: Any, module: Any) -> None:
@@ -34,6 +49,15 @@ def check_callbacks(trainer: Any) -> None:
         raise AlpaError(
             "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot follow",
             "remove the callback and prune the trained module (torch.nn.utils.prune), or use another strategy",
+        )
+
+
+def check_precision(plugin: Any) -> None:
+    """AlpaError for precision plugins that replace layers, or belong to another strategy."""
+    if isinstance(plugin, _OTHER_PRECISIONS):
+        raise AlpaError(
+            f"{type(plugin).__name__} replaces the module's layers or belongs to another strategy",
+            'use precision="32-true", "64-true", "16-mixed", "bf16-mixed", "16-true" or "bf16-true"',
         )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conformance.bench import RANKS, Bench, Net
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from quiet import QUIET
 from worker_pool import WorkerError
 
-from alpa_strategy import AlpaError
+from alpa_strategy import AlpaError, AlpaStrategy
 
 
 class Manual(Net):
@@ -143,3 +146,11 @@ def test_several_optimizers(pool, tmp_path) -> None:
     """Lightning itself wants manual optimization for them, which is refused in turn."""
     with pytest.raises(WorkerError, match="multiple optimizers is only supported with manual optimization"):
         pool.run(RANKS, fit_two, str(tmp_path))
+
+
+@pytest.mark.parametrize("loop", ["fit", "validate"])
+def test_precision_of_another_strategy(tmp_path, loop: str) -> None:
+    plugin = FSDPPrecision("bf16-true")
+    trainer = pl.Trainer(strategy=AlpaStrategy(), accelerator="cpu", devices=1, plugins=[plugin], **QUIET)
+    with pytest.raises(AlpaError, match="FSDPPrecision.*another strategy"):
+        getattr(trainer, loop)(Net(), Bench("alpa", str(tmp_path)).loader())
