@@ -36,7 +36,8 @@ class Link:
 class DeviceSpec:
     """One kind of device. peak_flops: dtype name (`float32`, `bfloat16`, ...) -> FLOP/s.
 
-    efficiency is the share of peak that large matrix products reach (from measurement or experience, 0..1).
+    efficiency is the share of peak that large matrix products reach (from measurement or experience, 0..1);
+    efficiencies: the same of kinds of products (`matmul`, `convolution`, `attention`) by dtype, where it is another.
     slowdown: how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that
     share CPU cores). The other figures are those of one device alone.
     """
@@ -48,6 +49,11 @@ class DeviceSpec:
     launch_seconds: float
     efficiency: float = 1.0
     slowdown: float = 1.0
+    efficiencies: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+
+    def efficiency_of(self, kind: str, dtype: str) -> float:
+        """The share of `dtype`'s peak that large products of a kind reach."""
+        return dict(dict(self.efficiencies).get(kind, ())).get(dtype, self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,7 @@ class ClusterSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML; inverse of `from_dict`."""
         device = self.device
+        efficiencies = {kind: dict(shares) for kind, shares in device.efficiencies}
         return {
             "name": self.name,
             "num_nodes": self.num_nodes,
@@ -234,6 +241,7 @@ class ClusterSpec:
                 "launch_seconds": device.launch_seconds,
                 "efficiency": device.efficiency,
                 **({"slowdown": device.slowdown} if device.slowdown != 1.0 else {}),
+                **({"efficiencies": efficiencies} if efficiencies else {}),
             },
             "intra_node": {"latency": self.intra_node.latency, "bandwidth": self.intra_node.bandwidth},
             "inter_node": {"latency": self.inter_node.latency, "bandwidth": self.inter_node.bandwidth},
@@ -265,7 +273,17 @@ CLUSTER_FIELDS = (
     "tables",
     "measured",
 )
-DEVICE_FIELDS = ("name", "memory_bytes", "memory_bandwidth", "peak_flops", "launch_seconds", "efficiency", "slowdown")
+DEVICE_FIELDS = (
+    "name",
+    "memory_bytes",
+    "memory_bandwidth",
+    "peak_flops",
+    "launch_seconds",
+    "efficiency",
+    "slowdown",
+    "efficiencies",
+)
+PRODUCT_KINDS = ("matmul", "convolution", "attention")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 # One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before it is measured.
@@ -298,7 +316,18 @@ def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
         slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5")
         if "slowdown" in device
         else 1.0,
+        efficiencies=_read_efficiencies(device) if "efficiencies" in device else (),
     )
+
+
+def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
+    expected = "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
+    kinds = device.section("efficiencies", PRODUCT_KINDS, expected)
+    found = []
+    for kind in kinds.names():
+        shares = kinds.section(kind, DTYPES, expected)
+        found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.names())))
+    return tuple(found)
 
 
 def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:

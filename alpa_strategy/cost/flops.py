@@ -101,9 +101,14 @@ def op_flops(call: OpCall) -> float:
     return float(sum(meta.num_elements for meta in call.results))
 
 
-def is_product(call: OpCall) -> bool:
-    """True for ops whose time is bound by multiply-adds when they are large (products, convolutions, attention)."""
-    return op_base_name(call) in PRODUCTS
+def product_kind(call: OpCall) -> str | None:
+    """`matmul`, `convolution` or `attention`: ops bound by multiply-adds when they are large; None for others."""
+    name = op_base_name(call)
+    if name in ATTENTION:
+        return "attention"
+    if name in CONVOLUTIONS:
+        return "convolution"
+    return "matmul" if name in PRODUCTS else None
 
 
 def op_work(call: OpCall) -> tuple[Work, Work]:
@@ -212,14 +217,14 @@ ATTENTION = _names(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
 )
+CONVOLUTIONS = _names(
+    "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+)
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
     **dict.fromkeys(("linear", "segmented_linear"), _linear),
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _contract_last_of(1)),
-    **dict.fromkeys(
-        _names("convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
-        _convolution,
-    ),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(ATTENTION, _attention),
     "einsum": _einsum,
     "grouped_mm": _grouped,

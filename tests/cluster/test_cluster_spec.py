@@ -196,7 +196,7 @@ def test_the_papers_cluster():
     assert p3.num_devices == 16
     assert dict(p3.device.peak_flops)["float16"] == 125e12
     assert p3.device.memory_bytes == 16 * 2**30
-    assert p3.logical_mesh((16,)).axes[0].link.bandwidth == 25e9 / 8
+    assert p3.logical_mesh((16,)).axes[0].link.bandwidth == 25e9 / 8 / 2  # half of 25 Gbit/s is reached
 
 
 def test_overrides_reach_inside_and_read_numbers_as_files_do():
@@ -261,6 +261,7 @@ def test_a_wrong_value_is_named(path: tuple[str, ...], value):
         (("device", "memory_byte"), "device.memory_bytes"),
         (("inter_node", "bandwith"), "inter_node.bandwidth"),
         (("device", "peak_flops", "float23"), "device.peak_flops.float32"),
+        (("device", "eficiencies"), "device.efficiencies"),
     ],
 )
 def test_an_unknown_field_is_named_with_the_closest(path: tuple[str, ...], hint: str):

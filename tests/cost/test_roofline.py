@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.cost.roofline import RooflineCosts, optimizer_seconds, peak_flops
 from alpa_strategy.cost.table import OpTable
@@ -81,11 +81,38 @@ def test_backward_is_one_product_per_operand_that_requires_grad(grads: str, prod
     assert backward == pytest.approx(products * forward)
 
 
-def test_time_is_the_slower_of_compute_and_memory_plus_launch():
+def test_time_is_compute_and_memory_and_launch():
     small = linear(1, 64, 64)
-    num_bytes = 4 * (64 + 64 * 64 + 64 + 64)
-    assert RooflineCosts(DEVICE).op_seconds(small)[0] == pytest.approx(num_bytes / 1e9)
-    assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(small)[0] == pytest.approx(1 + num_bytes / 1e9)
+    seconds = 2 * 64 * 64 / 0.5e12 + 4 * (64 + 64 * 64 + 64 + 64) / 1e9
+    assert RooflineCosts(DEVICE).op_seconds(small)[0] == pytest.approx(seconds)
+    assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(small)[0] == pytest.approx(1 + seconds)
+
+
+def test_a_v100s_products_are_as_fast_as_measured():
+    """83 TFLOP/s at 8192 (Markidis et al. 2018, figure 6); small products reach less of the peak."""
+    device = ClusterSpec.load("p3_16xlarge_x8").device
+
+    def rate(rows: int, inner: int) -> float:
+        made = linear(rows, inner, rows, grads="", dtype=torch.float16)
+        return op_flops(made) / RooflineCosts(device).op_seconds(made)[0]
+
+    assert rate(8192, 8192) == pytest.approx(83e12, rel=0.02)
+    assert rate(1024, 1024) == pytest.approx(57e12, rel=0.02)
+    assert rate(8192, 64) < 0.5 * rate(8192, 8192)
+
+
+def test_an_efficiency_of_a_kind_and_dtype_stands_before_the_devices():
+    device = replace(
+        COMPUTE_BOUND, efficiencies=(("convolution", (("float32", 0.25),)), ("matmul", (("float16", 1.0),)))
+    )
+    convolution = call(aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1])
+    for made, before, after in [
+        (convolution, 0.5, 0.25),
+        (linear(64, 64, 64), 0.5, 0.5),
+        (linear(64, 64, 64, dtype=torch.float16), 0.5, 1.0),
+    ]:
+        seconds = RooflineCosts(COMPUTE_BOUND).op_seconds(made)[0]
+        assert RooflineCosts(device).op_seconds(made)[0] == pytest.approx(seconds * before / after)
 
 
 def test_products_run_at_their_dtypes_peak():
