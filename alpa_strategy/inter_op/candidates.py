@@ -103,9 +103,10 @@ def _solve_schedule(
         weights = terms(schedule, most, B)
         choice = solve_stages(tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known())
         if choice is not None:
-            which = tuple(s.submesh for s in choice.stages)
             own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
-            yield _candidate(job, runs, tables, schedule, 1, weights, choice, which, own)
+            sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
+            left = [sum(sizes[i:]) for i in range(len(sizes))]
+            yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
         return
     for index, mesh in enumerate(meshes):
         ranks, rest = divmod(D, math.prod(mesh))
@@ -116,27 +117,34 @@ def _solve_schedule(
             weights = terms(schedule, ranks, B, v, splits=not job.remat)
             pairs = in_flight(schedule, ranks, B, v)
             own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
+            equal = _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs)
+            places = [math.prod(mesh) * rank_of(schedule, ranks, i) for i in range(total)]
+            equal = replace(equal, crosses=_crossings(job, places))
             choice = solve_stages(
-                _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs),
-                total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE, known=known(),
+                equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
+                known=known(),
             )  # fmt: skip
             if choice is not None:
                 stages = tuple(replace(s, submesh=index) for s in choice.stages)
                 choice = replace(choice, stages=stages)
-                yield _candidate(job, runs, tables, schedule, v, weights, choice, (index,) * total, own)
+                wired = replace(tables, crosses=equal.crosses)
+                left = list(range(total, 0, -1))
+                yield _candidate(job, runs, wired, left, schedule, v, weights, choice, own)
 
 
 def _candidate(
     job: CostJob,
     runs: Sequence[RunCosts],
     tables: StageTables,
+    left: Sequence[int],
     schedule: str,
     per_rank: int,
     weights: Terms,
     choice: StageChoice,
-    which: tuple[int, ...],
     alive: tuple[int, ...],
 ) -> Candidate:
+    """`left`: per stage, what `tables.crosses` counts by."""
+    which = tuple(s.submesh for s in choice.stages)
     shapes, remat, wires = [], [], []
     for i, stage in enumerate(choice.stages):
         at = (stage.first, stage.last, stage.candidate)
@@ -144,7 +152,7 @@ def _candidate(
         shapes.append(own.shapes[int(own.shape[at])])
         remat.append(bool(own.remat[at]))
         last = i + 1 == len(choice.stages)
-        wires.append(0.0 if last else float(tables.boundary[stage.last, stage.submesh, which[i + 1]]))
+        wires.append(0.0 if last else tables.wire(stage.last, stage.submesh, which[i + 1], left[i + 1]))
     return Candidate(
         choice.seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
         tuple(wires),
@@ -168,18 +176,16 @@ def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence
         stack("once", 0.0),
         stack("always", 0.0),
         stack("in_flight", 0.0),
-        _boundaries(job, meshes),
+        _boundaries(job, meshes, job.cluster.num_nodes > 1),
         stage_fits(job.cluster, tuple(meshes)),
+        _boundaries(job, meshes, False),
+        _crossings(job, range(job.cluster.num_devices)),
     )
 
 
-def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients.
-
-    Where stages lie is not known to the DP: on several nodes every boundary is taken to cross nodes, as the
-    slowest does.
-    """
-    graph, crosses = job.graph, True if job.cluster.num_nodes > 1 else None
+def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]], crosses: bool) -> np.ndarray:
+    """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients, between nodes or inside one."""
+    graph = job.graph
     found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
     for index, position in enumerate(job.cuts[1:-1], start=1):
         metas = [graph.values[v] for v in crossing_values(graph, position)]
@@ -189,6 +195,16 @@ def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]]) -> np.ndarray:
                 found[index, a, b] = sum(
                     boundary_seconds(size, source, target, job.cluster, crosses) for size in sizes if size
                 )
+    return found
+
+
+def _crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
+    """[left] whether, of stages that may start at devices `places`, the one with `left` of them left (its own included)
+    starts on another node than the place before it."""
+    nodes = [place // job.cluster.devices_per_node for place in places]
+    found = np.zeros(len(places) + 1, dtype=bool)
+    for index in range(1, len(places)):
+        found[len(places) - index] = nodes[index] != nodes[index - 1]
     return found
 
 
@@ -203,6 +219,7 @@ def _on_equal_meshes(
         seconds = seconds.copy()
         seconds[:, :, 0, :width][runs[index].remat] = np.inf
     assert tables.boundary is not None
+    assert tables.nearby is not None
     return StageTables(
         np.ones(1, dtype=int),
         seconds,
@@ -210,4 +227,5 @@ def _on_equal_meshes(
         tables.bytes_always[:, :, only] * per_rank,
         tables.bytes_in_flight[:, :, only],
         tables.boundary[:, only, only],
+        nearby=tables.nearby[:, only, only],
     )

@@ -31,6 +31,9 @@ class StageTables:
         boundary: [L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a stage
             on the first submesh to one on the second; charged to the sender.
         fits: [devices left, m] whether a stage may start where so many devices are left (its own included).
+        nearby: like `boundary`, where both stages end and begin inside one node; None: the same.
+        crosses: [devices left] whether a stage that starts where so many devices are left starts on another node than
+            the one before it ended on.
     """
 
     num_devices: np.ndarray
@@ -40,6 +43,15 @@ class StageTables:
     bytes_in_flight: np.ndarray
     boundary: np.ndarray | None = None
     fits: np.ndarray | None = None
+    nearby: np.ndarray | None = None
+    crosses: np.ndarray | None = None
+
+    def wire(self, cut: int, source: int, target: int, left: int) -> float:
+        """Seconds of the transfer at a cut between stages on two submeshes, the second with `left` devices left."""
+        table = self.boundary
+        if self.nearby is not None and self.crosses is not None and not self.crosses[left]:
+            table = self.nearby
+        return 0.0 if table is None else float(table[cut, source, target])
 
 
 @dataclass(frozen=True)
@@ -126,13 +138,17 @@ class _Search:
         self.max_stages = max(self.allowed, default=0)
         L, m = self.num_layers, self.num_submeshes
         boundary = np.zeros((L + 1, m, m)) if tables.boundary is None else tables.boundary
-        # Per submesh: next submeshes with equal boundary columns act as one; the last stage (no next) is a class too.
-        self.classes: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        everywhere = np.ones(num_devices + 1, dtype=bool)
+        wires = [(boundary, everywhere)]
+        if tables.nearby is not None and tables.crosses is not None:
+            wires = [(boundary, tables.crosses), (tables.nearby, ~tables.crosses)]
+        # Per submesh: next submeshes with equal boundary columns act as one, where so many devices are left.
+        self.classes: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in range(m)]
         for a in range(m):
-            columns, inverse = np.unique(boundary[:, a, :], axis=1, return_inverse=True)
-            self.classes.append(
-                [(columns[:, k], np.flatnonzero(inverse.ravel() == k)) for k in range(columns.shape[1])]
-            )
+            for table, where in wires:
+                columns, inverse = np.unique(table[:, a, :], axis=1, return_inverse=True)
+                for k in range(columns.shape[1]):
+                    self.classes[a].append((columns[:, k], np.flatnonzero(inverse.ravel() == k), where))
         self.fits = np.ones((num_devices + 1, m), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
         self.memory_limit, self.steps = memory_limit, steps
@@ -140,7 +156,7 @@ class _Search:
         base = terms.run * np.where(finite, tables.seconds, 0.0) + steps * np.where(finite, tables.once_seconds, 0.0)
         values = [base[:, L][finite[:, L]]]
         for a in range(m):
-            for column, _ in self.classes[a]:
+            for column, _, _ in self.classes[a]:
                 shifted = base[:, :, a, :] + terms.run * column[None, :, None]
                 values.append(shifted[:, :L][finite[:, :L, a]])
         self.levels = np.unique(np.concatenate(values)) if values else np.zeros(0)
@@ -176,9 +192,12 @@ class _Search:
                     if self.fits[size, a]:
                         now[:L, size, a] = self._cheapest(s, a, None, threshold)[0][:, L]
                     continue
-                for column, following in self.classes[a]:
-                    cost, _ = self._cheapest(s, a, column, threshold)
+                for column, following, where in self.classes[a]:
                     rest = after[:L, : D + 1 - size, following]  # [l, d left, next]
+                    rest = np.where(where[None, : D + 1 - size, None], rest, np.inf)
+                    if not np.isfinite(rest).any():
+                        continue
+                    cost, _ = self._cheapest(s, a, column, threshold)
                     which = rest.argmin(axis=2)
                     rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
                     rows, columns = np.isfinite(cost).any(axis=1), np.isfinite(rest).any(axis=1)
@@ -231,7 +250,8 @@ class _Search:
             column, last, following = None, self.num_layers, -1
             if s > 1:
                 last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
-                column = next(c for c, members in self.classes[submesh] if following in members)
+                left = devices - int(t.num_devices[submesh])
+                column = next(c for c, members, where in self.classes[submesh] if following in members and where[left])
             _, which = self._cheapest(s, submesh, column, threshold)
             candidate = int(which[first, last])
             seconds = float(t.seconds[first, last, submesh, candidate])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -28,6 +29,13 @@ def random_tables(rng: np.random.Generator, num_layers: int, submeshes, candidat
     )
 
 
+def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) -> StageTables:
+    """The same with cheaper boundaries within nodes, which begin at random devices."""
+    assert tables.boundary is not None
+    nearby = tables.boundary * rng.uniform(0, 1, tables.boundary.shape)
+    return replace(tables, nearby=nearby, crosses=rng.random(num_devices + 1) < 0.5)
+
+
 def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
@@ -39,10 +47,11 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                 if sum(tables.num_devices[a] for a in meshes) != num_devices:
                     continue
                 options = []
+                sizes = [int(tables.num_devices[a]) for a in meshes]
                 for i, ((k, l), a) in enumerate(zip(runs, meshes, strict=True)):  # noqa: E741
                     wire = 0.0
                     if tables.boundary is not None and i + 1 < count:
-                        wire = tables.boundary[l, a, meshes[i + 1]]
+                        wire = tables.wire(l, a, meshes[i + 1], sum(sizes[i + 1 :]))
                     need = tables.bytes_always[k, l, a] + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
                     options.append(
                         [
@@ -65,6 +74,8 @@ def test_equals_brute_force_on_200_random_cases(block):
         num_layers, num_devices = int(rng.integers(1, 6)), int(rng.integers(1, 7))
         submeshes = sorted(rng.choice([1, 2, 3, 4], size=int(rng.integers(1, 4)), replace=False))
         tables = random_tables(rng, num_layers, submeshes, int(rng.integers(1, 3)), bool(rng.random() < 0.5))
+        if tables.boundary is not None and case % 2:
+            tables = on_nodes(rng, tables, num_devices)
         num_microbatches = int(rng.integers(1, 9))
         schedule = str(rng.choice(["1F1B", "GPipe"]))
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
@@ -83,14 +94,15 @@ def test_equals_brute_force_on_200_random_cases(block):
 
 def check(tables, found, num_devices, weights, alive, limit, steps):
     """The stages are what they are said to cost, in order, cover the layers and the devices, and fit."""
-    seconds, bottlenecks, position = [], [], 0
+    seconds, bottlenecks, position, left = [], [], 0, num_devices
     for i, stage in enumerate(found.stages):
         at = (stage.first, stage.last, stage.submesh, stage.candidate)
         assert stage.first == position
         position = stage.last
         t = tables.seconds[at]
+        left -= int(tables.num_devices[stage.submesh])
         if tables.boundary is not None and i + 1 < len(found.stages):
-            t += tables.boundary[stage.last, stage.submesh, found.stages[i + 1].submesh]
+            t += tables.wire(stage.last, stage.submesh, found.stages[i + 1].submesh, left)
         assert tables.bytes_always[at] + alive[len(found.stages) - i - 1] * tables.bytes_in_flight[at] <= limit
         seconds.append(t)
         bottlenecks.append(weights.run * t + steps * tables.once_seconds[at])
