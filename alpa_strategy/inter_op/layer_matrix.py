@@ -1,8 +1,8 @@
 """One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus products price every run.
 
 Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of
-several values that cross a boundary the largest chooses its layout; the others follow it dim by dim. Both only restrict
-the ILP's space, so a run is never priced below its optimum; the stages that are chosen are solved by the ILP itself.
+several values that cross a boundary the largest chooses its layout; the others follow it dim by dim, and pay where that
+changes from one boundary to the next. The stages that are chosen are solved by the ILP itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
-from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp, TransferLayouts
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
 from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.ordering import elimination_order
-from alpa_strategy.intra_op.presolve import restrict
+from alpa_strategy.intra_op.presolve import presolve, restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 
@@ -51,16 +52,42 @@ class LayerMatrix:
 
 @dataclass(frozen=True)
 class Ends:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state."""
+    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state.
+
+    `passing`: values that cross both boundaries.
+    """
 
     entering: int | None
     leaving: int | None
     entering_layouts: tuple[DualLayout, ...]
     leaving_layouts: tuple[DualLayout, ...]
+    passing: tuple[int, ...] = ()
 
 
-def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_microbatches: int) -> LayerMatrix:
-    """Solve the layer once per price, for all pairs of boundary layouts together."""
+def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple[np.ndarray, np.ndarray]:
+    """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that cross a layer from the
+    layout in which they enter it to the one in which they leave it."""
+    shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
+    forward, backward = np.zeros(shape), np.zeros(shape)
+    for value in ends.passing:
+        layouts = boundary_layouts(graph.values[value], tables.mesh.shape)
+        before = _followed(graph, value, layouts, ends.entering, ends.entering_layouts)
+        after = _followed(graph, value, layouts, ends.leaving, ends.leaving_layouts)
+        for total, table in zip(
+            (forward, backward), tables.reshard(layouts, layouts, graph.values[value]), strict=True
+        ):
+            total += table[np.ix_(before, after)]
+    return forward, backward
+
+
+def layer_matrix(
+    stage: StageProblem,
+    ends: Ends,
+    prices: Sequence[Price],
+    num_microbatches: int,
+    passing: tuple[np.ndarray, np.ndarray] | None = None,
+) -> LayerMatrix:
+    """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     joined = _follow_leaders(stage, ends)
     shape = (len(prices), len(ends.entering_layouts), len(ends.leaving_layouts))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
@@ -74,6 +101,10 @@ def layer_matrix(stage: StageProblem, ends: Ends, prices: Sequence[Price], num_m
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
+    if passing is not None:
+        objective += num_microbatches * sum(passing)
+        parts[..., 0] += passing[0]
+        parts[..., 1] += passing[1]
     return LayerMatrix(objective, parts)
 
 
@@ -87,21 +118,45 @@ def _problem_at(joined: _Joined, price: Price, num_microbatches: int) -> Problem
 
 
 def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
-    """[p, q] of every problem, exact; None where that would take too large tables."""
-    found: list[Pairs] = []
+    """[p, q] of every problem, exact; None where that would take too large tables.
+
+    Strategies that others dominate are looked for only where the tables are too large with them.
+    """
     order: list[int] | None = None
+    found: list[Pairs] = []
     for problem in problems:
         network = network_of(problem)
-        if network is None:
-            return None
-        if order is None:
-            planned = elimination_order(network.sizes, (f.scope for f in network.factors), kept)
-            entries = [size for _, size in planned]
-            if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_ENTRIES:
-                return None
-            order = [v for v, _ in planned]
+        order = order or (None if network is None else _small_order(network, kept))
+        if network is None or order is None:
+            break
         found.append(_eliminate_onto(network, kept, order))
+    if len(found) == len(problems):
+        return found
+    return _by_smaller_elimination(problems, kept)
+
+
+def _by_smaller_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
+    """The same without dominated strategies."""
+    found: list[Pairs] = []
+    for problem in problems:
+        reduced = presolve(problem, untouched=kept)
+        network = network_of(reduced.problem)
+        order = None if network is None else _small_order(network, kept)
+        if network is None or order is None:
+            return None
+        objective, values = _eliminate_onto(network, kept, order)
+        strategies = [own[value] for own, value in zip(reduced.kept, values, strict=False)]
+        found.append((objective, strategies))
     return found
+
+
+def _small_order(network: Network, kept: tuple[int, int]) -> list[int] | None:
+    """An order of elimination; None where a table, or all together, would be too large."""
+    planned = elimination_order(network.sizes, (f.scope for f in network.factors), kept)
+    entries = [size for _, size in planned]
+    if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_ENTRIES:
+        return None
+    return [v for v, _ in planned]
 
 
 @dataclass(frozen=True)
@@ -126,9 +181,9 @@ def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
     intra = stage.intra
     count = len(stage.choices)
     entering, leaving = count, count + 1
-    into = {b.choice: (entering, _followed(intra, v, b, ends.entering, ends.entering_layouts))
+    into = {b.choice: (entering, _followed(intra.step, v, b.layouts, ends.entering, ends.entering_layouts))
             for v, b in intra.received.items()}  # fmt: skip
-    out = {b.choice: (leaving, _followed(intra, v, b, ends.leaving, ends.leaving_layouts))
+    out = {b.choice: (leaving, _followed(intra.step, v, b.layouts, ends.leaving, ends.leaving_layouts))
            for v, b in intra.sent.items()}  # fmt: skip
     transfers = []
     for transfer in intra.problem.transfers:
@@ -170,13 +225,13 @@ def _gathered_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
 
 
 def _followed(
-    intra: IntraOp, value: int, boundary: BoundaryChoice, leader: int | None, layouts: tuple[DualLayout, ...]
+    graph: StepGraph, value: int, own: tuple[DualLayout, ...], leader: int | None, layouts: tuple[DualLayout, ...]
 ) -> np.ndarray:
-    """Index among `boundary.layouts` of the layout that a value has while the leader has each of `layouts`."""
+    """Index among the layouts `own` of the one that a value has while the leader has each of `layouts`."""
     if value == leader:
-        return np.array([boundary.layouts.index(layout) for layout in layouts])
-    shape = intra.step.values[value].shape
-    leading = intra.step.values[leader].shape if leader is not None else ()
+        return np.array([own.index(layout) for layout in layouts])
+    shape = graph.values[value].shape
+    leading = graph.values[leader].shape if leader is not None else ()
     found = []
     for layout in layouts:
         followed = tuple(
@@ -184,7 +239,7 @@ def _followed(
             for p in layout
         )
         whole = (REPLICATE,) * len(layout)
-        found.append(boundary.layouts.index(followed if followed in boundary.layouts else whole))
+        found.append(own.index(followed if followed in own else whole))
     return np.array(found)
 
 

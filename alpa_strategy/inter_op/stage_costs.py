@@ -34,8 +34,9 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerMatrix,
     Price,
     layer_matrix,
+    passing_seconds,
 )
-from alpa_strategy.inter_op.slice import crossing_values, stage_on
+from alpa_strategy.inter_op.slice import crossing_values, last_readers, stage_on
 from alpa_strategy.inter_op.stage_problem import take_apart
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts, build
 from alpa_strategy.intra_op.presets import restrict
@@ -182,8 +183,13 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
             problems[key] = take_apart(restrict(build(layer, tables), local, job.optimizer), tables)
     end_of = dict(zip(keys, ends, strict=True))
 
+    passing = {key: passing_seconds(job.graph, end_of[key], tables) for key in problems}
+
     def solve(prices: Sequence[Price]) -> dict[Any, LayerMatrix]:
-        return {key: layer_matrix(problems[key], end_of[key], prices, job.num_microbatches) for key in problems}
+        return {
+            key: layer_matrix(problems[key], end_of[key], prices, job.num_microbatches, passing[key])
+            for key in problems
+        }
 
     free = solve([Price(0.0, 1)])
     seconds = sum(float(free[key].objective[0].min()) for key in keys)
@@ -311,7 +317,8 @@ def _ends(graph: StepGraph, first: int, last: int, shape: tuple[int, ...]) -> En
         whole = ((REPLICATE,) * len(shape),)
         layouts = whole if value is None else boundary_layouts(graph.values[value], shape)
         found.append((value, layouts))
-    return Ends(found[0][0], found[1][0], found[0][1], found[1][1])
+    passing = tuple(v for v in crossing_values(graph, first) if last_readers(graph)[v] >= last)
+    return Ends(found[0][0], found[1][0], found[0][1], found[1][1], passing)
 
 
 def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) -> tuple:
@@ -328,6 +335,8 @@ def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) 
     if ends is not None:
         leading = tuple(None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving))
         leading += (ends.entering_layouts, ends.leaving_layouts)
+        # Which of the passing values leads where, and what the others are like.
+        leading += (tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing),)
     return (
         ops,
         tuple((of(p.value), p.meta, p.module_shape, p.names if names else None) for p in layer.parameters),

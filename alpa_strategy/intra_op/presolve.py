@@ -6,7 +6,7 @@ bytes), whatever the other choices do: the switch is bounded transfer by transfe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,10 +41,11 @@ class Presolved:
         return Presolved(restrict(self.problem, live), kept)
 
 
-def presolve(problem: Problem, max_rounds: int = 3) -> Presolved:
-    """Drop what no optimal assignment needs. With `memory_limit` inf, bytes only break ties.
+def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] = ()) -> Presolved:
+    """Drop what no optimal assignment needs, whatever the choices `untouched` take, which keep all their strategies.
 
-    A choice that is left with no strategy means that no assignment has a finite cost.
+    With `memory_limit` inf, bytes only break ties. A choice that is left with no strategy means that no assignment has
+    a finite cost.
     """
     live = [np.flatnonzero(np.isfinite(choice.cost)) for choice in problem.choices]
     if any(len(strategies) == 0 for strategies in live):
@@ -59,7 +60,7 @@ def presolve(problem: Problem, max_rounds: int = 3) -> Presolved:
     for _ in range(max_rounds):
         changed: set[int] = set()
         for c in sorted(touched):
-            if len(live[c]) <= 1:
+            if len(live[c]) <= 1 or c in untouched:
                 continue
             key = _signature(problem, c, incident[c], live, arrays)
             if key not in known:
