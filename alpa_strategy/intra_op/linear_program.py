@@ -8,6 +8,7 @@ the consumer's target layouts; where several uses share the transfer, z[p, q] >=
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from ortools.math_opt import model_pb2, sparse_containers_pb2
 from ortools.math_opt.python import mathopt
 
 from alpa_strategy.intra_op.problem import Problem
+from alpa_strategy.intra_op.quiet_solver import without_solver_lines
 
 INTEGRAL = 1e-6
 TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are scaled to about this sum
@@ -165,7 +167,8 @@ def solve_program(
         values = {model.get_variable(int(i)): 0.0 for i in range(int(program.first[-1]))}
         values.update({model.get_variable(int(i)): 1.0 for i in chosen})
         hints.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=hints)
+    with without_solver_lines() if integer else nullcontext():
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=hints)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return LpResult(False, np.inf, None)
