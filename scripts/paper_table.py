@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from paper_cells import Cell, cells, model_flops
-from paper_notes import EXPLANATIONS
+from paper_notes import sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.plan.plan import Plan
@@ -46,8 +46,8 @@ TITLES = {
 }
 COLUMNS = tuple(TITLES)
 WHENCE = (
-    "More than a quarter off, or fitting where the paper does not (or the reverse). Reasons are read off the plans' "
-    "parts and the paper's other columns; they were not measured on V100s."
+    "More than a quarter off, or fitting where the paper does not (or the reverse). Reasons are derived from the "
+    "plans' parts, counts of bytes and the paper's other columns; they were not measured on V100s."
 )
 
 
@@ -297,16 +297,9 @@ def complaints(results: dict) -> Iterator[str]:
         for column, paper in cell.paper.items():
             if column not in entry:
                 continue
-            value = entry[column]
-            if (value is None) != (paper == 0):
-                found = "out of memory" if value is None else "fits"
-                what = f"{found}, unlike the paper"
-            elif value is not None and not 0.75 <= value["pflops"] / paper <= 1.25:
-                what = f"{value['pflops'] / paper:.2f} x the paper's figure"
-            else:
-                continue
-            why = EXPLANATIONS.get((cell.key, column), "not explained")
-            yield f"{cell.key}, {TITLES[column]}: {what}: {why}"
+            text = sentence(cell.family, column, entry[column], paper)
+            if text is not None:
+                yield f"{cell.key}, {TITLES[column]}: {text}"
 
 
 def report(results: dict, file: Path) -> None:
