@@ -177,3 +177,15 @@ def weights_read_while_built(bench: Bench) -> Any:
     found = bench.outcome(trainer, module)
     untrained = bench.trainer().validate(built(FromFile), loader(bench, 12, 7), verbose=False)
     return {"fit": found, "untrained": untrained, "predicted": trainer.predict(module, loader(bench, 12, 7))}
+
+
+def checkpoints_read_after_training(bench: Bench) -> Any:
+    """Into a module that does not fit whole, and is in shards still when the training has ended."""
+    plan: dict[str, Any] = {"plan": {"memory_limit": 4.0e5}} if bench.is_alpa else {}
+    module, trainer, path = built(), bench.trainer(**plan), ordinary_file(bench)
+    trainer.fit(module, loader(bench))
+    if bench.is_alpa:
+        assert trainer.strategy.run is not None
+    found = trainer.validate(module, loader(bench, 12, 7), verbose=False)
+    found += trainer.validate(module, loader(bench, 12, 7), ckpt_path=path, verbose=False)
+    return [*found, trainer.predict(module, loader(bench, 12, 7))]
