@@ -169,13 +169,6 @@ def compiled_parts_of_the_module(bench: Bench) -> Any:
     return bench.fit(Compiled, validate=True)
 
 
-def compiled_module(bench: Bench) -> Any:
-    """`torch.compile` of the whole module: the Trainer takes the module out of it."""
-    module, trainer = bench.module(Net), bench.trainer()
-    trainer.fit(torch.compile(module, backend="eager"), bench.loader(), bench.evaluation_loader(16, 4))
-    return bench.outcome(trainer, module)
-
-
 def names_for_a_profiler(bench: Bench) -> Any:
     class Named(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
