@@ -11,7 +11,6 @@ from conformance.bench import Bench, Net
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import profilers
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 
 
 def early_stopping(bench: Bench) -> Any:
@@ -230,20 +229,3 @@ def learning_rate_finder(bench: Bench) -> Any:
 
 
 learning_rate_finder.reference = "plain"  # DDP's ranks look at their own losses
-
-
-def batch_size_finder(bench: Bench) -> Any:
-    """Trials of growing batches, then a training from the first weights."""
-
-    class Sized(pl.LightningDataModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size = 2
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(bench.data(64), batch_size=self.batch_size)
-
-    module, data = bench.module(Net), Sized()
-    trainer = bench.trainer(callbacks=[lightning_callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=2)])
-    trainer.fit(module, datamodule=data)
-    return {**bench.outcome(trainer, module), "batch_size": data.batch_size}
