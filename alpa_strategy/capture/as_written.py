@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -210,44 +210,52 @@ def running_as_written(root: nn.Module, paths: tuple[str, ...], pause: Pause) ->
     Args:
         pause: gives a context in which what runs is not captured.
     """
-    chosen: Mapping[int, str] = {id(root.get_submodule(path)): path for path in paths}
-    classes = list(dict.fromkeys(type(root.get_submodule(path)) for path in paths))
-    before = [(cls, vars(cls).get("forward")) for cls in classes]
-    for cls in classes:
-        cls.forward = _standing_in(cls.forward, chosen, pause)
+    chosen = {id(root.get_submodule(path)): path for path in paths}
+    forwards = {type(module): type(module).forward for module in map(root.get_submodule, paths)}
+    own = {cls: "forward" in vars(cls) for cls in forwards}
+    for cls, forward in forwards.items():
+        cls.forward = _standing_in(forward, chosen, pause)
     try:
         yield
     finally:
-        for cls, forward in before:
-            if forward is None:
-                del cls.forward
-            else:
+        for cls, forward in forwards.items():
+            if own[cls]:
                 cls.forward = forward
+            else:
+                del cls.forward
 
 
-def _standing_in(forward: Callable[..., Any], chosen: Mapping[int, str], pause: Pause) -> Callable[..., Any]:
+def _standing_in(forward: Callable[..., Any], chosen: dict[int, str], pause: Pause) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in chosen:
+        path = chosen.pop(id(self), None)  # its own code calls the forward of a parent class
+        if path is None:
             return forward(self, *args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = dict(self.named_parameters()) | dict(self.named_buffers())
-        operands = [*(x for x in leaves if isinstance(x, Tensor)), *state.values()]
-        device = operands[0].device.type if operands else "cpu"
-        enabled = torch.is_autocast_enabled(device)
-        call = _Call(
-            weakref.ref(self),
-            chosen[id(self)],
-            forward,
-            tuple(state),
-            spec,
-            tuple(Tensor if isinstance(x, Tensor) else x for x in leaves),
-            tuple(tuple(t.shape) for t in operands),
-            (device, torch.get_autocast_dtype(device)) if enabled else None,
-        )
-        if not operands:
-            raise NotAloneError(call.path)
-        call, op = _op_of(call, operands, pause)
-        assert call.result_spec is not None
-        return pytree.tree_unflatten(op(operands), call.result_spec)
+        try:
+            return _as_op(self, path, forward, (args, kwargs), pause)
+        finally:
+            chosen[id(self)] = path
 
     return run
+
+
+def _as_op(self: nn.Module, path: str, forward: Callable[..., Any], given: Any, pause: Pause) -> Any:
+    leaves, spec = pytree.tree_flatten(given)
+    state = dict(self.named_parameters()) | dict(self.named_buffers())
+    operands = [*(x for x in leaves if isinstance(x, Tensor)), *state.values()]
+    if not operands:
+        raise NotAloneError(path)
+    device = operands[0].device.type
+    enabled = torch.is_autocast_enabled(device)
+    call = _Call(
+        weakref.ref(self),
+        path,
+        forward,
+        tuple(state),
+        spec,
+        tuple(Tensor if isinstance(x, Tensor) else x for x in leaves),
+        tuple(tuple(t.shape) for t in operands),
+        (device, torch.get_autocast_dtype(device)) if enabled else None,
+    )
+    call, op = _op_of(call, operands, pause)
+    assert call.result_spec is not None
+    return pytree.tree_unflatten(op(operands), call.result_spec)

@@ -99,6 +99,12 @@ def test_knows_whether_it_draws_random_numbers():
     assert [op_of(kind())[1].call.target.is_random for kind in (Picks, Drops)] == [False, True]
 
 
+def test_one_class_may_be_the_others_parent():
+    graph = capture_step(Step(nn.Sequential(Picks(), Drops(), Picks())), torch.ones(8, 4))
+    assert sum(op.call.target_name.startswith("alpa_as_written") for op in graph.ops) == 3
+    assert Picks.forward.__qualname__ == "Picks.forward"  # as it was
+
+
 def test_refusals_name_the_line():
     with pytest.raises(CaptureError, match="rows = "):
         capture_step(Step(Remembers()), torch.ones(8, 4))
