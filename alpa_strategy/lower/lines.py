@@ -21,14 +21,24 @@ def before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[s
     return result
 
 
-def after_definition(followers: Mapping[str, str], lines: list[str]) -> list[str]:
-    """`lines` with each variable's follower behind the line that defines it."""
-    result = []
+def begin_first(begun: Mapping[str, list[str]], lines: list[str]) -> list[str]:
+    """`lines` with `begun[v]` behind the definition of v, and all these and what they need before the others."""
+    followed: list[tuple[str, bool]] = []
     for line in lines:
-        result.append(line)
-        defined = variables(line.partition(" = ")[0])
-        result += [followers[name] for name in defined if name in followers]
-    return result
+        followed.append((line, False))
+        for name in variables(line.partition(" = ")[0]):
+            followed += [(follower, True) for follower in begun.get(name, ())]
+    first: list[str] = []
+    others: list[str] = []
+    needed: set[str] = set()
+    for line, is_begun in reversed(followed):
+        left, _, right = line.partition("  #")[0].partition(" = ")
+        if is_begun or needed.intersection(variables(left)):
+            needed.update(variables(right))
+            first.append(line)
+        else:
+            others.append(line)
+    return [*reversed(first), *reversed(others)]
 
 
 def drop_dead(lines: list[str]) -> list[str]:

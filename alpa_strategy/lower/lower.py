@@ -19,9 +19,9 @@ from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.lower.lines import after_definition, before_first_use, drop_dead
+from alpa_strategy.lower.lines import before_first_use, begin_first, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
-from alpa_strategy.lower.order import sums_of_the_batch
+from alpa_strategy.lower.order import made_of_the_batch
 from alpa_strategy.plan.plan import StagePlan, source_layout
 from alpa_strategy.runtime.comm import MeshComm, Pending
 from alpa_strategy.runtime.random import ShardedRandom
@@ -118,8 +118,8 @@ def lower(
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
     writer = _Writer(step, stage, mesh, device, random)
-    first, writer.begun_early = sums_of_the_batch(step, stage.strategies)
-    return writer.program(first=first)
+    writer.begun_early = made_of_the_batch(step)
+    return writer.program()
 
 
 def lower_spans(
@@ -162,8 +162,8 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
-        self.begun_early: frozenset[int] = frozenset()  # values whose copies begin where the value is made
-        self.beginnings: dict[str, str] = {}  # variable -> line that begins a copy of it
+        self.begun_early: frozenset[int] = frozenset()  # values whose copies begin before the forward
+        self.beginnings: dict[str, list[str]] = {}  # variable -> lines that begin its copies
         num_axes = len(mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -245,23 +245,22 @@ class _Writer:
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
             if is_result:
                 self.lines.append(f"{name} = {function}.late(v{value}, pending)  # {note}")
-            elif value in self.begun_early and f"v{value}" not in self.beginnings:
-                self.beginnings[f"v{value}"] = f"begun_{value} = {function}.start(v{value})  # {note}"
-                self.lines.append(f"{name} = begun_{value}.wait()")
+            elif value in self.begun_early:
+                beginning = f"begun_{name} = {function}.start(v{value})  # {note}"
+                self.beginnings.setdefault(f"v{value}", []).append(beginning)
+                self.lines.append(f"{name} = begun_{name}.wait()")
             else:
                 self.lines.append(f"{name} = {function}(v{value})  # {note}")
             self.copies[key] = name
         return self.copies[key]
 
-    def program(self, made: tuple[int, ...] = (), first: Sequence[Op] = ()) -> LoweredStep:
-        """All ops (`first`: before the others), results in their layouts (`made`: as they are), unpacking of the
-        inputs, and the compiled function.
+    def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
+        """All ops, results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function.
 
         Raises:
             PlanError: see `lower`.
         """
-        names = {op.name for op in first}
-        for op in (*first, *(op for op in self.step.ops if op.name not in names)):
+        for op in self.step.ops:
             self.op(op)
         whole = (REPLICATE,) * len(self.mesh.shape)
         results = [self.copy(value, whole, is_result=True) for value in self.step.escaping]
@@ -274,7 +273,7 @@ class _Writer:
             *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
         ]
         parameters = {f"v{p.value}": f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)}
-        body = drop_dead([*inputs, *before_first_use(parameters, after_definition(self.beginnings, self.lines))])
+        body = drop_dead(before_first_use(parameters, begin_first(self.beginnings, [*inputs, *self.lines])))
         source = "\n    ".join(["def step(parameters, buffers, batch, received, pending):", *body]) + "\n"
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
