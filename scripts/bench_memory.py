@@ -53,7 +53,7 @@ CASES = {
     "interleaved": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
     "zero bubble": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     "1F1B of zero2": Case(4, DEEP, 4, {**TWO_STAGES, "parallel": "zero2"}),
-    "1F1B, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {**TWO_STAGES, "remat": True}),
+    "1F1B, recomputed": Case(2, {**LONG, "num_layers": 16}, 8, {**TWO_STAGES, "remat": True}),
     "GPipe, recomputed": Case(2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
     "data, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {"parallel": "data", "num_stages": 1, "remat": True}),
     "large": Case(4, LARGE, 1, {"memory_limit": 0.0}),  # set to a third of the state

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pipeline_models
+import pipeline_models_crossing
 import pytest
 from equality.harness import assert_same, record
 from strategy.staged_plans import staged_plan
@@ -26,7 +27,7 @@ MODELS = {
     "translator": {},
     "twice": {},
 }
-EXTRA = {"frozen": {}}
+EXTRA = {"frozen": {}, **{name: {} for name in pipeline_models_crossing.CROSSING}}
 BATCH_NORM = ("convnet", "resnet")  # statistics per micro-batch, as under plain gradient accumulation
 INSIDE = ("tensor", "data", "zero2", "zero3")
 FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,), (3,))}
@@ -154,3 +155,19 @@ def cases():
 )
 def test_the_whole_matrix(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat):
     check(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "split", "inside", "remat"),
+    [
+        ("1F1B", "2+1+1", "zero3", False),
+        ("GPipe", "1+3", "zero2", True),
+        ("Interleaved1F1B", "2+2", "tensor", False),
+        ("ZBVZeroBubble", "1+3", "data", False),
+        ("InterleavedZeroBubble", "2+2", "zero3", True),
+    ],
+)
+@pytest.mark.parametrize("model", pipeline_models_crossing.CROSSING)
+def test_what_crosses_many_stages(pool, plain, tmp_path, model, schedule, split, inside, remat):
+    check(pool, plain, tmp_path, model, schedule, split, inside, "adamw", 0.1, 1, remat)
