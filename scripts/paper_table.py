@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from paper_cells import Cell, cells, model_flops
-from paper_notes import sentence
+from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.plan.plan import Plan
@@ -325,6 +325,7 @@ def report(results: dict, file: Path) -> None:
     text += (
         ["## Where it differs from the paper", "", WHENCE, "", *(f"- {line}" for line in found), ""] if found else []
     )
+    text += ["## Plans that are not the paper's", "", *(f"- {remark}" for remark in REMARKS), ""]
     file.write_text("\n".join(text), encoding="utf-8")
 
 
