@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from alpa_strategy.inter_op.follow import Pins
 
 TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
-LARGE_BYTES = 500 * 10**6  # planned: what such a plan keeps in vain would be much
+LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
