@@ -184,7 +184,7 @@ def _op_of(call: _Call, operands: list[Tensor], pause: Pause) -> tuple[_Call, An
     module = call.module()
     assert module is not None
     known = _OPS.setdefault(module, {})
-    with pause(), _disable_current_modes():
+    with pause(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
         is_random = call.try_out(operands)
     if call.text not in known:
         digest = hashlib.sha256(call.text.encode()).hexdigest()[:8]

@@ -13,7 +13,7 @@ def before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[s
     placed: dict[str, None] = {}
     result = []
     for line in lines:
-        for name in variables(line.partition("  #")[0]):
+        for name in _variables(line.partition("  #")[0]):
             if name in definitions and name not in placed:
                 placed[name] = None
                 result.append(definitions[name])
@@ -26,15 +26,15 @@ def begin_first(begun: Mapping[str, list[str]], lines: list[str]) -> list[str]:
     followed: list[tuple[str, bool]] = []
     for line in lines:
         followed.append((line, False))
-        for name in variables(line.partition(" = ")[0]):
+        for name in _split(line)[0]:
             followed += [(follower, True) for follower in begun.get(name, ())]
     first: list[str] = []
     others: list[str] = []
     needed: set[str] = set()
     for line, is_begun in reversed(followed):
-        left, _, right = line.partition("  #")[0].partition(" = ")
-        if is_begun or needed.intersection(variables(left)):
-            needed.update(variables(right))
+        defined, read = _split(line)
+        if is_begun or needed.intersection(defined):
+            needed.update(read)
             first.append(line)
         else:
             others.append(line)
@@ -46,13 +46,10 @@ def drop_dead(lines: list[str]) -> list[str]:
     last_use: dict[str, int] = {}
     defined: dict[str, int] = {}
     for number, line in enumerate(lines[:-1]):
-        code = line.partition("  #")[0]
-        left, _, right = code.partition(" = ")
-        for name in variables(right):
-            last_use[name] = number
-        for name in variables(left):
-            defined[name] = number
-    returned = set(variables(lines[-1]))
+        made, read = _split(line)
+        last_use |= dict.fromkeys(read, number)
+        defined |= dict.fromkeys(made, number)
+    returned = set(_variables(lines[-1]))
     dead: dict[int, list[str]] = {}
     for name, number in defined.items():
         if name not in returned:
@@ -66,6 +63,12 @@ def drop_dead(lines: list[str]) -> list[str]:
     return result
 
 
-def variables(code: str) -> list[str]:
-    """Value variables (`v12`, `v12_0`) in a line of the program."""
+def _split(line: str) -> tuple[list[str], list[str]]:
+    """(variables that the line defines, variables that it reads); a `return` defines none."""
+    left, is_definition, right = line.partition("  #")[0].partition(" = ")
+    return (_variables(left), _variables(right)) if is_definition else ([], _variables(left))
+
+
+def _variables(code: str) -> list[str]:
+    """Value variables (`v12`, `v12_0`) in a piece of the program."""
     return _VARIABLE.findall(code)

@@ -71,7 +71,7 @@ def test_lines_move_with_what_they_need():
         "v3 = g(v1)",
         "v4 = h(v2, v1)",
         "v3_0 = begun_v3_0.wait()",
-        "return (v4, v3_0, )",
+        "return (v4, v3_0, v3, )",
     ]
     begun = {"v3": ["begun_v3_0 = r.start(v3)"]}
     assert begin_first(begun, lines) == [lines[0], lines[2], *begun["v3"], lines[1], *lines[3:]]
