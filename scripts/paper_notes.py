@@ -35,6 +35,11 @@ ONE_ROW = (
     "do not need, and products of one row reach less of the peak (39B on 64, all ops divided evenly: 90 s a step, 16 s "
     "of them casts and 71 s products, which take 44 s at the peak); the plan's stages split products further"
 )
+ROUND_TRIP = (
+    "stages of whole nodes hand on the fp32 residual stream (70B on 64: 134 MB a micro-batch, 86 ms each way at half of "
+    "25 Gbit/s, beside 205 ms of compute); with as many micro-batches in flight as 1F1B has, a round trip through 7 "
+    "boundaries takes (8 x 205 + 14 x 86) / 8 = 355 ms a micro-batch; the paper sends fp16"
+)
 REMARKS = (
     "wide_resnet 8 is one stage, the paper's are two: under the same costs the best two stages take 72.1 s, three "
     "74.4 s, one 67.4 s. One stage communicates for 0.4 s of these; two wait 2.8 s at the ends of 24 micro-batches, "
@@ -51,6 +56,7 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("gpt", "megatron", "slow"): ONE_ROW,
     ("gpt", "inter", "slow"): ONE_ROW,
     ("moe", "solved", "fast"): SCORES,
+    ("moe", "solved", "slow"): ROUND_TRIP,
     ("moe", "intra", "fast"): SCORES,
     ("moe", "deepspeed", "fast"): MOE_DEEPSPEED,
     ("moe", "deepspeed", "fits"): MOE_DEEPSPEED,
