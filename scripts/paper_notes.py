@@ -36,8 +36,8 @@ ONE_ROW = (
     "of them casts and 71 s products, which take 44 s at the peak); the plan's stages split products further"
 )
 ROUND_TRIP = (
-    "stages of whole nodes hand on the fp32 residual stream (70B on 64: 134 MB a micro-batch, 86 ms each way at half of "
-    "25 Gbit/s, beside 205 ms of compute); with as many micro-batches in flight as 1F1B has, a round trip through 7 "
+    "stages of whole nodes hand on the fp32 residual stream (70B on 64: 134 MB a micro-batch, 86 ms each way at half "
+    "of 25 Gbit/s, beside 205 ms of compute); with as many micro-batches in flight as 1F1B has, a round trip through 7 "
     "boundaries takes (8 x 205 + 14 x 86) / 8 = 355 ms a micro-batch; the paper sends fp16"
 )
 REMARKS = (
