@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
-from alpa_strategy.lightning.hooks import is_overridden
+from alpa_strategy.lightning.hooks import hook_owners, is_overridden
 from alpa_strategy.optimizer_info import steps_parameter_by_parameter
 from alpa_strategy.options import OptimizerInfo
 
@@ -77,7 +77,7 @@ def against_steps_in_backward(
         for name in _BETWEEN:
             if is_overridden(callback, name, Callback):
                 return f"{type(callback).__name__}.{name} may look at gradients"
-    for owner, base in ((module, LightningModule), *((callback, Callback) for callback in surroundings.callbacks)):
+    for owner, base in hook_owners(module, surroundings.callbacks):
         for name in _AFTERWARDS:
             if is_overridden(owner, name, base) and _mentions_gradients(getattr(owner, name)):
                 return f"{type(owner).__name__}.{name} may look at gradients"

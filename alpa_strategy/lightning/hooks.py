@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -13,12 +14,15 @@ def is_overridden(owner: Any, name: str, base: type) -> bool:
     return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
+def hook_owners(module: Any, callbacks: Iterable[Callback]) -> list[tuple[Any, type]]:
+    """(whoever may bring hooks, the class whose hooks do nothing)."""
+    return [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+
+
 def any_overridden(trainer: Any, module: Any, names: tuple[str, ...]) -> bool:
     """Whether the module or one of the Trainer's callbacks has one of the hooks."""
     return any(
-        is_overridden(owner, name, base)
-        for owner, base in ((module, LightningModule), *((callback, Callback) for callback in trainer.callbacks))
-        for name in names
+        is_overridden(owner, name, base) for owner, base in hook_owners(module, trainer.callbacks) for name in names
     )
 
 

@@ -43,16 +43,16 @@ class LateResult(ClosureResult):
 def values_may_come_late(trainer: Any, module: Any) -> bool:
     """Whether nobody reads the step's values before its backward is done; the Trainer itself is told not to."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    if loop.output_result_cls not in (ClosureResult, LateResult):  # somebody else's
+        return False
     may = (
         trainer.accumulate_grad_batches == 1
-        and loop.output_result_cls in (ClosureResult, LateResult)
         and not loop._skip_backward
         and getattr(trainer.precision_plugin, "scaler", None) is None
         and not torch.is_anomaly_enabled()
         and not any_overridden(trainer, module, _SEE_THE_LOSS)
     )
-    if loop.output_result_cls in (ClosureResult, LateResult):
-        loop.output_result_cls = LateResult if may else ClosureResult
+    loop.output_result_cls = LateResult if may else ClosureResult
     return may
 
 

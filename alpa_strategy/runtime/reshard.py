@@ -75,8 +75,9 @@ class Reshard:
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
                 return start_all_gather(self._mesh.axes[axis], tensor, dim, shape[dim])
-        if self._sums_over is not None and tensor.dtype != torch.bool:
-            return start_all_reduce(self._sums_over, _own_copy(tensor))
+        axis = self._axis_of_sum(tensor)
+        if axis is not None:
+            return start_all_reduce(axis, _own_copy(tensor))
         return Pending(lambda: self.values(tensor))
 
     def late(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
@@ -85,15 +86,18 @@ class Reshard:
         It can be differentiated at once, as the gradient of a sum does not depend on its value. With None, or where it
         is more than one sum, the result is there.
         """
-        if pending is None or self._sums_over is None or tensor.dtype == torch.bool:
-            return self(tensor)
-        if not hasattr(self._sums_over, "start_all_reduce"):
+        axis = self._axis_of_sum(tensor)
+        if pending is None or not hasattr(axis, "start_all_reduce"):
             return self(tensor)
         summed = _own_copy(tensor)
-        pending.append(start_all_reduce(self._sums_over, summed))
+        pending.append(start_all_reduce(axis, summed))
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return summed
         return _ReshardNode.apply(tensor, self, False, summed)
+
+    def _axis_of_sum(self, tensor: Tensor) -> AxisComm | None:
+        """Where the forward is one sum that can be begun; truth values are no sum of theirs."""
+        return None if tensor.dtype == torch.bool else self._sums_over
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
