@@ -177,7 +177,8 @@ def _described(plan: Any) -> str:
     meshes = " + ".join("x".join(map(str, stage.logical_mesh)) for stage in plan.stages)
     if not plan.is_pipelined:
         return f"one stage on {meshes}"
-    return f"{len(plan.stages)} stages on {meshes}, {plan.num_microbatches} micro-batches, {plan.schedule}"
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    return f"{stages} on {meshes}, {plan.num_microbatches} micro-batches, {plan.schedule}"
 
 
 if __name__ == "__main__":

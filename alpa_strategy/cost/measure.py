@@ -25,6 +25,7 @@ from alpa_strategy.sharding.op import OpCall, TensorMeta
 logger = logging.getLogger(__name__)
 
 REPETITIONS = 5
+ENOUGH_SECONDS = 0.01  # of a pass for one function: what takes longer is timed once more only in the next pass
 PASSES = 3
 BYTES_PER_FLOP = 0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
 MEASURED_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
@@ -176,7 +177,7 @@ def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds
         seconds = _seconds(fn, device, inner)
         best = min(best, seconds / inner)
         spent += seconds
-        if spent > budget_seconds and repetition + 1 >= at_least:
+        if spent > min(budget_seconds, ENOUGH_SECONDS) and repetition + 1 >= at_least:
             break
     return best
 

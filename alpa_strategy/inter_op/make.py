@@ -42,18 +42,19 @@ KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
 
-def plan_pipeline(task: PlanTask, known: float = math.inf) -> Plan:
+def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False) -> Plan:
     """The best plan with micro-batches and stages (one stage included); its ops are those of the micro-batched graph.
 
     Args:
         known: seconds of a step that is there already: only what the DP prices below it is looked at.
+        several: at least two stages and two micro-batches.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
     task = replace(task, costs=task.op_costs)
     check_pins(task.step, task.cluster, task.options)
-    search = _Search(task)
+    search = _Search(task, several)
     search.run(known)
     started = time.perf_counter()
     for candidate in search.best:
@@ -87,8 +88,9 @@ class _Search:
         spent: seconds by phase.
     """
 
-    def __init__(self, task: PlanTask) -> None:
+    def __init__(self, task: PlanTask, several: bool) -> None:
         self.task = task
+        self.several = several
         self.store = task.store or CostStore()
         self.meshes = submeshes(task.cluster)
         self.best: list[Candidate] = []
@@ -100,6 +102,8 @@ class _Search:
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
         counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
+        if self.several:
+            counts = [count for count in counts if count > 1]
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
         climb(counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
@@ -145,7 +149,9 @@ class _Search:
             with self._timed("stage costs"):
                 runs = stage_costs(job, meshes, self.store)
             with self._timed("stage DP"):
-                found = solve_schedules(job, meshes, runs, ceiling)
+                allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
+                allowed[0, job.num_layers] = not self.several
+                found = solve_schedules(job, meshes, runs, ceiling, allowed=allowed)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found

@@ -8,11 +8,14 @@ import pytest
 import torch
 from models import MODELS
 
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
+from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostStore
-from alpa_strategy.options import PlanOptions
-from alpa_strategy.plan.choose import MARGIN, hidden_seconds
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.plan.choose import MARGIN, choose_plan, hidden_seconds
 from alpa_strategy.plan.make import make_plan
+from alpa_strategy.plan.task import PlanTask
 
 
 def cluster(bandwidth: float) -> ClusterSpec:
@@ -44,6 +47,19 @@ def test_one_stage_stays_where_the_network_is_fast():
     assert (len(best.stages), best.num_microbatches) == (1, 1)
     assert any("no pipeline" in note for note in best.notes)
     assert "pipelines" not in best.solver_seconds, "no time is spent on what cannot win"
+
+
+def test_micro_batches_alone_are_not_for_speed():
+    """Short ops are timed on a warmer cache: what one stage seems to gain by them is not there, stages are."""
+    spec = cluster(2e10)
+    with torch.device("meta"):
+        module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
+        step = capture_step(module, (torch.empty(512, 2048), torch.empty(512, 2048)), batch_scope="global")
+    task = PlanTask(step, spec, PlanOptions(batch_scope="global"), OptimizerInfo())
+    warm = replace(spec.device, launch_seconds=0.0, memory_bandwidth=20 * spec.device.memory_bandwidth)
+    best = choose_plan(task, stage_costs=lambda: RooflineCosts(warm))
+    assert len(best.stages) == 2
+    assert best.num_microbatches > 1
 
 
 @pytest.mark.parametrize("options", [{"parallel": "data"}, {"logical_mesh": (2,)}, {"num_microbatches": 1}], ids=str)
