@@ -38,7 +38,8 @@ class PlanOptions:
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
-        schedule: a name of `torch.distributed.pipelining` to pin (see inter_op/schedules.py), None to solve.
+        schedule: a name of `torch.distributed.pipelining` to pin (see inter_op/schedules.py), for at least two stages;
+            None to solve.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
     """
 
@@ -77,6 +78,11 @@ class PlanOptions:
             "placements": _placements(placements or {}, mesh),
             **{name: _SCALARS[name](name, value) for name, value in rest.items()},
         }
+        if values.get("num_stages") == 1 and values.get("schedule") is not None:
+            raise OptionError(
+                f"num_stages=1 leaves nothing for schedule={values['schedule']!r} to order",
+                "leave one of them out, or ask for at least 2 stages",
+            )
         return cls(**values)
 
     @property

@@ -26,9 +26,7 @@ from alpa_strategy.inter_op.explain import largest_need
 from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.pins import check_pins, least_stages
-from alpa_strategy.inter_op.schedules import (
-    rank_of,
-)
+from alpa_strategy.inter_op.schedules import rank_of
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import submeshes
@@ -66,7 +64,7 @@ def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False
             search.failures.append(f"{count} micro-batches, {candidate.schedule}: {error.problem}")
             continue
         search.spent["chosen stages"] = time.perf_counter() - started
-        notes = (*task.step.notes, *plan.notes, *replicated_notes(task.step, task.op_costs))
+        notes = (*candidate.job.graph.notes, *search.notes_on(plan), *replicated_notes(task.step, task.op_costs))
         return replace(plan, fingerprint=task.fingerprint, notes=notes, solver_seconds=dict(search.spent))
     kind = PlanError
     if search.last_job is not None and (largest := largest_need(search.last_job, search.meshes)):
@@ -110,6 +108,14 @@ class _Search:
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
             self.failures.append(f"no number of micro-batches can take less than {known:.3g} s")
+
+    def notes_on(self, plan: Plan) -> tuple[str, ...]:
+        """Why stages take turns, where they do and nobody asked for it."""
+        if len(plan.stages) == 1 or plan.num_microbatches > 1 or self.task.options.num_microbatches == 1:
+            return ()
+        more = [count for count in self._jobs if count > 1]
+        why = self.failures[0] if self.failures else "more would take longer" if more else "no rows for more"
+        return (f"one micro-batch, so the stages work one after the other: {why}",)
 
     def _job(self, count: int) -> CostJob | None:
         """None where the step cannot be cut so; says why once."""

@@ -67,7 +67,10 @@ def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:
     """What every schedule that is allowed can have on the cluster's devices."""
     sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if _has_mesh(cluster, mesh, options)})
     schedules = [options.schedule] if options.schedule else SCHEDULES
-    return {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
+    found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
+    if options.schedule:  # one stage has none
+        return {name: [(n, ranks) for n, ranks in numbers if n > 1] for name, numbers in found.items()}
+    return found
 
 
 def _has_mesh(cluster: ClusterSpec, submesh: tuple[int, int], options: PlanOptions) -> bool:
@@ -106,7 +109,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
     if possible:
         fix = f"ask for one of {_short(possible)}, or leave {' or '.join(others)} out"
     else:
-        fix = "use the schedule 1F1B or GPipe, or more devices"
+        fix = "use more devices" if schedule in ONE_STAGE else "use the schedule 1F1B or GPipe, or more devices"
         fix += f", or leave {others[-1]} out" if others[-1:] in (["logical_mesh"], ["placements"]) else ""
     if schedule is None:
         return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)

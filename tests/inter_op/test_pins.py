@@ -30,7 +30,7 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
         (
             {"model": "gpt", "num_stages": 5, "schedule": "1F1B"},
             "num_stages=5 cannot be met by schedule='1F1B' on 4 devices: it puts 1 stage on each mesh",
-            "1, 2, 3, 4",
+            "one of 2, 3, 4,",
         ),
         (
             {"num_stages": 2, "schedule": "ZBVZeroBubble", "devices": 2},
@@ -58,6 +58,11 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
             "num_stages=2 cannot be met on 2 devices with placements for meshes of 2 axes by any schedule",
             "leave placements out",
         ),
+        (
+            {"schedule": "GPipe", "logical_mesh": [2], "devices": 2},
+            "this cannot be met by schedule='GPipe' on 2 devices with logical_mesh=[2]",
+            "use more devices, or leave logical_mesh out",
+        ),
         ({"num_microbatches": 3}, "num_microbatches=3 does not divide the 8 rows", ""),
     ],
 )
@@ -71,6 +76,22 @@ def test_the_error_says_which_pin_and_what_can_be_had(options, problem, fix):
 def test_a_pattern_without_a_parameter_is_an_error_in_pipelines_too():
     with pytest.raises(OptionError, match=r"placements\['nothing.\*'\] matches no parameter"):
         plan(num_stages=2, placements={"nothing.*": "R*"})
+
+
+def test_a_schedule_is_one_of_several_stages():
+    with pytest.raises(OptionError, match="num_stages=1 leaves nothing for schedule='1F1B' to order"):
+        plan(num_stages=1, schedule="1F1B")
+    assert len(plan(devices=2, schedule="1F1B").stages) == 2  # one would be faster
+
+
+def test_notes_say_what_comes_with_the_number_of_micro_batches():
+    """Stages that take turns where that is the fastest, and statistics of parts of a batch."""
+    assert plan(devices=2, num_stages=2).notes == (
+        "one micro-batch, so the stages work one after the other: more would take longer",
+    )
+    assert plan(devices=2, num_stages=2, num_microbatches=1).notes == ()
+    (note,) = plan("convnet", devices=2, num_stages=2, num_microbatches=4).notes
+    assert note.startswith("BatchNorm takes its statistics per micro-batch (1/4 of the batch)")
 
 
 def test_a_schedule_of_many_stages_gets_as_many_layers():
