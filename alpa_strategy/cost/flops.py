@@ -43,7 +43,7 @@ PART_VIEWS = _names(
     "broadcast_to hsplit vsplit dsplit"
 )
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
-DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout")
+DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")
 GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")
 # Their gradient needs neither operands nor results, and is a view (first) or one pass over the operand (second).
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")

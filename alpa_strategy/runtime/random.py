@@ -49,17 +49,17 @@ class ShardedRandom:
         self._alone = not own_stream and all(size == 1 for size in mesh.shape)
         self._states: dict[tuple[tuple[int, ...], str], Tensor] = {}  # (random_axes, device type) -> generator state
 
-    def run(self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any) -> T:
-        """`fn(*args)` with the generator of `random_axes` in the place of the default one."""
+    def run(self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default one."""
         if self._alone:
-            return fn(*args)
+            return fn(*args, **kwargs)
         generators = _generators(args)
         with _default_generator_lock:
             outside = [generator.get_state() for generator in generators]
             try:
                 for generator in generators:
                     generator.set_state(self._state(random_axes, generator))
-                result = fn(*args)
+                result = fn(*args, **kwargs)
                 for generator in generators:
                     self._states[random_axes, generator.device.type] = generator.get_state()
             finally:

@@ -168,7 +168,7 @@ NOTATION: dict[str, Notation] = {
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
     "aten.affine_grid_generator": Notation(_affine_grid),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
-    "aten.feature_dropout": Notation("[n, c, *s!] -> [n, c, *s!]"),
+    **{f"aten.feature_{kind}": Notation("[n, c, *s!] -> [n, c, *s!]") for kind in ("dropout", "alpha_dropout")},
     "aten.cross_entropy_loss": Notation(_row_loss),
     "aten.nll_loss_nd": Notation(_row_loss),
     "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),

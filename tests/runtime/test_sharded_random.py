@@ -52,6 +52,16 @@ def test_one_device_draws_what_the_plain_module_draws():
     assert all(map(torch.equal, run_on_threads((1, 1), work)[0], plain))
 
 
+def test_numbers_made_from_a_shape_alone():
+    def work(mesh):
+        return ShardedRandom(mesh, 5).run((0,), torch.rand, [3, 4], dtype=torch.float64, device="cpu")
+
+    first, second = run_on_threads((2,), work)
+    assert first.dtype == torch.float64
+    assert first.shape == (3, 4)
+    assert not torch.equal(first, second)
+
+
 def test_resumes_from_its_state(tmp_path):
     def work(mesh):
         random, x = ShardedRandom(mesh, 5), torch.ones(9)
