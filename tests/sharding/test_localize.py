@@ -8,7 +8,7 @@ import pytest
 import torch
 from rule_cases import CASES, Case, aten, call_of, f
 
-from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding import axis_strategies, localize, op_strategies
 from alpa_strategy.sharding.layout import value_layout
 from alpa_strategy.sharding.op import AxisStrategy
 
@@ -67,6 +67,12 @@ def test_dropout_differs_on_shards_and_agrees_on_replicas() -> None:
     assert localize(call, _strategies("S0->S0", "R->R"), (2, 2), (0, 0)).random_axes == (0,)
     assert localize(call, _strategies("S0->S0", "S1->S1"), (2, 2), (0, 0)).random_axes == (0, 1)
     assert localize(call, _strategies("R->R", "R*->R*"), (2, 2), (0, 0)).random_axes == ()
+
+
+def test_whole_features_are_dropped_row_by_row() -> None:
+    for op in (aten.feature_dropout.default, aten.feature_alpha_dropout.default):
+        call, _ = call_of(op, f(4, 6, 5), 0.5, True)
+        assert [str(s) for s in axis_strategies(call, 2)] == ["R->R", "S0->S0", "S1->S1"]
 
 
 def test_ops_that_draw_no_numbers_have_no_random_axes() -> None:
