@@ -153,14 +153,18 @@ class _Search:
         self.in_flight = list(in_flight)
         self.memory_limit, self.steps = memory_limit, steps
         finite = np.isfinite(tables.seconds)
-        base = terms.run * np.where(finite, tables.seconds, 0.0) + steps * np.where(finite, tables.once_seconds, 0.0)
-        values = [base[:, L][finite[:, L]]]
+        values = [self._second_term(tables.seconds, tables.once_seconds)[:, L][finite[:, L]]]
         for a in range(m):
             for column, _, _ in self.classes[a]:
-                shifted = base[:, :, a, :] + terms.run * column[None, :, None]
-                values.append(shifted[:, :L][finite[:, :L, a]])
+                sent = self._second_term(tables.seconds[:, :, a] + column[None, :, None], tables.once_seconds[:, :, a])
+                values.append(sent[:, :L][finite[:, :L, a]])
         self.levels = np.unique(np.concatenate(values)) if values else np.zeros(0)
         self._bounds: list[tuple[int, int, float]] = []
+
+    def _second_term(self, seconds: np.ndarray, once: np.ndarray) -> np.ndarray:
+        """Of each stage. One way to add it up: to the last bit, a stage is not above its own level."""
+        finite = np.isfinite(seconds)
+        return self.terms.run * np.where(finite, seconds, 0.0) + self.steps * np.where(finite, once, 0.0)
 
     def note(self, low: int, high: int, least: float) -> None:
         """Remember that solutions with a bottleneck among levels [low, high] have at least this first term."""
@@ -230,10 +234,7 @@ class _Search:
         if column is not None:
             seconds = seconds + column[None, :, None]
         finite = np.isfinite(seconds) & (need <= self.memory_limit)
-        bottleneck = self.terms.run * np.where(finite, seconds, 0.0) + self.steps * np.where(
-            finite, t.once_seconds[:, :, a], 0.0
-        )
-        good = finite & (bottleneck <= threshold)
+        good = finite & (self._second_term(seconds, t.once_seconds[:, :, a]) <= threshold)
         cost = np.where(good, self.terms.fill * np.where(finite, seconds, 0.0), np.inf)
         if column is not None:
             cost[:, self.num_layers] = np.inf

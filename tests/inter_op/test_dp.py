@@ -92,6 +92,16 @@ def test_equals_brute_force_on_200_random_cases(block):
         check(tables, found, num_devices, weights, alive, limit, steps)
 
 
+def test_a_stage_may_be_as_slow_as_itself():
+    """Its second term is added up in one way only: it is not left out at its own threshold by a rounding error."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        tables = random_tables(rng, 4, [1], 1, True)
+        expected = brute_force(tables, 2, Terms(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
+        found = solve_stages(tables, 2, Terms(1.0, 3.0), [4, 4], num_stages=[2])
+        assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
+
+
 def check(tables, found, num_devices, weights, alive, limit, steps):
     """The stages are what they are said to cost, in order, cover the layers and the devices, and fit."""
     seconds, bottlenecks, position, left = [], [], 0, num_devices
