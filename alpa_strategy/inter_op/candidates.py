@@ -98,8 +98,7 @@ def _solve_schedule(
     wanted = job.options.num_stages
     if schedule in ONE_STAGE:
         most = min(L, D)
-        # A schedule that the user asks for is one of several stages (`pins.py`).
-        counts = [wanted] if wanted else range(2, most + 1) if job.options.schedule else None
+        counts = [wanted] if wanted else None
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
         choice = solve_stages(tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known())

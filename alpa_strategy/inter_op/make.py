@@ -156,7 +156,8 @@ class _Search:
                 runs = stage_costs(job, meshes, self.store)
             with self._timed("stage DP"):
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
-                allowed[0, job.num_layers] = not self.several
+                # A schedule that the user asks for is one of several stages (`pins.py`).
+                allowed[0, job.num_layers] = not self.several and job.options.schedule is None
                 found = solve_schedules(job, meshes, runs, ceiling, allowed=allowed)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
