@@ -95,6 +95,39 @@ class Fourier(TestModel):
         return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
 
+class Derived(TestModel):
+    """Weights made of parameters: weight norm, a product of two, one shared by all layers, a penalty on the loss; some
+    parameters are used as they are, too, and one is frozen. Batch: (x [B, D], y [B, D])."""
+
+    def __init__(self, width: int = 6, depth: int = 3, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+        super().__init__(optimizer, lr)
+        self.width = width
+        self.layers = nn.ModuleList(
+            nn.utils.parametrizations.weight_norm(nn.Linear(width, width)) for _ in range(depth)
+        )
+        self.left, self.right = nn.Parameter(torch.randn(width, 2)), nn.Parameter(torch.randn(2, width))
+        self.mix = nn.Parameter(torch.randn(width, depth))
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        product = self.left @ self.right + torch.arange(self.width) * 0.1
+        weights = torch.softmax(self.mix * self.scale[:, None], dim=-1)
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x) + x @ product.t()) * weights[:, number] + self.frozen.exp()
+        x = x * self.mix[:, 0] + x @ product
+        penalty = 0.01 * sum(p.square().sum() for p in (self.left, self.mix))
+        self.log("penalty", penalty)
+        loss = F.mse_loss(x, y) + penalty
+        self.log("loss", loss)
+        return loss
+
+    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        sizes = (batch_size, self.width)
+        return tuple(torch.randn(sizes, generator=generator, dtype=self.left.dtype) for _ in range(2))
+
+
 class Routed(TestModel):
     """Integers, booleans and indices made in the first stage are read by the last. Batch: (tokens, labels) [B, T]."""
 
@@ -128,4 +161,4 @@ class Routed(TestModel):
 
 
 CROSSING = {"everywhere": Everywhere, "three_times": ThreeTimes, "fourier": Fourier, "routed": Routed}
-MODELS.update(CROSSING)
+MODELS.update(CROSSING | {"derived": Derived})

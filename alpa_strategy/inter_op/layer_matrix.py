@@ -163,7 +163,7 @@ def _small_order(network: Network, kept: tuple[int, int]) -> list[int] | None:
 class _Joined:
     """A stage problem whose boundary values all follow two choices, `entering` and `leaving`.
 
-    gathered: per transfer of a parameter, [source, target] bytes of what is gathered for use; None for others.
+    gathered: per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others.
     """
 
     stage: StageProblem
@@ -208,10 +208,8 @@ def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
         if layouts.value in intra.received and parts[index].saved.any():
             sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
             parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
-    parameter_values = {p.value for p in intra.step.parameters}
-    gathered = tuple(
-        _gathered_bytes(intra, layouts) if layouts.value in parameter_values else None for layouts in intra.transfers
-    )
+    kept = intra.gathered_again
+    gathered = tuple(_gathered_bytes(intra, layouts) if layouts.value in kept else None for layouts in intra.transfers)
     return _Joined(
         stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered
     )

@@ -1,4 +1,5 @@
-"""Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op problem.
+"""Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op problem. What is done
+once per step is a span of its own, which is not recomputed.
 
 What passes from span to span is kept in the layout in which it is made; every span brings it to its uses by itself, as
 it does with parameters. So a value is resharded once per span and target, not once per stage and target.
@@ -15,11 +16,14 @@ from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import local_bytes
 from alpa_strategy.intra_op.problem import Transfer, Use
 
+PER_STEP = -2  # the span of ops that run once per step
+
 
 class Spans:
     """The spans of a stage; `starts`: positions among its ops at which they begin, the first is 0."""
 
     def __init__(self, intra: IntraOp, starts: Sequence[int] = (0,)) -> None:
+        self._per_step = intra.per_step.ops
         self._first_op, self._num_ops = len(intra.parameters), len(intra.ops)
         self._starts = np.asarray(starts)
         self.count = len(starts)
@@ -29,19 +33,21 @@ class Spans:
         op = choice - self._first_op
         if not 0 <= op < self._num_ops:
             return None
+        return PER_STEP if op in self._per_step else self._place(op)
+
+    def _place(self, op: int) -> int:
         return int(np.searchsorted(self._starts, op, side="right")) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
         """Where a value is brought to a use: what leaves the stage is made ready where it is made."""
-        for choice in (use.choice, transfer.producer):
-            span = self.of_choice(choice)
-            if span is not None:
-                return span
-        return self.count - 1
+        if (span := self.of_choice(use.choice)) is not None:
+            return span
+        is_op = self.of_choice(transfer.producer) is not None
+        return self._place(transfer.producer - self._first_op) if is_op else self.count - 1
 
     def split(self, intra: IntraOp) -> IntraOp:
         """The problem with one transfer per value and span; the choices stay as they are."""
-        if self.count == 1:
+        if self.count == 1 and not self._per_step:
             return intra
         transfers, layouts = [], []
         for transfer, named in zip(intra.problem.transfers, intra.transfers, strict=True):

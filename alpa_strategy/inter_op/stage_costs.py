@@ -37,8 +37,9 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.slice import crossing_values, last_readers, stage_on
-from alpa_strategy.inter_op.stage_problem import take_apart
-from alpa_strategy.intra_op.build import OptionTables, boundary_layouts, build
+from alpa_strategy.inter_op.spans import Spans
+from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
+from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.layout import REPLICATE
@@ -180,7 +181,9 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
     for layer, key in zip(layers, keys, strict=True):
         if key not in problems:
             local = own_pins(job.options, layer)
-            problems[key] = take_apart(restrict(build(layer, tables), local, job.optimizer), tables)
+            whole = stage_build(layer, tables)
+            whole = Spans(whole).split(whole)
+            problems[key] = take_apart(restrict(whole, local, job.optimizer), tables)
     end_of = dict(zip(keys, ends, strict=True))
 
     passing = {key: passing_seconds(job.graph, end_of[key], tables) for key in problems}

@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.inter_op.spans import Spans
-from alpa_strategy.intra_op.build import IntraOp, OptionTables
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cost.flops import is_view
+from alpa_strategy.inter_op.spans import PER_STEP, Spans
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
+from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem
 
 
@@ -77,6 +81,11 @@ class StageCost:
         return self.always + alive + self.working
 
 
+def stage_build(graph: StepGraph, tables: OptionTables) -> IntraOp:
+    """The problem of a stage that runs micro-batches (see `build`): some ops run once per step."""
+    return replace(build(graph, tables), per_step=per_step(graph))
+
+
 def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,)) -> StageProblem:
     """The parts of every choice and transfer of a stage's problem.
 
@@ -94,6 +103,10 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
         parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
         if index < num_parameters:
             parts = replace(parts, once=choice.cost, always=choice.memory)
+        elif span == PER_STEP:
+            forward = intra.ops[index - num_parameters].forward_seconds
+            always = choice.memory + _held_bytes(intra, index - num_parameters)
+            parts, span = replace(parts, once=forward, backward=choice.cost - forward, always=always), None
         elif span is not None:
             forward = intra.ops[index - num_parameters].forward_seconds
             parts = replace(
@@ -115,21 +128,64 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
         choices.append(parts)
         choice_spans.append(EVERY_SPAN if span is None else span)
     transfers, transfer_spans = [], []
-    for transfer, layouts in zip(problem.transfers, intra.transfers, strict=True):
-        forward, _ = tables.reshard(layouts.sources, layouts.targets, step.values[layouts.value])
+    free = (intra.unrestricted or problem).transfers
+    for transfer, layouts, unrestricted in zip(problem.transfers, intra.transfers, free, strict=True):
+        forward, backward_alone = tables.reshard(layouts.sources, layouts.targets, step.values[layouts.value])
         with np.errstate(invalid="ignore"):
             backward = np.where(np.isfinite(transfer.cost), transfer.cost - forward, np.inf)
         zero = np.zeros_like(transfer.cost)
         finite = np.where(np.isfinite(forward), forward, 0.0)
-        span = spans.of_use(transfer, transfer.uses[0])
-        again = transfer.memory
-        if spans.of_choice(transfer.producer) not in (None, span):  # kept as it was made
-            same = [[source == target for target in layouts.targets] for source in layouts.sources]
-            again = np.where(same, 0.0, again)
-        transfers.append(Parts(finite, backward, zero, zero, transfer.memory, zero, again))
+        span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
+        same = np.array([[source == target for target in layouts.targets] for source in layouts.sources])
+        gathers = np.array([[is_gather(source, target) for target in layouts.targets] for source in layouts.sources])
+        if span == PER_STEP:  # kept to the step's end, gathered parameters too
+            with np.errstate(invalid="ignore"):
+                penalty = transfer.cost - unrestricted.cost
+            backward = np.where(np.isfinite(transfer.cost), backward_alone + penalty, np.inf)
+            always = np.where(same, 0.0, _kept_bytes(intra, layouts))
+            transfers.append(Parts(zero, backward, finite, always, zero, zero, zero))
+            transfer_spans.append(EVERY_SPAN)
+            continue
+        memory = transfer.memory
+        if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
+            backward = np.where(gathers & (memory > 0), backward + finite, backward)
+            memory = np.where(same | gathers, 0.0, memory)
+        again = memory if made_in in (None, span) else np.where(same, 0.0, memory)  # kept as it was made
+        transfers.append(Parts(finite, backward, zero, zero, memory, zero, again))
         transfer_spans.append(span)
     return StageProblem(
         intra, tuple(choices), tuple(transfers), spans.count, tuple(choice_spans), tuple(transfer_spans)
+    )
+
+
+def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
+    """[strategy] bytes of those results of an op run once per step that micro-batches take or another such op keeps."""
+    step, options = intra.step, intra.ops[op]
+    total = np.zeros(len(options.outputs))
+    if is_view(step.ops[op].call):
+        return total
+    for position, value in enumerate(step.ops[op].results):
+        is_held = value in intra.per_step.values or _is_saved_per_step(intra, value)
+        if is_held and not options.saved.results[position]:
+            total += [
+                local_bytes(step.values[value], outputs[position], intra.mesh.shape) for outputs in options.outputs
+            ]
+    return total
+
+
+def _kept_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
+    """[target] bytes of a copy that ops read which run once per step, where their backward keeps it."""
+    if not _is_saved_per_step(intra, layouts.value):
+        return np.zeros(len(layouts.targets))
+    meta = intra.step.values[layouts.value]
+    return np.array([local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets], dtype=float)
+
+
+def _is_saved_per_step(intra: IntraOp, value: int) -> bool:
+    """Whether the backward of an op that runs once per step keeps what it reads of `value`."""
+    return any(
+        op in intra.per_step.ops and intra.ops[op].saved.operands[position]
+        for op, position in intra.step.consumers.get(value, ())
     )
 
 

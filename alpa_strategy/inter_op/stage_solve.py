@@ -11,8 +11,8 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.spans import Spans, balanced_groups
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
-from alpa_strategy.inter_op.stage_problem import StageCost, StageProblem, cost_of, take_apart, weighted
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.inter_op.stage_problem import StageCost, StageProblem, cost_of, stage_build, take_apart, weighted
+from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
@@ -87,7 +87,7 @@ class StageSolver:
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-        whole = build(graph, tables)
+        whole = stage_build(graph, tables)
 
         def problem(starts: tuple[int, ...], is_restricted: bool = True) -> StageProblem:
             intra = Spans(whole, starts).split(whole)
@@ -153,7 +153,7 @@ class StageSolver:
         plan = decode(intra, found.solution.assignment, self.job.costs, self.job.optimizer, wish.submesh)
         seconds = count * cost.seconds(wish.remat) + cost.once
         optimizer = plan.predicted.optimizer_seconds
-        compute = count * plan.predicted.compute_seconds
+        compute = count * plan.predicted.compute_seconds - (count - 1) * _per_step_compute(intra, found.solution)
         if wish.remat:
             compute += count * _forward_compute(cost, plan.predicted)
         compute = min(compute, seconds - optimizer)
@@ -199,6 +199,12 @@ def _least_memory(
             best, least = fewer, need
         count //= 2
     return best
+
+
+def _per_step_compute(intra: IntraOp, solution: Solution) -> float:
+    """Seconds of the forwards that run once per step."""
+    offset = len(intra.parameters)
+    return sum(float(intra.ops[op].forward_seconds[solution.assignment[offset + op]]) for op in intra.per_step.ops)
 
 
 def _forward_compute(cost: StageCost, predicted: Predicted) -> float:

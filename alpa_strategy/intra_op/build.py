@@ -26,6 +26,7 @@ from alpa_strategy.intra_op.options import (
     whole_only,
     without_parameters,
 )
+from alpa_strategy.intra_op.per_step import PerStep
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
@@ -58,7 +59,8 @@ class IntraOp:
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
     `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
     by `steps_per_update` training steps. `steps_in_backward`: see `OptimizerInfo`.
-    `unrestricted` is the problem without pins and penalties, where `problem` has them.
+    `unrestricted` is the problem without pins and penalties, where `problem` has them. `per_step`: of a stage that runs
+    micro-batches, what it does once for all of them.
     """
 
     step: StepGraph
@@ -72,6 +74,16 @@ class IntraOp:
     steps_per_update: int = 1
     unrestricted: Problem | None = None
     steps_in_backward: bool = False
+    per_step: PerStep = field(default_factory=PerStep)
+
+    def is_per_step(self, choice: int) -> bool:
+        """Whether a choice of the problem is an op that runs once per step."""
+        return choice - len(self.parameters) in self.per_step.ops
+
+    @property
+    def gathered_again(self) -> frozenset[int]:
+        """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
+        return self.per_step.values.union(p.value for p in self.step.parameters)
 
 
 class OptionTables:

@@ -85,21 +85,22 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
         else:
             entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
 
-    parameter_values = {p.value for p in step.parameters}
-    saved_by_use = _saved_values(intra)
-    for value, source, targets in used_transfers(intra, assignment):
+    regathered = intra.gathered_again & _saved_values(intra)
+    uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
+    for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):
         meta = step.values[value]
         for target in targets:
-            regather = value in parameter_values and value in saved_by_use and is_gather(source, target)
+            regather = not once and value in regathered and is_gather(source, target)
             for reshard in reshard_steps(source, target, meta.shape, mesh.shape):
                 for kind, num_bytes, phase in step_collectives(reshard, meta.dtype.itemsize, meta.requires_grad):
-                    add(kind, reshard.axis, phase, num_bytes)
+                    add(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes)
                     if regather and phase == "forward":
                         add(kind, reshard.axis, "backward", num_bytes)
     for i, options in enumerate(intra.ops):
+        once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                add(c.kind, axis, c.phase, c.num_bytes)
+                add(c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes)
     for i, parameter in enumerate(step.parameters):
         if parameter.meta.requires_grad:
             plan = intra.parameters[i].plans[assignment[i]]
@@ -138,12 +139,12 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
     offset = len(intra.parameters)
     largest_op = max((float(o.temporary_bytes[assignment[offset + i]]) for i, o in enumerate(intra.ops)), default=0.0)
-    parameter_values = {p.value for p in intra.step.parameters}
+    gathered_again = intra.gathered_again
     largest_gather = max(
         (
             local_bytes(intra.step.values[value], target, intra.mesh.shape)
             for value, source, targets in used_transfers(intra, assignment)
-            if value in parameter_values
+            if value in gathered_again
             for target in targets
             if is_gather(source, target)
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.lower.lines import before_first_use, begin_first, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.lower.order import made_of_the_batch
@@ -122,27 +123,65 @@ def lower(
     return writer.program()
 
 
-def lower_spans(
-    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
-) -> list[tuple[StepGraph, LoweredStep]]:
-    """The spans that a stage recomputes one by one (`StagePlan.spans`), each with its graph, whose `received` includes
-    what earlier spans make.
+@dataclass(frozen=True)
+class LoweredStage:
+    """A stage that runs micro-batches.
 
-    Args:
-        step: the whole micro-batched step.
+    Attributes:
+        per_step: what it makes of its parameters once per step: its derivations in order. Each gives its values as
+            `run_span` gives what is `made`.
+        spans: what it runs for every micro-batch, one after the other, each with its graph: one, or those that it
+            recomputes one by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes
+            the derivations' values as parameters of the name `derived_name(value)`.
+        derived: what the derivations are.
     """
-    sent = set(slice_stage(step, *stage.ops).sent)
-    graphs = [slice_stage(step, *span) for span in stage.spans]
+
+    per_step: tuple[LoweredStep, ...]
+    spans: tuple[tuple[StepGraph, LoweredStep], ...]
+    derived: PerStep
+
+
+def derived_name(value: int) -> str:
+    """What a program calls a value that it takes as a parameter."""
+    return f"<value {value}>"
+
+
+def lower_stage(
+    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+) -> LoweredStage:
+    """The programs of a stage of the micro-batched `step`.
+
+    Raises:
+        PlanError: see `lower`.
+    """
+    whole = slice_stage(step, *stage.ops)
+    derived = per_step(whole)
+    once: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
-    found = []
+    for derivation in derived.derivations:
+        writer = _Writer(derivation.graph(whole), stage, mesh, device, random)
+        once.append(writer.program(derivation.values))
+        layouts |= {value: writer.layouts[value] for value in derivation.values}
+    left_out = {whole.ops[index].name for index in derived.ops}
+    graphs = [_without(slice_stage(step, *span), left_out, derived.values) for span in stage.spans]
+    spans: list[tuple[StepGraph, LoweredStep]] = []
     for number, graph in enumerate(graphs):
         read_later = {value for later in graphs[number + 1 :] for value in later.received}
         made = tuple(value for value in graph.sent if value in read_later)
-        graph = replace(graph, sent=tuple(value for value in graph.sent if value in sent))
-        writer = _Writer(graph, stage, mesh, device, random, layouts)
-        found.append((graph, writer.program(made)))
+        graph = replace(graph, sent=tuple(value for value in graph.sent if value in whole.sent))
+        writer = _Writer(graph, stage, mesh, device, random, layouts, derived.values)
+        if not stage.remat:
+            writer.begun_early = made_of_the_batch(graph)
+        spans.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
-    return found
+    return LoweredStage(tuple(once), tuple(spans), derived)
+
+
+def _without(graph: StepGraph, names: Collection[str], derived: Collection[int]) -> StepGraph:
+    """A span without the ops that run once per step; `derived` is what it takes of them."""
+    ops = tuple(op for op in graph.ops if op.name not in names)
+    read = {value for op in ops for value in op.operands}.union(graph.escaping) - set(derived)
+    return replace(graph, ops=ops, received=tuple(value for value in graph.received if value in read))
 
 
 class _Writer:
@@ -156,7 +195,9 @@ class _Writer:
         device: torch.device,
         random: ShardedRandom,
         made_before: Mapping[int, DualLayout] | None = None,
+        derived: Collection[int] = (),
     ) -> None:
+        self.derived = derived
         self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {}
@@ -272,7 +313,8 @@ class _Writer:
             *[f"v{b.value} = batch[{i}]" for i, b in enumerate(self.step.batch)],
             *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
         ]
-        parameters = {f"v{p.value}": f"v{p.value} = parameters[{i}]" for i, p in enumerate(self.step.parameters)}
+        given = {p.value: p.name for p in self.step.parameters} | {v: derived_name(v) for v in sorted(self.derived)}
+        parameters = {f"v{value}": f"v{value} = parameters[{i}]" for i, value in enumerate(given)}
         body = drop_dead(before_first_use(parameters, begin_first(self.beginnings, [*inputs, *self.lines])))
         source = "\n    ".join(["def step(parameters, buffers, batch, received, pending):", *body]) + "\n"
         filename = f"<alpa step {id(self):x}>"
@@ -281,7 +323,7 @@ class _Writer:
         return LoweredStep(
             source,
             self.namespace["step"],
-            tuple(p.name for p in self.step.parameters),
+            tuple(given.values()),
             tuple(b.name for b in self.step.buffers),
             self.step.escaping,
             self.step.sent,

@@ -20,6 +20,7 @@ from alpa_strategy.inter_op.microbatch_run import cut, joined
 from alpa_strategy.inter_op.pipeline_spec import PipelineSpec
 from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.derived import DerivedValues
 from alpa_strategy.runtime.pipeline_exchange import Delivery, SharedSum
 from alpa_strategy.runtime.pipeline_stage import Schedule
 from alpa_strategy.runtime.program import StageProgram, Values
@@ -39,6 +40,7 @@ class OwnStage:
     parameters: name -> the module's parameter, whose `.grad` a step makes (local storage shard).
     buffers: name -> tensor; entries are replaced when a micro-batch updates them.
     recompute: where the stage recomputes its activations, the program span by span.
+    derived: what the program makes of the parameters once per step.
     """
 
     program: StageProgram
@@ -47,6 +49,7 @@ class OwnStage:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     recompute: Recompute | None = None
+    derived: DerivedValues | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Pipeline:
                 spec.num_microbatches,
                 self._outbox,
                 own[index].recompute,
+                own[index].derived,
             )
         self._stores = list(stores.values())
         self._connect()

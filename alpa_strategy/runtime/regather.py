@@ -116,6 +116,8 @@ class Regather:
         if id(tensor) in self._parameters:
             return True
         node = tensor.grad_fn
+        if getattr(node, "is_made_of_parameters", False):  # runtime/derived.py
+            return True
         for _ in range(MAX_DERIVATIONS):
             inputs = [] if node is None else [given for given, _ in node.next_functions if given is not None]
             if len(inputs) != 1:

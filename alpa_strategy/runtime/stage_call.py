@@ -1,5 +1,5 @@
-"""A `LoweredStep` as a stage's program: inputs by value, ZeRO-3's regathering; whole, or as the spans of a stage that
-recomputes."""
+"""A `LoweredStep` as a stage's program: inputs by value, what is made once per step, ZeRO-3's regathering; whole, or as
+the spans of a stage that recomputes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.lower.lower import LoweredStep, lower_spans
+from alpa_strategy.lower.lower import LoweredStep, lower_stage
 from alpa_strategy.plan.plan import StagePlan
 from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.runtime.derived import DerivedValues
 from alpa_strategy.runtime.program import StageInputs, Values
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.recompute import Span
@@ -32,12 +33,19 @@ class StageCall:
     Args:
         graph: what was lowered.
         step: the whole micro-batched step, whose batch is handed in by position.
+        derived: what is made of the parameters once per step.
     """
 
     def __init__(
-        self, lowered: LoweredStep, graph: StepGraph, step: StepGraph, stage: StagePlan, store: StageParameters
+        self,
+        lowered: LoweredStep,
+        graph: StepGraph,
+        step: StepGraph,
+        stage: StagePlan,
+        store: StageParameters,
+        derived: DerivedValues,
     ) -> None:
-        self.lowered = lowered
+        self.lowered, self._derived = lowered, derived
         position = {leaf.value: i for i, leaf in enumerate(step.batch)}
         self._batch = tuple(position[leaf.value] for leaf in graph.batch)
         self._received = graph.received
@@ -52,30 +60,36 @@ class StageCall:
         """See `SpanProgram`."""
         rows = [inputs.batch[i] for i in self._batch]
         handed = [inputs.received[v] for v in self._received]
+        parameters = self._derived.beside(inputs.parameters, inputs.buffers)
         with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return self.lowered.run_span(inputs.parameters, inputs.buffers, rows, handed)
+            return self.lowered.run_span(parameters, inputs.buffers, rows, handed)
 
 
-def recomputed_spans(
+def stage_calls(
     step: StepGraph,
     stage: StagePlan,
     mesh: MeshComm,
     device: torch.device,
     random: ShardedRandom,
     store: StageParameters,
-) -> list[Span]:
-    """The spans of a stage that recomputes (`StagePlan.spans`), for this device."""
+) -> tuple[list[StageCall], list[Span], DerivedValues]:
+    """What runs a stage of `step` on this device: its spans (one, or those that it recomputes) as calls and as what
+    `Recompute` takes, and what they make of the parameters once per step."""
+    lowered_stage = lower_stage(step, stage, mesh, device, random)
+    derived = DerivedValues(lowered_stage.per_step)
+    calls: list[StageCall] = []
     spans: list[Span] = []
     used: set[str] = set()
-    for graph, lowered in lower_spans(step, stage, mesh, device, random):
-        trained = {p.name for p in graph.parameters if p.meta.requires_grad}
+    for graph, lowered in lowered_stage.spans:
+        trained = lowered_stage.derived.parameters_of(graph)
+        calls.append(StageCall(lowered, graph, step, stage, store, derived))
         spans.append(
             Span(
-                StageCall(lowered, graph, step, stage, store).run_span,
+                calls[-1].run_span,
                 graph.received,
                 tuple(value for value in lowered.made if step.values[value].requires_grad),
                 frozenset(trained & used),
             )
         )
         used |= trained
-    return spans
+    return calls, spans, derived

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.inter_op.channels import Channel, StageSpec
+from alpa_strategy.runtime.derived import DerivedValues
 from alpa_strategy.runtime.program import StageInputs, StageProgram, Values
 from alpa_strategy.runtime.recompute import Kept, Recompute
 from alpa_strategy.runtime.split_backward import SplitBackward
@@ -111,6 +112,7 @@ class StageWorker:
         program, store, buffers: what it runs and on what; `buffers` is updated in place.
         loss: value index of the loss where this stage makes it, else None.
         recompute: given where activations are recomputed: the program span by span.
+        derived: what the program keeps from micro-batch to micro-batch of one step.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class StageWorker:
         num_microbatches: int,
         outbox: Outbox,
         recompute: Recompute | None = None,
+        derived: DerivedValues | None = None,
     ) -> None:
-        self._recompute = recompute
+        self._recompute, self._derived = recompute, derived
         self.index, self.spec = index, spec
         self._program, self.store, self._buffers = program, store, buffers
         self._loss, self._num_microbatches, self._outbox = loss, num_microbatches, outbox
@@ -151,6 +154,8 @@ class StageWorker:
         """
         self._batches, self._given, self._loss_scale, self._has_backward = batches, given, loss_scale, has_backward
         self.escaped: list[Values] = []
+        if self._derived is not None:
+            self._derived.start_step(has_backward)
         self._in_flight.clear()
         for port in (*self._incoming, *self._outgoing):
             port.arriving.clear()

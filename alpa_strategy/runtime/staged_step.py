@@ -21,15 +21,15 @@ from alpa_strategy.inter_op.pipeline_spec import BatchTensor, PipelineSpec, Shar
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
+from alpa_strategy.runtime.derived import DerivedValues
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
 from alpa_strategy.runtime.program import StageProgram
 from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.recompute import Recompute
-from alpa_strategy.runtime.stage_call import StageCall, StageParameters, recomputed_spans
+from alpa_strategy.runtime.stage_call import StageParameters, stage_calls
 from alpa_strategy.runtime.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.sharding.layout import Layout, value_layout
 from alpa_strategy.sharding.op import TensorMeta
@@ -144,7 +144,7 @@ def build_pipeline(
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
             continue
-        program, recompute = _program(index, graph, stage_graph, stage, places, stores[index])
+        program, recompute, derived = _program(index, graph, stage, places, stores[index])
         own[index] = OwnStage(
             program=program,
             store=stores[index],
@@ -152,6 +152,7 @@ def build_pipeline(
             parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
             buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
             recompute=recompute,
+            derived=derived,
         )
     return Pipeline(spec, own, places.device)
 
@@ -159,19 +160,18 @@ def build_pipeline(
 def _program(
     index: int,
     graph: StepGraph,
-    stage_graph: StepGraph,
     stage: StagePlan,
     places: StagePlaces,
     store: StageParameters,
-) -> tuple[StageProgram, Recompute | None]:
+) -> tuple[StageProgram, Recompute | None, DerivedValues]:
     """What runs stage `index` of `graph`; span by span where it recomputes."""
     mesh, random = places.meshes[index], places.randoms[index]
+    calls, spans, derived = stage_calls(graph, stage, mesh, places.device, random, store)
     if stage.remat:
-        spans = recomputed_spans(graph, stage, mesh, places.device, random, store)
         recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
-        return recompute, recompute
-    lowered = lower(stage_graph, stage, mesh, places.device, random)
-    return StageCall(lowered, stage_graph, graph, stage, store), None
+        return recompute, recompute, derived
+    (program,) = calls
+    return program, None, derived
 
 
 def stage_randoms(

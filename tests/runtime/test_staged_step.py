@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 
+import pipeline_models_crossing  # noqa: F401  (more MODELS)
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ CASES = {
     "llama": {"num_layers": 1},
     "bert": {"num_layers": 1},
     "convnet": {},
+    "derived": {},
 }
 ROWS_PER_RANK = 4
 
@@ -138,7 +140,7 @@ def compare(name, case, micro, stages, schedule):
     module, step, whole, mine = case
     parameters = {p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape) for p in step.parameters}
     buffers = {b.name: module.get_buffer(b.name).clone() for b in step.buffers}
-    trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
+    trained = {n: p.clone().requires_grad_(module.get_parameter(n).requires_grad) for n, p in parameters.items()}
     expected = run_step(step, trained, buffers, [whole[b.leaf] for b in step.batch])
     expected[step.loss].backward()
     pipeline, stores = prepare(module, micro, stages, schedule)
@@ -217,7 +219,7 @@ def test_recomputation_on_several_devices(pool, seed):
     pool.run(4, run_model, "gpt", ((0, 1), (2, 3)), "1F1B", 2, seed, True)
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert", "convnet"])
+@pytest.mark.parametrize("name", ["gpt", "bert", "convnet", "derived"])
 def test_recomputation_without_a_pipeline(pool, name):
     """Spans share weights (a tied embedding), whose gradients are reduced once they are complete."""
     for seed in range(2):

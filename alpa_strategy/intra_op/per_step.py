@@ -1,0 +1,144 @@
+"""What of a stage's work belongs to the step and not to its micro-batches: ops on parameters and constants alone, such
+as casts, transposed copies and weight norm. Planner and lowering both ask here which ops these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.cost.flops import is_view
+from alpa_strategy.sharding.localize import is_random
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """Ops that make values of parameters, and share values with each other: run together, once per step.
+
+    Attributes:
+        ops: positions in the graph, constants that they need included.
+        parameters: names of those that they read.
+        values: what the rest of the graph takes of their results.
+    """
+
+    ops: tuple[int, ...]
+    parameters: tuple[str, ...]
+    values: tuple[int, ...]
+
+    def graph(self, stage: StepGraph) -> StepGraph:
+        """The derivation by itself; nothing leaves it but `values`."""
+        ops = tuple(stage.ops[index] for index in self.ops)
+        read = {value for op in ops for value in op.operands}
+        return replace(
+            stage,
+            parameters=tuple(p for p in stage.parameters if p.value in read),
+            buffers=tuple(b for b in stage.buffers if b.value in read),
+            batch=(),
+            constants=tuple(c for c in stage.constants if c.value in read),
+            ops=ops,
+            loss=-1,
+            output=None,
+            logs=(),
+            metrics=(),
+            received=(),
+            sent=(),
+            checks=(),
+            appended=(),
+        )
+
+
+@dataclass(frozen=True)
+class PerStep:
+    """A stage's derivations; `ops`: positions of the ops that the micro-batches are rid of."""
+
+    derivations: tuple[Derivation, ...] = ()
+    ops: frozenset[int] = frozenset()
+
+    @cached_property
+    def values(self) -> frozenset[int]:
+        """What the micro-batches take of all derivations."""
+        return frozenset(value for derivation in self.derivations for value in derivation.values)
+
+    def parameters_of(self, graph: StepGraph) -> set[str]:
+        """Names of the trainable parameters that `graph`, a part of the stage without `ops`, depends on."""
+        read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
+        own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
+        return own.union(*(d.parameters for d in self.derivations if not read.isdisjoint(d.values)))
+
+
+def per_step(graph: StepGraph) -> PerStep:
+    """What `graph`, a stage of a micro-batched step, can do once per step: deterministic ops on parameters, constants
+    and buffers that no micro-batch updates. Parameters that are only viewed stay as they are.
+    """
+    parameters = {p.value for p in graph.parameters}
+    known = {*(c.value for c in graph.constants), *(b.value for b in graph.buffers if b.update is None)}
+    constant: set[int] = set()  # ops
+    groups: dict[int, _Group] = {}  # value -> the ops that it is made with
+    for index, op in enumerate(graph.ops):
+        if not all(value in known or value in parameters or value in groups for value in op.operands):
+            continue
+        if is_random(op.call):
+            continue
+        if known.issuperset(op.operands):
+            constant.add(index)
+            known.update(op.results)
+            continue
+        group = _joined(groups, op.operands)
+        group.ops.append(index)
+        groups.update(dict.fromkeys((*group.values, *op.results), group))
+        group.values.update(op.results)
+    found = [
+        group
+        for group in {id(group): group for group in groups.values()}.values()
+        if not all(is_view(graph.ops[index].call) for index in group.ops)
+    ]
+    moved = _with_own_constants(graph, {index for group in found for index in group.ops}, constant)
+    maker = {value: index for index, op in enumerate(graph.ops) for value in op.results}
+    return PerStep(tuple(_derivation(graph, group, moved, maker) for group in found), frozenset(moved))
+
+
+class _Group:
+    """Ops that share values made of parameters."""
+
+    def __init__(self) -> None:
+        self.ops: list[int] = []
+        self.values: set[int] = set()
+
+
+def _joined(groups: dict[int, _Group], operands: Iterable[int]) -> _Group:
+    """The group of an op that reads `operands`: those that made them, as one."""
+    group = _Group()
+    for other in {id(groups[v]): groups[v] for v in operands if v in groups}.values():
+        group.ops += other.ops
+        group.values |= other.values
+    return group
+
+
+def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
+    """`moved` with the ops on constants that nothing else needs."""
+    moved = set(moved)
+    leaving = {*graph.escaping, *graph.sent}
+    for index in sorted(constant, reverse=True):
+        results = graph.ops[index].results
+        readers = {reader for value in results for reader, _ in graph.consumers.get(value, ())}
+        if readers and readers <= moved and leaving.isdisjoint(results):
+            moved.add(index)
+    return moved
+
+
+def _derivation(graph: StepGraph, group: _Group, moved: set[int], maker: Mapping[int, int]) -> Derivation:
+    leaving = {*graph.escaping, *graph.sent}
+    values = tuple(
+        value
+        for value in sorted(group.values)
+        if value in leaving or any(reader not in moved for reader, _ in graph.consumers.get(value, ()))
+    )
+    ops, stack = set(group.ops), list(group.ops)
+    while stack:
+        needed = {maker[value] for value in graph.ops[stack.pop()].operands if value in maker} - ops
+        ops |= needed
+        stack += needed
+    read = {value for index in ops for value in graph.ops[index].operands}
+    return Derivation(tuple(sorted(ops)), tuple(p.name for p in graph.parameters if p.value in read), values)

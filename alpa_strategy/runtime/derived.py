@@ -1,0 +1,119 @@
+"""Values that a stage makes of its parameters alone (casts, weight norm): computed once per step, kept for all its
+micro-batches. To a micro-batch's autograd they are one node between the parameters and their uses, so that gradients
+reach the parameters micro-batch by micro-batch, in the order and precision in which they would without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.lower.lower import LoweredStep, derived_name
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What one derivation made: its graph lies between `leaves` and `results`, by name."""
+
+    leaves: dict[str, Tensor]
+    results: dict[str, Tensor]
+
+
+class DerivedValues:
+    """The derivations of a stage (`lower.LoweredStage.per_step`) on this device."""
+
+    def __init__(self, programs: Sequence[LoweredStep]) -> None:
+        self._programs = {derived_name(value): program for program in programs for value in program.made}
+        self._made: dict[int, _Made] = {}
+        self._has_backward = False
+
+    def start_step(self, has_backward: bool) -> None:
+        """Forget the values of the step before."""
+        self._made.clear()
+        self._has_backward = has_backward
+
+    def makes(self, name: str) -> bool:
+        """Whether `name` is a derived value."""
+        return name in self._programs
+
+    def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
+        return _Inputs(self, parameters, buffers) if self._programs else parameters
+
+    def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
+        program = self._programs[name]
+        if id(program) not in self._made:
+            self._made[id(program)] = self._run(program, parameters, buffers)
+        made = self._made[id(program)]
+        trained = [parameters[name] for name, leaf in made.leaves.items() if leaf.requires_grad]
+        if not trained or not torch.is_grad_enabled():
+            return {name: value.detach() for name, value in made.results.items()}
+        return dict(zip(made.results, _Derived.apply(made, *trained), strict=True))
+
+    def _run(self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _Made:
+        leaves = {}
+        for name in program.parameter_names:
+            leaf = parameters[name].detach()
+            leaves[name] = leaf.requires_grad_(self._has_backward and parameters[name].requires_grad)
+        # What its backward needs is kept as it is, not gathered again for each micro-batch.
+        as_it_is = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with torch.set_grad_enabled(self._has_backward), as_it_is:
+            made = program.run_span(leaves, buffers, ())[2]
+        return _Made(leaves, {derived_name(value): tensor for value, tensor in made.items()})
+
+
+class _Inputs(Mapping[str, Tensor]):
+    """See `DerivedValues.beside`."""
+
+    def __init__(self, derived: DerivedValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        self._derived, self._parameters, self._buffers = derived, parameters, buffers
+        self._handed: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._derived.makes(name):
+            return self._parameters[name]
+        if name not in self._handed:
+            self._handed |= self._derived.hand_out(name, self._parameters, self._buffers)
+        return self._handed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+class _Derived(torch.autograd.Function):
+    """(what was made, its trained parameters) -> the derived values; the backward goes through the derivation's graph,
+    which stays for the next micro-batch.
+
+    `is_made_of_parameters` is for `regather`: what is gathered of these values is gathered again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: _Made, *trained: Tensor) -> tuple[Tensor, ...]:
+        ctx.made, ctx.is_made_of_parameters = made, True
+        ctx.set_materialize_grads(False)
+        handed = tuple(value.detach() for value in made.results.values())
+        plain = [h for h, value in zip(handed, made.results.values(), strict=True) if not value.requires_grad]
+        ctx.mark_non_differentiable(*plain)
+        return handed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        results = ctx.made.results.values()
+        pairs = [(value, grad) for value, grad in zip(results, grads, strict=True) if grad is not None]
+        leaves = [leaf for leaf in ctx.made.leaves.values() if leaf.requires_grad]
+        if not pairs:
+            return (None,) * (1 + len(leaves))
+        values, given = zip(*pairs, strict=True)
+        return None, *torch.autograd.grad(values, leaves, given, retain_graph=True, allow_unused=True)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
