@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.inter_op.spans import PER_STEP
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
@@ -26,9 +27,10 @@ from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # forward, backward, once, always, saved, boundary in, boundary out, largest short-lived; where every layer is
-# recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run
-NUM_PARTS = 10
-ENTERING, LEAVING, WORKING, AGAIN, PASSING = range(5, NUM_PARTS)
+# recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run; of `once` and
+# `always`: what is made of parameters alone, which can be made again for every micro-batch
+NUM_PARTS = 12
+ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(5, NUM_PARTS)
 
 
 @dataclass(frozen=True)
@@ -294,10 +296,12 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
     working, gathered = np.zeros(shape), np.zeros(shape)
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
-        _add(total, parts, values[index])
+        is_per_step = index < len(joined.stage.choice_spans) and joined.stage.choice_spans[index] == PER_STEP
+        _add(total, parts, values[index], is_per_step=is_per_step)
     for index, options in enumerate(intra.ops):
         np.maximum(working, options.temporary_bytes[values[offset + index]], out=working)
-    for transfer, parts, sizes in zip(joined.problem, joined.transfers, joined.gathered, strict=True):
+    per_step = [span == PER_STEP for span in joined.stage.transfer_spans]
+    for transfer, parts, sizes, once in zip(joined.problem, joined.transfers, joined.gathered, per_step, strict=True):
         source = np.asarray(transfer.source)[values[transfer.producer]]
         asked: list[np.ndarray] = []
         for use in transfer.uses:
@@ -306,7 +310,7 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
             for earlier in asked:
                 new &= target != earlier
             asked.append(target)
-            _add(total, parts, (source, target), new)
+            _add(total, parts, (source, target), new, once)
         if sizes is not None:
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
@@ -316,9 +320,11 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
     return total
 
 
-def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0) -> None:
-    summed = (parts.forward, parts.backward, parts.once, parts.always, parts.saved)
-    for i, array in (*enumerate(summed), (AGAIN, parts.again)):
+def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0, is_per_step: bool = False) -> None:
+    summed = [*enumerate((parts.forward, parts.backward, parts.once, parts.always, parts.saved)), (AGAIN, parts.again)]
+    if is_per_step:
+        summed += [(DERIVING, parts.once), (DERIVED, parts.always)]
+    for i, array in summed:
         if array.any():
             picked = array[index]
             total[..., i] += np.where(where, picked, 0.0)

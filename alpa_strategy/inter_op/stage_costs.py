@@ -37,7 +37,6 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.slice import crossing_values, last_readers, stage_on
-from alpa_strategy.inter_op.spans import Spans
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.presets import restrict
@@ -181,9 +180,7 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
     for layer, key in zip(layers, keys, strict=True):
         if key not in problems:
             local = own_pins(job.options, layer)
-            whole = stage_build(layer, tables)
-            whole = Spans(whole).split(whole)
-            problems[key] = take_apart(restrict(whole, local, job.optimizer), tables)
+            problems[key] = take_apart(restrict(stage_build(layer, tables), local, job.optimizer), tables)
     end_of = dict(zip(keys, ends, strict=True))
 
     passing = {key: passing_seconds(job.graph, end_of[key], tables) for key in problems}
@@ -260,22 +257,26 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
 
 def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
     """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without recomputation, with a
-    stage recomputed as a whole, and layer by layer."""
-    forward, backward, once, always, saved, entering, leaving, working, again, passing = np.moveaxis(
+    stage recomputed as a whole, layer by layer, and so together with what is made of parameters alone."""
+    forward, backward, once, always, saved, entering, leaving, working, again, passing, deriving, derived = np.moveaxis(
         parts, (0, -1), (-1, 0)
     )
+    recomputed = always + working + leaving
+    num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[..., None]
     memory = {
-        False: [(always + working, saved + leaving)],
+        False: [(0.0, always + working, saved + leaving)],
         True: [
-            (always + working + leaving + saved, entering),
-            (always + working + leaving + again, entering + passing),
+            (0.0, recomputed + saved, entering),
+            (0.0, recomputed + again, entering + passing),
+            (deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
         ],
     }
     found = []
     for recompute in (False, True) if remat is None else (remat,):
-        seconds = (2 if recompute else 1) * forward + backward
-        for base, each in memory[recompute]:
-            found.append((seconds, once, base, each, np.full(once.shape, shape), np.full(once.shape, recompute)))
+        for derives, base, each in memory[recompute]:
+            seconds = (2 if recompute else 1) * (forward + derives) + backward
+            columns = (seconds, once - derives, base, each)
+            found.append((*columns, np.full(once.shape, shape), np.full(once.shape, recompute)))
     return found
 
 

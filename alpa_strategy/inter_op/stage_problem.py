@@ -48,7 +48,10 @@ EVERY_SPAN = -1  # there while any span is recomputed
 
 @dataclass(frozen=True)
 class StageProblem:
-    """`intra` (restricted or not) with the parts of its choices and transfers, and the spans of their `again`."""
+    """`intra` (restricted or not) with the parts of its choices and transfers, and the spans of their `again`.
+
+    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a forward.
+    """
 
     intra: IntraOp
     choices: tuple[Parts, ...]
@@ -81,9 +84,17 @@ class StageCost:
         return self.always + alive + self.working
 
 
-def stage_build(graph: StepGraph, tables: OptionTables) -> IntraOp:
-    """The problem of a stage that runs micro-batches (see `build`): some ops run once per step."""
-    return replace(build(graph, tables), per_step=per_step(graph))
+def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = False) -> IntraOp:
+    """The problem of a stage that runs micro-batches (see `build`): some ops run once per step.
+
+    Args:
+        derives_again: see `StagePlan`.
+    """
+    whole = build(graph, tables)
+    if derives_again:
+        return whole
+    whole = replace(whole, per_step=per_step(graph))
+    return Spans(whole).split(whole)
 
 
 def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,)) -> StageProblem:
@@ -106,7 +117,7 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)
-            parts, span = replace(parts, once=forward, backward=choice.cost - forward, always=always), None
+            parts = replace(parts, once=forward, backward=choice.cost - forward, always=always)
         elif span is not None:
             forward = intra.ops[index - num_parameters].forward_seconds
             parts = replace(
@@ -144,7 +155,7 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
             backward = np.where(np.isfinite(transfer.cost), backward_alone + penalty, np.inf)
             always = np.where(same, 0.0, _kept_bytes(intra, layouts))
             transfers.append(Parts(zero, backward, finite, always, zero, zero, zero))
-            transfer_spans.append(EVERY_SPAN)
+            transfer_spans.append(PER_STEP)
             continue
         memory = transfer.memory
         if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
@@ -204,7 +215,7 @@ def weighted(
             largest: never more, and the same where only spans count that need as much as it. None: equal shares.
     """
     shares = shares or [1 / stage.num_spans] * stage.num_spans
-    share_of = {EVERY_SPAN: 1.0, **dict(enumerate(shares))}
+    share_of = {EVERY_SPAN: 1.0, PER_STEP: 0.0, **dict(enumerate(shares))}
     problem = stage.intra.problem
     cost, memory = weigh(stage.choices, num_microbatches, in_flight, remat, [share_of[s] for s in stage.choice_spans])
     choices = [replace(c, cost=s, memory=b) for c, s, b in zip(problem.choices, cost, memory, strict=True)]
@@ -235,7 +246,7 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         total += [float(x[at]) for x in _summed(parts)]
         if span == EVERY_SPAN:
             again[:] += parts.again[at]
-        else:
+        elif span != PER_STEP:
             again[span] += parts.again[at]
 
     for parts, span, k in zip(stage.choices, stage.choice_spans, assignment, strict=True):

@@ -75,11 +75,28 @@ class StageSolver:
         self._solutions: dict[tuple, tuple[Solution, float]] = {}  # without a memory limit
 
     def solve(self, wish: StageWish) -> SolvedStage:
-        """The cheapest layouts of the stage that fit.
+        """The cheapest layouts of the stage that fit (where memory binds: see `StagePlan.derives_again`).
 
         Raises:
             PlanError: none do.
         """
+        found, failure = [], None
+        for derives_again in (False, True) if wish.remat else (False,):
+            try:
+                solved, is_bound = self._solve_so(wish, derives_again)
+            except PlanError as error:
+                failure = error
+                continue
+            found.append(solved)
+            if not is_bound:
+                break
+        if not found:
+            assert failure is not None
+            raise failure
+        return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
+
+    def _solve_so(self, wish: StageWish, derives_again: bool) -> tuple[SolvedStage, bool]:
+        """(the stage, whether its memory binds)."""
         job = self.job
         mesh = job.cluster.logical_mesh(wish.shape, wish.submesh)
         tables = self._tables.setdefault(
@@ -87,7 +104,7 @@ class StageSolver:
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-        whole = stage_build(graph, tables)
+        whole = stage_build(graph, tables, derives_again)
 
         def problem(starts: tuple[int, ...], is_restricted: bool = True) -> StageProblem:
             intra = Spans(whole, starts).split(whole)
@@ -96,12 +113,12 @@ class StageSolver:
             return take_apart(intra, tables, starts)
 
         pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
-        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins)
+        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
         found = self._solve(problem, wish, key)
         stage = problem(found.starts, False)
         cost = cost_of(stage, found.solution.assignment, found.working)
-        plan = self._plan(stage.intra, found, cost, wish)
-        return SolvedStage(plan, cost, _gap(found.solution))
+        plan = replace(self._plan(stage.intra, found, cost, wish), derives_again=derives_again)
+        return SolvedStage(plan, cost, _gap(found.solution)), found.solution is not self._solutions[key][0]
 
     def _solve(self, problem: Callable[[tuple[int, ...]], StageProblem], wish: StageWish, key: tuple) -> _Solved:
         """Without the memory limit first: most stages of a good plan do not need it, and share that solution."""

@@ -155,7 +155,7 @@ def lower_stage(
         PlanError: see `lower`.
     """
     whole = slice_stage(step, *stage.ops)
-    derived = per_step(whole)
+    derived = PerStep() if stage.derives_again else per_step(whole)
     once: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
     for derivation in derived.derivations:

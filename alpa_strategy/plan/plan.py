@@ -135,6 +135,8 @@ class StagePlan:
         remat: whether activations are recomputed in the backward.
         remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
             by one; (): as a whole.
+        derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
+            every micro-batch, which takes less memory where activations are recomputed; else once per step.
         steps_in_backward: whether parameters are updated within the backward, so that gradients need little memory.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives, such as
             "S0 R". Only `R` and `S<d>` with even chunks occur, here and in `sent`.
@@ -162,6 +164,7 @@ class StagePlan:
     layers: str = ""
     remat_cuts: tuple[int, ...] = ()
     steps_in_backward: bool = False
+    derives_again: bool = False
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -166,6 +166,7 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "remat": stage.remat,
         "remat_cuts": list(stage.remat_cuts),
         "steps_in_backward": stage.steps_in_backward,
+        "derives_again": stage.derives_again,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "boundary_seconds": stage.boundary_seconds,
@@ -208,6 +209,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         },
         layers=fields.get("layers", str) if fields.has("layers") else "",
         steps_in_backward=fields.has("steps_in_backward") and fields.get("steps_in_backward", bool),
+        derives_again=fields.has("derives_again") and fields.get("derives_again", bool),
     )
 
 

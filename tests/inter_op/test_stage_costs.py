@@ -24,10 +24,10 @@ from alpa_strategy.inter_op.schedules import in_flight, why_not
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.spans import Spans, balanced_groups
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
-from alpa_strategy.inter_op.stage_problem import cost_of, take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import cost_of, stage_build, take_apart, weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
-from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.solve import solve
@@ -80,7 +80,7 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
         if last <= first:
             continue
         graph = stage_on(job.graph, job.cuts[first], job.cuts[last], int(np.prod(shape)))
-        stage = take_apart(build(graph, tables), tables)
+        stage = take_apart(stage_build(graph, tables), tables)
         exact = solve(weighted(stage, B, 1))
         priced = min(B * (p[first, last, 0] + p[first, last, 1]) + p[first, last, 2] for p in parts)
         gaps.append(priced / exact.seconds - 1)
@@ -96,7 +96,7 @@ def test_named_plans_are_priced_as_their_ilp(parallel):
     job = replace(job, options=replace(job.options, parallel=parallel))
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    whole = restrict(build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM)
+    whole = restrict(stage_build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM)
     exact = solve(weighted(take_apart(whole, tables), job.num_microbatches, 1)).seconds
     priced = min(job.num_microbatches * (p[0] + p[1]) + p[2] for p in parts)
     assert exact * (1 - 1e-6) <= priced <= exact * 1.03
@@ -107,7 +107,7 @@ def test_the_parts_of_a_stage_add_up(starts):
     """With equal shares the problem's bytes have the mean of the spans' graphs where the cost has the largest."""
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    intra = build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
+    intra = stage_build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
     stage = take_apart(Spans(intra, starts).split(intra), tables, starts)
     rng = np.random.default_rng(0)
     for remat in (False, True):
@@ -125,7 +125,7 @@ def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
     """Under one assignment: the cut stage's graphs add up to the whole's, but for what is kept instead."""
     job = job_of("mlp")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    intra = build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
+    intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
     assignment = solve(weighted(take_apart(intra, tables), 4, 1)).assignment
     starts = job.cuts[:-1]
     whole, cut = (cost_of(take_apart(Spans(intra, s).split(intra), tables, s), assignment) for s in ((0,), starts))

@@ -17,9 +17,9 @@ from alpa_strategy.inter_op.make import plan_pipeline
 from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
-from alpa_strategy.inter_op.stage_problem import take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.wide_layer import price_pairs
-from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.intra_op.synthetic import gpt_like
@@ -63,7 +63,7 @@ def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
     job = CostJob(graph, cluster_layers(graph), 2, CLUSTER, RooflineCosts(CLUSTER.device), PlanOptions(), ADAM, np.inf)
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    exact = solve(weighted(take_apart(build(stage_on(graph, 0, job.cuts[-1], 2), tables), tables), 2, 1))
+    exact = solve(weighted(take_apart(stage_build(stage_on(graph, 0, job.cuts[-1], 2), tables), tables), 2, 1))
     priced = min(2 * (p[0] + p[1]) + p[2] for p in parts)
     assert exact.bound * (1 - 1e-9) <= priced <= exact.seconds * 1.05
 
