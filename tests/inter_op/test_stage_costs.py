@@ -15,6 +15,7 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.layers import cluster_layers
@@ -119,6 +120,31 @@ def test_the_parts_of_a_stage_add_up(starts):
             left_out = max(cost.again) - sum(cost.again) / len(starts) if remat else 0.0
             assert seconds == pytest.approx(8 * cost.seconds(remat) + cost.once)
             assert num_bytes + left_out == pytest.approx(cost.num_bytes(3, remat))
+
+
+def test_what_is_made_of_parameters_is_paid_once_per_step():
+    """Under one assignment: what the micro-batches are rid of is paid once, and its results are kept."""
+    module = MODELS["gpt"](**SIZES["gpt"])
+    half = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    step = capture_step(module, module.example_batch(16), world_size=1, batch_scope="global", context=half)
+    job = job_of("gpt")
+    graph = microbatch(step, 4).graph
+    tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
+    once, again = (stage_build(stage_on(graph, 0, len(graph.ops), 2), tables, derives) for derives in (False, True))
+    assert not again.per_step.ops
+    casts = {graph.ops[op].operands[0] for op in once.per_step.ops if op_base_name(graph.ops[op].call) == "to"}
+    linear = {op.operands[1] for op in step.ops if op_base_name(op.call) == "linear"}
+    assert len(casts) >= len(linear) > 0
+    assert casts <= {p.value for p in graph.parameters}
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in once.problem.choices]
+        a, b = (cost_of(take_apart(intra, tables), assignment) for intra in (once, again))
+        assert a.once > b.once
+        assert a.forward < b.forward
+        assert a.forward + a.once == pytest.approx(b.forward + b.once)
+        assert a.always > b.always
+        assert a.saved < b.saved
 
 
 def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():

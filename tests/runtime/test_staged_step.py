@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.interpret import run_step
@@ -224,6 +225,70 @@ def test_recomputation_without_a_pipeline(pool, name):
     """Spans share weights (a tied embedding), whose gradients are reduced once they are complete."""
     for seed in range(2):
         pool.run(2, run_model, name, ((0, 1),), "1F1B", 2, seed, True)
+
+
+def run_in_half(places, remat):
+    """Losses and gradients in bfloat16-mixed precision: casts once per step, and for every micro-batch."""
+    torch.manual_seed(1)
+    module = MODELS["gpt"](num_layers=2, vocab_size=32)
+    whole = module.example_batch(8, torch.Generator().manual_seed(2))
+    rows = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+    mine = torch.utils._pytree.tree_map(lambda t: t[rows], whole)
+    step = capture_step(module, mine, world_size=2, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    micro = microbatch(step, 4, 2)
+    stages = random_stages(micro.graph, places, python_random.Random(3), remat)
+    meshes = stage_meshes(stages)
+    stores = stage_stores(module, micro.graph, stages, meshes)
+    for store in {id(s): s for s in stores.values()}.values():
+        store.shard()
+    leaves = torch.utils._pytree.tree_leaves(mine)
+    given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
+    found = []
+    for derives_again in (False, True):
+        own = [replace(stage, derives_again=derives_again) for stage in stages]
+        run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
+        pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
+        result = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
+        found.append((result.values[micro.graph.loss].item(), [g.tolist() for _, g in result.gradients]))
+        for store in stores.values():
+            store.after_optimizer_step()
+        pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("places", [((0,), (1,)), ((0, 1),)], ids=["two stages", "two devices"])
+def test_casting_weights_once_per_step_changes_no_bit(pool, places, remat):
+    for once, always in pool.run(2, run_in_half, places, remat):
+        assert once == always
+
+
+class Softmaxes(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._softmax.default
+        return func(*args, **(kwargs or {}))
+
+
+def run_and_count_softmaxes(remat):
+    _, step, whole, mine = captured("derived", 1)
+    micro = microbatch(step, 4, 1)
+    module = MODELS["derived"]().double()
+    pipeline, _ = prepare(module, micro, random_stages(micro.graph, ((0,),), python_random.Random(0), remat), "1F1B")
+    leaves = [mine[b.leaf] for b in micro.graph.batch]
+    with Softmaxes() as seen:
+        for _ in range(2):
+            pipeline.step(leaves, given_values(micro, {}, {}, whole))
+    pipeline.close()
+    return seen.count
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_what_is_made_of_parameters_is_made_once_per_step(pool, remat):
+    assert pool.run(1, run_and_count_softmaxes, remat) == [2]
 
 
 class SavedBytes:
