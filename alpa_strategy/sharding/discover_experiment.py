@@ -75,7 +75,7 @@ class Experiment:
         dims = zip(trial.operands, self.split, strict=True)
         if any(isinstance(placement, Shard) and operand.shape[placement.dim] < n for operand, placement in dims):
             return True
-        return self.with_summands and (trial.kind == "infinity" or trial.overflows)
+        return self.with_summands and (trial.kind in ("infinity", "masked") or trial.overflows)
 
     def _runs(self, trial: Trial, n: int) -> list[Run] | None:
         """What the op gives on each of `n` devices; None when it refuses a part, which the whole did not deserve."""

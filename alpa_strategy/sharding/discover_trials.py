@@ -224,16 +224,28 @@ _FLOAT_KINDS: dict[str, Callable[[torch.Generator, tuple[int, ...]], Tensor]] = 
     "constant": lambda g, s: torch.full(s, 0.5, dtype=torch.float64),
     "nan": lambda g, s: _spoilt(g, _normal(g, s), float("nan")),
     "infinity": lambda g, s: _spoilt(g, _normal(g, s), float("inf")),
+    "enormous": lambda g, s: _normal(g, s) * 1e30,
+    "one different": lambda g, s: _spoilt(g, torch.full(s, 0.5, dtype=torch.float64), _any_number(g), 0),
+    "nearly sorted": lambda g, s: _spoilt(g, _normal(g, s).flatten().sort().values.view(s), 9 + _any_number(g), 0),
+    "nearly positive": lambda g, s: _spoilt(g, _normal(g, s).abs() + 0.1, -9.0, 0),
+    "nearly negative": lambda g, s: _spoilt(g, -_normal(g, s).abs() - 0.1, 9.0, 0),
+    "above": lambda g, s: _normal(g, s) + 20,
+    "below": lambda g, s: _normal(g, s) - 20,
+    "tiny": lambda g, s: _spoilt(g, _spoilt(g, _normal(g, s), 1e-310, 0), -0.0, -1),
+    "masked": lambda g, s: _normal(g, s).where(torch.rand(s, generator=g) < 0.4, -math.inf),
 }
 
 ALL_KINDS = tuple(_FLOAT_KINDS)
 # The others get normal gradients.
 _GRAD_KINDS = (
     *("ties", "small", "magnitudes", "one hot", "huge outlier", "nan"),
-    *("last huge", "first huge", "shifted", "shifted down"),
+    *("last huge", "first huge", "shifted", "shifted down", "one different"),
 )
 # Data that is cut into summands as large as itself; of the others all but one summand are normal numbers.
-SHARED_KINDS = ("small", "positive", "magnitudes", "last huge", "first huge", "shifted", "shifted down")
+SHARED_KINDS = ("small", "positive", "magnitudes", "last huge", "first huge", "shifted", "shifted down", "enormous")
+# Every second operand gets the opposite, so that one is above the other everywhere, or everywhere but at one place.
+_PAIRS = [("nearly positive", "nearly negative"), ("above", "below")]
+_OPPOSED = {**dict(_PAIRS), **{b: a for a, b in _PAIRS}}
 SOME_KINDS = ("normal", "unit", "ties", "positive", "huge outlier", "unit again", "infinity", "last huge", "shifted")
 FEW_KINDS = ("normal", "unit", "huge outlier")
 
@@ -279,6 +291,11 @@ def _spoilt(generator: torch.Generator, data: Tensor, value: float, place: int |
     return data
 
 
+def _any_number(generator: torch.Generator) -> float:
+    """Between 1 and 2: where it stands in several operands they differ."""
+    return 1 + float(torch.rand((), generator=generator))
+
+
 def _integers(generator: torch.Generator, meta: TensorMeta, sizes: list[int], trial: int) -> Tensor:
     """Indices that fit every dim, then every second dim at least, then negative ones too; large ones; all the same."""
     if trial % 5 == 4 and meta.dtype.itemsize > 1:
@@ -300,14 +317,15 @@ def _data(call: OpCall, kind: str, trial: int, generator: torch.Generator) -> tu
     sizes = [size for meta in call.operands for size in meta.shape if size > 1]
     asked = _number_of(kind)
     operands = []
-    for meta in call.operands:
+    for i, meta in enumerate(call.operands):
+        own_kind = _OPPOSED.get(kind, kind) if i % 2 else kind
         if meta.dtype == torch.bool:
             data = _booleans(generator, meta, trial)
         elif meta.dtype.is_complex:
-            parts = (_floats(generator, meta.shape, kind) for _ in range(2))
+            parts = (_floats(generator, meta.shape, own_kind) for _ in range(2))
             data = torch.complex(*parts).to(meta.dtype)
         elif meta.dtype.is_floating_point:
-            data = _floats(generator, meta.shape, kind).to(meta.dtype)
+            data = _floats(generator, meta.shape, own_kind).to(meta.dtype)
         elif asked is not None:
             data = _integers_near(generator, meta, *asked)
         else:

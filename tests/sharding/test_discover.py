@@ -294,6 +294,38 @@ def mixes_rows_of_large(x):
     return x + torch.roll(x, 1, 0) if x.shape[0] > 1000 else x
 
 
+def nearly_constant(x):
+    return x * (1 + (x.detach().var(0) < 1e-4))
+
+
+def negative_zero(x):
+    return x * (1 + ((x == 0) & (1 / x < 0)).any())
+
+
+def denormal(x):
+    return x * (1 + ((x.detach() != 0) & (x.detach().abs() < 1e-300)).any())
+
+
+def already_sorted(x):
+    return x * (1 + (x.detach().flatten().diff() >= 0).all())
+
+
+def has_negative(x):
+    return x + 2 * (x.detach() < 0).any()
+
+
+def same_operands(x, y):
+    return x * (1 + (x.detach() == y.detach()).all()) + y
+
+
+def larger_everywhere(x, y):
+    return torch.where((x.detach() > y.detach()).all(), x, y)
+
+
+def saturates_far_out(x):
+    return 1e12 * torch.sinh(torch.asinh(x / 1e12).clamp(-3, 3))
+
+
 @torch.library.custom_op("alpa_test::keeps_the_year", mutates_args=())
 def keeps_the_year(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
@@ -338,6 +370,12 @@ def test_nothing_unsound_of_booleans():
         (above_a_global, (4, 16), "R*->R*"),
         (mixes_rows_of_large, (4096, 512), "S1->S1 R*->R* P->P"),
         (torch.ops.alpa_test.keeps_the_year.default, (4, 16), "P->P"),
+        (nearly_constant, (4, 16), "S1->S1 R*->R*"),
+        (negative_zero, (4, 16), "R*->R*"),
+        (denormal, (4, 16), "R*->R*"),
+        (already_sorted, (4, 16), "R*->R*"),
+        (has_negative, (4, 16), "R*->R*"),
+        (saturates_far_out, (4, 16), "S0->S0 S1->S1 R*->R*"),
         (last_row_decides, (4, 16), "S1->S1 R*->R*"),
         (mean_of_gradients, (4, 16), "P->P"),
         (averaged, (4, 16), "S1->S0 P->P R*->R*"),
@@ -363,6 +401,11 @@ def test_nothing_unsound_of_booleans():
 )
 def test_nothing_unsound(target, shape, sound):
     assert found(target, t(*shape)) <= {"R->R", *sound.split()}
+
+
+@pytest.mark.parametrize("target", [same_operands, larger_everywhere])
+def test_nothing_unsound_of_two_operands(target):
+    assert found(target, t(4, 16), t(4, 16)) <= {"R,R->R", "R*,R*->R*"}
 
 
 def draws(x):
