@@ -128,6 +128,11 @@ class Memory:
                 return self._scatter_piece(step, before, changed)
             case "unbind":
                 return emit(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
+            case "detach" if self.builder.meta(before).requires_grad:
+                raise CaptureError(
+                    f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
+                    "change a detached clone instead: `y = x.detach().clone()`",
+                )
             case "detach" | "alias" | "contiguous" | "to" | "positive" | "lift_fresh":
                 return changed
             case "expand" | "expand_as" if num_elements == self.builder.meta(before).num_elements:

@@ -95,9 +95,13 @@ class _Converter:
                 )
             if isinstance(tensor, FakeTensor):
                 raise CaptureError(
-                    f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)}); "
-                    "`.data` is the usual cause",
-                    "use .detach() instead of .data",
+                    f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)})",
+                    "make it with functions of torch, and leave no tensor of an earlier step in use",
+                )
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise CaptureError(
+                    f"the step transforms a function by torch.func ({self._source_of(node)})",
+                    "write the mapped dim out: broadcasting, einsum, torch.bmm",
                 )
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)

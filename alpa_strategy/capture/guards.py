@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.errors import CaptureError
@@ -141,44 +141,48 @@ def _swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda counter, other: operation(other, counter.as_number())
 
 
-class StepCounter(int):
-    """An int that records every comparison made with it; integer arithmetic gives another StepCounter."""
+class StepCounter:
+    """Stands for an int and records every comparison made with it; integer arithmetic gives another StepCounter.
 
-    counter_name: str
-    arithmetic: tuple[tuple[str, int], ...]
-    record: Callable[[Guard], None]
+    No subclass of int: C code takes the number of one unasked (`0.1 * counter`, `steps[counter]`, `int(counter)`).
+    """
 
-    @classmethod
-    def make(
-        cls, value: int, name: str, record: Callable[[Guard], None], arithmetic: tuple[tuple[str, int], ...] = ()
-    ) -> StepCounter:
+    __slots__ = ("arithmetic", "counter_name", "record", "value")
+
+    def __init__(
+        self, value: int, name: str, record: Callable[[Guard], None], arithmetic: tuple[tuple[str, int], ...] = ()
+    ) -> None:
         """A counter `name` at `value`, after `arithmetic`, that tells `record` its comparisons."""
-        counter = cls(value)
-        counter.counter_name, counter.arithmetic, counter.record = name, arithmetic, record
-        return counter
+        self.value, self.counter_name, self.record, self.arithmetic = value, name, record, arithmetic
+
+    @property
+    def __class__(self) -> type:  # for isinstance(batch_idx, int)
+        return int
 
     def _compare(self, op: str, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return _COMPARISON[op](self.as_number(), other)
         if not isinstance(other, int | float):
             return NotImplemented
-        plain_other = int(other) if isinstance(other, int) else other
-        if isinstance(other, StepCounter):
+        if type(other) is StepCounter:
             self.refuse()  # two counters in one comparison: not expressible as a Guard
-        outcome = bool(_COMPARISON[op](int(self), plain_other))
+        plain_other = int(other) if isinstance(other, int) else other
+        outcome = bool(_COMPARISON[op](self.value, plain_other))
         self.record(Guard(self.counter_name, self.arithmetic, op, plain_other, outcome))
         return outcome
 
     def _calculate(self, op: str, other: Any) -> Any:
         if type(other) is not int:
             return _ARITHMETIC[op](self.as_number(), other)
-        value = _ARITHMETIC[op](int(self), other)
-        return StepCounter.make(value, self.counter_name, self.record, (*self.arithmetic, (op, other)))
+        value = _ARITHMETIC[op](self.value, other)
+        return StepCounter(value, self.counter_name, self.record, (*self.arithmetic, (op, other)))
 
     def as_number(self) -> int:
         """The counter's number as it is now: the graph is good for it alone. Only of one that seldom changes."""
         if self.counter_name != "current_epoch":
             self.refuse()
-        self.record(Guard(self.counter_name, self.arithmetic, "==", int.__int__(self), True))
-        return int.__int__(self)
+        self.record(Guard(self.counter_name, self.arithmetic, "==", self.value, True))
+        return self.value
 
     def refuse(self) -> NoReturn:
         """The counter goes where its number would be frozen into the graph."""
@@ -211,7 +215,13 @@ class StepCounter(int):
         return self._compare("!=", 0)
 
     def __hash__(self) -> int:
-        return int.__hash__(self)
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
 
     def __mod__(self, other: Any) -> Any:
         return self._calculate("%", other)
@@ -237,6 +247,7 @@ class StepCounter(int):
     __truediv__, __pow__, __divmod__ = map(_number, (operator.truediv, operator.pow, divmod))
     __rtruediv__, __rsub__, __rmod__ = map(_swapped, (operator.truediv, operator.sub, operator.mod))
     __rfloordiv__, __rpow__ = _swapped(operator.floordiv), _swapped(operator.pow)
-    __neg__, __float__ = _number(operator.neg), _number(float)
+    __neg__, __pos__, __abs__, __invert__ = map(_number, (operator.neg, operator.pos, abs, operator.invert))
+    __int__, __index__, __float__, __round__ = map(_number, (int, int, float, round))
     __and__, __or__, __xor__ = map(_number, (operator.and_, operator.or_, operator.xor))
     __lshift__, __rshift__ = map(_number, (operator.lshift, operator.rshift))

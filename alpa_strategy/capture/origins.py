@@ -24,6 +24,7 @@ from alpa_strategy.capture.recorder import Recording
 from alpa_strategy.errors import CaptureError
 
 _TRUTH = Tensor.__bool__
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # what they give is no tensor of the trace
 
 
 class Origins(TorchFunctionMode):
@@ -134,6 +135,12 @@ class Origins(TorchFunctionMode):
         experts = grouped_mm.replacement(func, args, kwargs)
         if experts is not None:
             return grouped_mm.grouped_mm(*experts)
+        if func == _DATA:
+            return args[0].detach()
+        if func == _SET_DATA:
+            raise CaptureError(
+                f"the step assigns the `.data` of a tensor ({user_frame()})", "write into the tensor: x.copy_(y)"
+            )
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:

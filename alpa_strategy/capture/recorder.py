@@ -56,7 +56,7 @@ class Recording:
 
     def counter(self, value: int, name: str) -> StepCounter:
         """A counter whose comparisons become guards."""
-        return StepCounter.make(value, name, self.guard)
+        return StepCounter(value, name, self.guard)
 
 
 class MetricValue:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from alpa_strategy.capture.as_written import DataShapeError
 from alpa_strategy.capture.blame import user_line
+from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.errors import CaptureError
 
 
@@ -89,7 +90,18 @@ def clear_errors(step: str) -> Iterator[None]:
         refusal = DataShapeError(f"{step} cannot be captured: {what}\n  at {line}", fix)
         refusal.modules = getattr(error, "modules", ())
         raise refusal from error
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
+        if StepCounter.__name__ in str(error):
+            raise CaptureError(
+                f"{step} cannot be captured: batch_idx, global_step or current_epoch is a number in the step\n"
+                f"  at {user_line(error.__traceback__)}",
+                "write int(self.current_epoch); keep other counters in a registered buffer that the step updates",
+            ) from error
+        if "TorchScript" in str(error):
+            raise CaptureError(
+                f"{step} cannot be captured: TorchScript does not show its ops\n  at {user_line(error.__traceback__)}",
+                "leave out torch.jit.script and trace (torch.compile may stay)",
+            ) from error
         if ".numpy() is not supported" not in str(error):
             raise
         line = user_line(error.__traceback__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -98,8 +99,48 @@ def backward_inside(self: Step, x: Tensor, i: int) -> Tensor:
     return loss
 
 
-def data_attribute(self: Step, x: Tensor, i: int) -> Tensor:
-    return (self.a(x) * self.a.bias.data).sum()
+def assigns_data(self: Step, x: Tensor, i: int) -> Tensor:
+    x.data = x * 0.9
+    return self.a(x).sum()
+
+
+def changes_through_data(self: Step, x: Tensor, i: int) -> Tensor:
+    h = self.a(x)
+    h.data.clamp_(min=0)  # autograd goes on as if nothing had happened
+    return h.square().sum()
+
+
+def maps_a_function(self: Step, x: Tensor, i: int) -> Tensor:
+    return torch.func.vmap(lambda row, w: (row * w).sum(), (0, None))(self.a(x), self.a.bias).sum()
+
+
+@torch.jit.script
+def scripted_function(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+def scripted(self: Step, x: Tensor, i: int) -> Tensor:
+    return scripted_function(self.a(x)).sum()
+
+
+def floats_times_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * max(0.5, 1.0 - 0.1 * self.global_step)
+
+
+def cosine_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * math.cos(math.pi * self.global_step / 10)
+
+
+def item_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * (1.0, 2.0, 3.0)[i]
+
+
+def int_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * int(i)
+
+
+def filled_with_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    return (self.a(x) + torch.full((4,), i)).sum()
 
 
 def changes_parameter(self: Step, x: Tensor, i: int) -> Tensor:
@@ -137,8 +178,10 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
     "function",
     [
         branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, in_place_function, tensor_hook,
-        gradient_inside, backward_inside, data_attribute, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum,
+        gradient_inside, backward_inside, assigns_data,
+        changes_through_data, changes_parameter, other_device, metric_value, logs_text,
+        choice, loop, running_sum, maps_a_function, scripted, floats_times_counter, cosine_of_counter,
+        item_of_counter, int_of_counter, filled_with_counter,
     ],
 )  # fmt: skip
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
