@@ -114,15 +114,6 @@ def maps_a_function(self: Step, x: Tensor, i: int) -> Tensor:
     return torch.func.vmap(lambda row, w: (row * w).sum(), (0, None))(self.a(x), self.a.bias).sum()
 
 
-@torch.jit.script
-def scripted_function(x: Tensor) -> Tensor:
-    return x * x.sigmoid()
-
-
-def scripted(self: Step, x: Tensor, i: int) -> Tensor:
-    return scripted_function(self.a(x)).sum()
-
-
 def floats_times_counter(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x).sum() * max(0.5, 1.0 - 0.1 * self.global_step)
 
@@ -180,7 +171,7 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
         branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, in_place_function, tensor_hook,
         gradient_inside, backward_inside, assigns_data,
         changes_through_data, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum, maps_a_function, scripted, floats_times_counter, cosine_of_counter,
+        choice, loop, running_sum, maps_a_function, floats_times_counter, cosine_of_counter,
         item_of_counter, int_of_counter, filled_with_counter,
     ],
 )  # fmt: skip
