@@ -7,7 +7,8 @@ stage recomputes, it does so span by span (`spans.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts,
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem
+from alpa_strategy.sharding.layout import DualLayout
 
 
 @dataclass(frozen=True)
@@ -138,35 +140,38 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
             parts = replace(parts, always=choice.memory)
         choices.append(parts)
         choice_spans.append(EVERY_SPAN if span is None else span)
-    transfers, transfer_spans = [], []
-    free = (intra.unrestricted or problem).transfers
-    for transfer, layouts, unrestricted in zip(problem.transfers, intra.transfers, free, strict=True):
-        forward, backward_alone = tables.reshard(layouts.sources, layouts.targets, step.values[layouts.value])
-        with np.errstate(invalid="ignore"):
-            backward = np.where(np.isfinite(transfer.cost), transfer.cost - forward, np.inf)
-        zero = np.zeros_like(transfer.cost)
-        finite = np.where(np.isfinite(forward), forward, 0.0)
-        span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
-        same = np.array([[source == target for target in layouts.targets] for source in layouts.sources])
-        gathers = np.array([[is_gather(source, target) for target in layouts.targets] for source in layouts.sources])
-        if span == PER_STEP:  # kept to the step's end, gathered parameters too
-            with np.errstate(invalid="ignore"):
-                penalty = transfer.cost - unrestricted.cost
-            backward = np.where(np.isfinite(transfer.cost), backward_alone + penalty, np.inf)
-            always = np.where(same, 0.0, _kept_bytes(intra, layouts))
-            transfers.append(Parts(zero, backward, finite, always, zero, zero, zero))
-            transfer_spans.append(PER_STEP)
-            continue
-        memory = transfer.memory
-        if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
-            backward = np.where(gathers & (memory > 0), backward + finite, backward)
-            memory = np.where(same | gathers, 0.0, memory)
-        again = memory if made_in in (None, span) else np.where(same, 0.0, memory)  # kept as it was made
-        transfers.append(Parts(finite, backward, zero, zero, memory, zero, again))
-        transfer_spans.append(span)
+    transfer_spans = [spans.of_use(transfer, transfer.uses[0]) for transfer in problem.transfers]
+    transfers = [_transfer_parts(intra, tables, spans, index) for index in range(len(problem.transfers))]
     return StageProblem(
         intra, tuple(choices), tuple(transfers), spans.count, tuple(choice_spans), tuple(transfer_spans)
     )
+
+
+def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: Spans, index: int) -> Parts:
+    transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
+    span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
+    forward, alone = tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
+    zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
+    finite = np.where(np.isfinite(forward), forward, 0.0)
+    with np.errstate(invalid="ignore"):
+        backward = np.where(is_allowed, transfer.cost - forward, np.inf)
+        if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
+            penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
+            kept = np.where(_pairs(layouts, operator.eq), 0.0, _kept_bytes(intra, layouts))
+            return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
+    memory = again = transfer.memory
+    if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
+        gathers = _pairs(layouts, is_gather)
+        backward = np.where(gathers & (memory > 0), backward + finite, backward)
+        memory = again = np.where(gathers | _pairs(layouts, operator.eq), 0.0, memory)
+    elif made_in not in (None, span):  # kept as it was made
+        again = np.where(_pairs(layouts, operator.eq), 0.0, memory)
+    return Parts(finite, backward, zero, zero, memory, zero, again)
+
+
+def _pairs(layouts: TransferLayouts, holds: Callable[[DualLayout, DualLayout], bool]) -> np.ndarray:
+    """[source, target] whether `holds`."""
+    return np.array([[holds(source, target) for target in layouts.targets] for source in layouts.sources])
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
