@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from alpa_strategy.plan.plan import ParameterPlan
@@ -70,13 +70,17 @@ def merge_groups(groups: tuple[ParameterGroup, ...]) -> tuple[ParameterGroup, ..
 
 def _with_ranges(names: list[str]) -> str:
     indices = [int(part) for name in names for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]]
+    parts = collapse_indices(names[0]).split(".")
+    parts[parts.index("*")] = f"{{{index_ranges(indices)}}}"
+    return ".".join(parts)
+
+
+def index_ranges(indices: Iterable[int]) -> str:
+    """`0-7,13`."""
     ranges: list[list[int]] = []
     for index in sorted(set(indices)):
         if ranges and ranges[-1][1] == index - 1:
             ranges[-1][1] = index
         else:
             ranges.append([index, index])
-    text = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
-    parts = collapse_indices(names[0]).split(".")
-    parts[parts.index("*")] = f"{{{text}}}"
-    return ".".join(parts)
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)

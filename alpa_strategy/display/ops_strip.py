@@ -53,7 +53,14 @@ def ops_strip_svg(plan: Plan, x: float, y: float, width: float) -> tuple[list[st
     strips = [products(stage) for stage in plan.stages]
     if not any(strips):
         return [], 0.0
-    body = [_text(x, y + 14, "How each product's work is divided over the mesh axes", 'font-weight="600"')]
+    body = [
+        _text(
+            x,
+            y + 14,
+            "How each product's work is divided over the mesh axes, from the batch to the loss",
+            'font-weight="600"',
+        )
+    ]
     top = y + 30
     for index, (stage, ops) in enumerate(zip(plan.stages, strips, strict=True)):
         shape = " x ".join(map(str, stage.logical_mesh))

@@ -7,7 +7,7 @@ from html import escape
 
 from alpa_strategy.display.groups import ParameterGroup, merge_groups, parameter_groups
 from alpa_strategy.display.ops_strip import ops_strip_svg
-from alpa_strategy.display.stages import proof_of
+from alpa_strategy.display.stages import proof_of, recomputes, short_layers, waiting_seconds
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
 from alpa_strategy.plan.plan import Plan, StagePlan
@@ -16,7 +16,7 @@ from alpa_strategy.units import format_bytes, format_seconds
 WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
 INK, SOFT, LINE, CARD = "#1f2933", "#6b7785", "#e1e6eb", "#ffffff"
 MODE_COLOURS = {"R": "#c9d1d9", "R*": "#7fb4d6", "S": "#c79bd1", "G": "#8fc7a4"}
-TIME_COLOURS = {"compute": "#5b8db8", "communication": "#b57fc0", "optimizer": "#74b38c"}
+TIME_COLOURS = {"compute": "#5b8db8", "communication": "#b57fc0", "optimizer": "#74b38c", "waiting": "#d5dbe1"}
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -81,8 +81,8 @@ def _header(body: list[str], plan: Plan, y: float) -> float:
     body.append(_text(MARGIN, y, f"{devices} device{'s' * (devices != 1)}{where}", 'font-size="20" font-weight="600"'))
     proof = proof_of(plan)
     facts = f"{format_seconds(p.step_seconds)} per step, {format_bytes(p.peak_bytes)} per device, {proof}"
-    if len(plan.stages) > 1:
-        facts += f", {plan.num_microbatches} micro-batches, {plan.schedule}"
+    facts += f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else ""
+    facts += f", {plan.schedule}" if len(plan.stages) > 1 else recomputes(plan.stages[0])
     body.append(_text(MARGIN, y + 24, facts, f'fill="{SOFT}"'))
     y = _time_bar(body, plan, y + 40)
     return _baselines(body, plan, y) + 12
@@ -91,6 +91,8 @@ def _header(body: list[str], plan: Plan, y: float) -> float:
 def _time_bar(body: list[str], plan: Plan, y: float) -> float:
     p = plan.predicted
     parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "optimizer": p.optimizer_seconds}
+    if wait := waiting_seconds(plan):
+        parts["waiting"] = wait
     total = sum(parts.values())
     if total <= 0:
         return y
@@ -129,7 +131,9 @@ def _stage(body: list[str], plan: Plan, index: int, stage: StagePlan, y: float) 
         f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{height:.0f}" rx="8" fill="{CARD}" '
         f'stroke="{LINE}"/>'
     )
-    title = f"Stage {index}  {stage.layers}".rstrip() if len(plan.stages) > 1 else "Mesh"
+    title = (
+        f"Stage {index}  {short_layers(stage.layers)}".rstrip() + recomputes(stage) if len(plan.stages) > 1 else "Mesh"
+    )
     body.append(_text(MARGIN + 20, y + 30, title, 'font-weight="600"'))
     _grid(body, stage, MARGIN + 20, y + 48, cell, rows, columns)
     left = MARGIN + 20 + GRID + 40

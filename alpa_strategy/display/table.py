@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.groups import Shape, parameter_groups
-from alpa_strategy.display.stages import device_range, proof_of, stage_overview
+from alpa_strategy.display.groups import Shape, collapse_indices, index_ranges, parameter_groups
+from alpa_strategy.display.stages import (
+    device_range,
+    equal_stages,
+    proof_of,
+    recomputes,
+    stage_overview,
+    waiting_seconds,
+)
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.plan.plan import Collective, Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
@@ -36,10 +43,11 @@ def plan_table(
         parts += [Text(), stage_overview(plan)]
     if (clock := plan_timeline(plan, MAX_DRAWN["text"])) is not None:
         parts += [Text(), TimelineLines(clock)]
-    for index, stage in enumerate(plan.stages):
+    for equal in equal_stages(plan):
+        stage = plan.stages[equal[0]]
         if len(plan.stages) > 1:
-            parts += [Text(), _stage_line(index, stage)]
-        parts += [Text(), _parameters(stage, shapes)]
+            parts += [Text(), _stage_line(equal, [plan.stages[index] for index in equal])]
+        parts += [Text(), _parameters(stage, shapes, len(equal) > 1)]
         if stage.collectives:
             parts += [Text(), _collectives(stage)]
     parts += [Text(), _legend(plan)]
@@ -79,6 +87,8 @@ def _headline(plan: Plan) -> Text:
     text = Text.assemble(("Alpa plan", "bold"), f"  {devices} device{'s' * (devices != 1)}{where}")
     if len(plan.stages) == 1:
         text.append(f", mesh {_grid(plan.stages[0].logical_mesh)}")
+        text.append(f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else "")
+        text.append(recomputes(plan.stages[0]))
     else:
         text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}")
     proof = proof_of(plan)
@@ -95,6 +105,7 @@ def _summary(plan: Plan, memory_limit: float | None) -> Table:
         ("compute", p.compute_seconds, "blue"),
         ("communication", p.communication_seconds, "magenta"),
         ("optimizer", p.optimizer_seconds, "green"),
+        *((("waiting", wait, "dim"),) if (wait := waiting_seconds(plan)) else ()),
     ]
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
     if any(seconds for _, seconds, _ in parts):
@@ -137,15 +148,18 @@ def _bar(parts: list[tuple[str, float, str]]) -> Text:
     return bar
 
 
-def _stage_line(index: int, stage: StagePlan) -> Text:
-    devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}"
-    text = Text.assemble((f"Stage {index}", "bold"), f"  {devices}, mesh {_grid(stage.logical_mesh)}, ")
-    text.append(f"{format_seconds(stage.predicted.step_seconds)}, {format_bytes(stage.predicted.peak_bytes)}")
-    spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
-    return text.append(f", activations recomputed{spans}" if stage.remat else "")
+def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
+    """The heading of what one stage, or several equal ones, hold and send."""
+    stage = max(stages, key=lambda each: each.predicted.peak_bytes)
+    devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, " if len(stages) == 1 else "each "
+    name = f"Stage{'s' * (len(stages) > 1)} {index_ranges(indices)}"
+    text = Text.assemble((name, "bold"), f"  {devices}mesh {_grid(stage.logical_mesh)}, ")
+    most = "up to " if len(stages) > 1 else ""
+    text.append(f"{format_seconds(stage.predicted.step_seconds)}, {most}{format_bytes(stage.predicted.peak_bytes)}")
+    return text.append(recomputes(stage))
 
 
-def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
+def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None, stands_for_others: bool) -> Table:
     groups = parameter_groups(stage.parameter_plans, shapes or stage.shapes)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("parameters", overflow="fold")
@@ -157,7 +171,8 @@ def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None) -> Table:
     for axis, size in enumerate(stage.logical_mesh):
         table.add_column(f"axis {axis} ({size})", no_wrap=True)
     for group in groups:
-        row: list[RenderableType] = [group.pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
+        pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
+        row: list[RenderableType] = [pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
         if sized and group.shape is not None:
             row += [
                 " x ".join(map(str, group.shape)) or "scalar",

@@ -116,7 +116,9 @@ def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
                 continue
             late = " reverse" if drawn.stages[mesh].index(slot.stage) % 2 else ""
             text.append(SIGNS[slot.kind][slot.microbatch % 10], style=STYLES[slot.kind] + late)
-        text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n", style="dim")
+        # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
+        whole = drawn.num_drawn == drawn.num_microbatches
+        text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n" if whole else "\n", style="dim")
     for kind in drawn.kinds():
         text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
     text.append("· waiting", style="dim")
@@ -152,8 +154,9 @@ def timeline_svg(drawn: ScheduleTimeline, left: float, top: float, width: float)
         for slot in drawn.slots:
             if slot.rank == mesh:
                 body += _piece(slot, drawn.stages[mesh], first + slot.start * scale, y, scale)
-        idle = f"{drawn.idle_share(mesh):.0%} idle"
-        body.append(f'<text x="{first + right + 8:.1f}" y="{y + 15:.1f}" {soft}>{idle}</text>')
+        if drawn.num_drawn == drawn.num_microbatches:
+            idle = f"{drawn.idle_share(mesh):.0%} idle"
+            body.append(f'<text x="{first + right + 8:.1f}" y="{y + 15:.1f}" {soft}>{idle}</text>')
         y += ROW + GAP
     x = first
     for kind in drawn.kinds():

@@ -7,15 +7,13 @@ below its optimum.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.local_search import descend
-from alpa_strategy.intra_op.problem import Problem, evaluate
+from alpa_strategy.intra_op.many_assignments import ManyAssignments
+from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solve import solve
 
 SECONDS_PER_SOLVE = 5.0
@@ -45,26 +43,13 @@ def _starts(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
 
 def _pairs(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]) -> Pairs:
     shape = tuple(len(problem.choices[end].cost) for end in ends)
-    objective = np.full(shape, np.inf)
-    values = [np.zeros(shape, dtype=int) for _ in problem.choices]
-    for pair in itertools.product(*map(range, shape)):
-        at = dict(zip(ends, pair, strict=True))
-        fixed = _fixed(problem, at)
-        moved = [[at.get(c, value) for c, value in enumerate(start)] for start in starts]
-        if not moved:
-            continue
-        best = descend(fixed, min(moved, key=lambda a: evaluate(fixed, a)[0]))
-        objective[pair] = evaluate(fixed, best)[0]
-        for c, value in enumerate(best):
-            values[c][pair] = value
-    return objective, values
-
-
-def _fixed(problem: Problem, values: dict[int, int]) -> Problem:
-    """The problem with some choices made."""
-    choices = list(problem.choices)
-    for c, value in values.items():
-        cost = np.full(len(choices[c].cost), np.inf)
-        cost[value] = choices[c].cost[value]
-        choices[c] = replace(choices[c], cost=cost)
-    return replace(problem, choices=tuple(choices))
+    if not starts:
+        return np.full(shape, np.inf), [np.zeros(shape, dtype=int) for _ in problem.choices]
+    at = [index.ravel() for index in np.indices(shape)]
+    many = ManyAssignments(problem)
+    moved = np.tile(np.array(starts)[:, None], (1, len(at[0]), 1))  # [start, pair, choice]
+    for end, index in zip(ends, at, strict=True):
+        moved[:, :, end] = index
+    best = np.stack([many.seconds(each) for each in moved]).argmin(axis=0)
+    found = many.descend(moved[best, np.arange(len(best))], fixed=ends)
+    return many.seconds(found).reshape(shape), [column.reshape(shape) for column in found.T]

@@ -1,6 +1,7 @@
 """The display: numbers, grouping, and a plan of a realistic GPT as table, picture and page."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -77,13 +78,41 @@ def test_table_says_what_was_decided():
 
 
 def test_table_of_two_stages_shows_both():
-    text = as_text(plan_table(gpt_plan(num_stages=2)))
+    plan = gpt_plan(num_stages=2)
+    first = replace(plan.stages[0], collectives=())
+    text = as_text(plan_table(replace(plan, stages=(first, plan.stages[1]))))
     assert "Stage 0  devices 0-7" in text
     assert "Stage 1  devices 8-15" in text
 
 
-def test_table_fits_a_narrow_terminal():
-    assert max(map(len, as_text(plan_table(gpt_plan()), width=80).splitlines())) <= 80
+def test_equal_stages_are_listed_once():
+    plan = gpt_plan(num_stages=4)
+    last = replace(plan.stages[3], logical_mesh=(4, 2))
+    text = as_text(plan_table(replace(plan, stages=(*plan.stages[:3], last))))
+    assert "Stages 0-2  each mesh 2 x 4" in text
+    assert "Stage 3  devices 24-31" in text
+    assert text.count("embed.weight") == 2
+
+
+def test_table_says_how_long_the_busiest_stage_waits():
+    plan = gpt_plan(num_stages=2)
+    plan = replace(plan, predicted=replace(plan.predicted, step_seconds=1.2))
+    assert "waiting 400 ms" in as_text(plan_table(plan))
+
+
+@pytest.mark.parametrize("num_stages", [1, 22])
+def test_table_fits_a_narrow_terminal(num_stages):
+    plan = gpt_plan(num_stages)
+    stages = [
+        replace(s, layers=f"blocks.{i + 10}-blocks.{i + 12}, norm", forward_seconds=0.0241, backward_seconds=0.0932,
+                remat=True, remat_cuts=(20, 40))
+        for i, s in enumerate(plan.stages)
+    ]  # fmt: skip
+    plan = replace(plan, stages=tuple(stages), schedule="1F1B", num_microbatches=1024)
+    lines = as_text(plan_table(plan), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    if num_stages > 1:
+        assert sum("blocks.1" in line and line.endswith("%") for line in lines) == 10  # the layers and the idle share
 
 
 def test_timing_and_measured_line():

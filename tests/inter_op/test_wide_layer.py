@@ -20,6 +20,8 @@ from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.wide_layer import price_pairs
 from alpa_strategy.intra_op.build import OptionTables
+from alpa_strategy.intra_op.local_search import descend
+from alpa_strategy.intra_op.many_assignments import ManyAssignments
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.intra_op.synthetic import gpt_like
@@ -71,3 +73,24 @@ def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
 def test_a_loop_over_time_in_two_stages(scan):
     plan = plan_pipeline(PlanTask(scan, CLUSTER, PlanOptions(num_stages=2), ADAM))
     assert len(plan.stages) == 2
+
+
+def test_many_assignments_descend_as_one_does():
+    problem = gpt_like(1, float("inf"))
+    generator = np.random.default_rng(0)
+    best = solve(problem).assignment
+    starts = np.tile(best, (200, 1))
+    for row in starts:
+        for c in generator.integers(len(best), size=4):
+            row[c] = generator.integers(len(problem.choices[c].cost))
+    many = ManyAssignments(problem)
+    assert many.seconds(starts) == pytest.approx([evaluate(problem, row)[0] for row in starts])
+    allowed = starts[np.isfinite(many.seconds(starts))]
+    assert len(allowed) > 20
+    found = many.descend(allowed)
+    alone = [evaluate(problem, descend(problem, row))[0] for row in allowed]
+    assert np.isclose(many.seconds(found), alone).mean() > 0.95  # ties may lead elsewhere
+    assert many.seconds(found) == pytest.approx([evaluate(problem, descend(problem, row))[0] for row in found])
+    pinned = many.descend(starts, fixed=(0, 3))
+    assert (pinned[:, [0, 3]] == starts[:, [0, 3]]).all()
+    assert (many.seconds(pinned) <= many.seconds(starts)).all()
