@@ -101,7 +101,9 @@ def _solve_schedule(
         counts = [wanted] if wanted else None
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
-        choice = solve_stages(tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known())
+        choice = solve_stages(
+            tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(), beside=True
+        )
         if choice is not None:
             own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
             sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]

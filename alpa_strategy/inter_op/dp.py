@@ -6,6 +6,14 @@ over stages i with t_i the seconds of a micro-batch (the transfer to the next st
 step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates
 t_max; here the
 bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy tables.
+
+That takes messages for work of their sender. Where they run beside the work (`beside`), with w_i the seconds of a
+boundary both ways and k_i the micro-batches alive in stage i, a micro-batch takes
+
+    max_i max(t_i, w_i / 2, sum_{j >= i} (t_j + w_j) / k_i)
+
+in the place of max_i t_i: a stage is busy, a link is busy, or a stage waits for the backward of its oldest micro-batch,
+which goes through all stages after it and back. The sums are those of the DP, so that this is as exact.
 """
 
 from __future__ import annotations
@@ -17,6 +25,8 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.schedules import Terms
+
+GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 
 
 @dataclass(frozen=True)
@@ -83,18 +93,19 @@ def solve_stages(
     steps: float = 1.0,
     tolerance: float = 0.0,
     known: float = float("inf"),
+    beside: bool = False,
 ) -> StageChoice | None:
     """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
 
     Args:
-        in_flight: micro-batches alive in a stage with s stages from it to the end, at index s - 1; its length
-        bounds the
-            number of stages.
+        in_flight: micro-batches alive in a stage with s stages from it to the end, at index s - 1; its length bounds
+            the number of stages.
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).
         tolerance: relative distance from the optimum at which searching on is not worth the time.
+        beside: whether messages run beside the work; then the optimum is found up to `GRID` more.
     """
-    search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps)
+    search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, beside)
     best: StageChoice | None = None
     limit = known
     intervals = [(0, len(search.levels) - 1)]
@@ -129,6 +140,7 @@ class _Search:
         memory_limit: float,
         num_stages: Sequence[int] | None,
         steps: float,
+        beside: bool,
     ) -> None:
         self.tables, self.num_devices, self.terms = tables, num_devices, terms
         self.num_layers, _, self.num_submeshes, _ = tables.seconds.shape
@@ -151,14 +163,19 @@ class _Search:
                     self.classes[a].append((columns[:, k], np.flatnonzero(inverse.ravel() == k), where))
         self.fits = np.ones((num_devices + 1, m), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
-        self.memory_limit, self.steps = memory_limit, steps
+        self.memory_limit, self.steps, self.beside = memory_limit, steps, beside
         finite = np.isfinite(tables.seconds)
         values = [self._second_term(tables.seconds, tables.once_seconds)[:, L][finite[:, L]]]
         for a in range(m):
             for column, _, _ in self.classes[a]:
-                sent = self._second_term(tables.seconds[:, :, a] + column[None, :, None], tables.once_seconds[:, :, a])
-                values.append(sent[:, :L][finite[:, :L, a]])
-        self.levels = np.unique(np.concatenate(values)) if values else np.zeros(0)
+                busy = self._busy(tables.seconds[:, :, a], column)
+                values.append(self._second_term(busy, tables.once_seconds[:, :, a])[:, :L][finite[:, :L, a]])
+        self.levels = np.unique(np.concatenate(values))
+        if beside and self.levels.size:  # a round trip may take any time between these, or longer
+            low = max(float(self.levels[0]), 1e-9)
+            high = float(self.levels[-1]) + terms.run * float(boundary.max(initial=0.0))
+            steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
+            self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
         self._bounds: list[tuple[int, int, float]] = []
 
     def _second_term(self, seconds: np.ndarray, once: np.ndarray) -> np.ndarray:
@@ -218,6 +235,8 @@ class _Search:
                     devices = np.arange(D + 1 - size)[None, :]
                     code = live[cut] * m + following[which[live[cut], devices]]
                     origin[live_rows, size:, a] = np.where(better, code, origin[live_rows, size:, a])
+            if self.beside:
+                now[self.terms.run * now > threshold * self.terms.fill * self.in_flight[s - 1]] = np.inf
             came.append(origin)
             after = now
             if s in self.allowed:
@@ -231,10 +250,11 @@ class _Search:
         t = self.tables
         need = t.bytes_always[:, :, a] + self.in_flight[s - 1] * t.bytes_in_flight[:, :, a]
         seconds = t.seconds[:, :, a]
+        finite = np.isfinite(seconds) & (need <= self.memory_limit)
+        busy = seconds if column is None else self._busy(seconds, column)
+        good = finite & (self._second_term(busy, t.once_seconds[:, :, a]) <= threshold)
         if column is not None:
             seconds = seconds + column[None, :, None]
-        finite = np.isfinite(seconds) & (need <= self.memory_limit)
-        good = finite & (self._second_term(seconds, t.once_seconds[:, :, a]) <= threshold)
         cost = np.where(good, self.terms.fill * np.where(finite, seconds, 0.0), np.inf)
         if column is not None:
             cost[:, self.num_layers] = np.inf
@@ -242,11 +262,17 @@ class _Search:
         cost = np.take_along_axis(cost, which[..., None], axis=2)[..., 0]
         return (cost if column is None else cost[:, : self.num_layers]), which
 
+    def _busy(self, seconds: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """[first, last, candidate]: seconds of a micro-batch in a stage, or of its messages after it."""
+        wire = column[None, :, None]
+        return np.maximum(seconds, wire / 2) if self.beside else seconds + wire
+
     def _read(self, came: list[np.ndarray], count: int, submesh: int, threshold: float) -> StageChoice:
         t, m = self.tables, self.num_submeshes
         first, devices = 0, self.num_devices
         stages: list[StageRange] = []
-        total = bottleneck = 0.0
+        bottleneck = 0.0
+        after: list[float] = []  # per stage, seconds of a micro-batch in it and on the way to the next
         for s in range(count, 0, -1):
             column, last, following = None, self.num_layers, -1
             if s > 1:
@@ -256,14 +282,18 @@ class _Search:
             _, which = self._cheapest(s, submesh, column, threshold)
             candidate = int(which[first, last])
             seconds = float(t.seconds[first, last, submesh, candidate])
-            seconds += 0.0 if column is None else float(column[last])
-            total += self.terms.fill * seconds
+            wire = 0.0 if column is None else float(column[last])
+            after.append(seconds + wire)
+            busy = max(seconds, wire / 2) if self.beside else seconds + wire
             once = float(t.once_seconds[first, last, submesh, candidate])
-            bottleneck = max(bottleneck, self.terms.run * seconds + self.steps * once)
+            bottleneck = max(bottleneck, self.terms.run * busy + self.steps * once)
             stages.append(StageRange(first, last, submesh, candidate))
             devices -= int(t.num_devices[submesh])
             first, submesh = last, following
-        return StageChoice(tuple(stages), total + bottleneck, bottleneck)
+        if self.beside:
+            trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
+            bottleneck = max(bottleneck, self.terms.run * max(trips))
+        return StageChoice(tuple(stages), self.terms.fill * sum(after) + bottleneck, bottleneck)
 
 
 def check_choice(choice: StageChoice | None, what: str) -> StageChoice:

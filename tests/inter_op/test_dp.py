@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from alpa_strategy.inter_op.dp import StageTables, solve_stages
+from alpa_strategy.inter_op.dp import GRID, StageTables, solve_stages
 from alpa_strategy.inter_op.schedules import Terms, in_flight, terms
 
 
@@ -36,7 +36,7 @@ def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) ->
     return replace(tables, nearby=nearby, crosses=rng.random(num_devices + 1) < 0.5)
 
 
-def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps):
+def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, beside=False):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
     best = np.inf
@@ -55,15 +55,19 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                     need = tables.bytes_always[k, l, a] + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
                     options.append(
                         [
-                            (tables.seconds[k, l, a, x] + wire, tables.once_seconds[k, l, a, x])
+                            (tables.seconds[k, l, a, x], wire, tables.once_seconds[k, l, a, x])
                             for x in range(c)
                             if need[x] <= memory_limit and np.isfinite(tables.seconds[k, l, a, x])
                         ]
                     )
                 for picked in product(*options):
-                    value = terms.fill * sum(t for t, _ in picked)
-                    value += max(terms.run * t + steps * g for t, g in picked)
-                    best = min(best, value)
+                    after = [t + w for t, w, _ in picked]
+                    value = terms.fill * sum(after)
+                    slowest = max(terms.run * (max(t, w / 2) if beside else t + w) + steps * g for t, w, g in picked)
+                    if beside:
+                        trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
+                        slowest = max(slowest, terms.run * max(trips))
+                    best = min(best, value + slowest)
     return best
 
 
@@ -100,6 +104,26 @@ def test_a_stage_may_be_as_slow_as_itself():
         expected = brute_force(tables, 2, Terms(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
         found = solve_stages(tables, 2, Terms(1.0, 3.0), [4, 4], num_stages=[2])
         assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_equals_brute_force_where_messages_run_beside_the_work(block):
+    for case in range(25):
+        rng = np.random.default_rng(7000 * (block + 1) + case)
+        num_layers, num_devices = int(rng.integers(2, 6)), int(rng.integers(2, 7))
+        tables = random_tables(rng, num_layers, [1, 2, 3], 2, True)
+        wide = replace(tables, boundary=tables.boundary * rng.choice([1.0, 10.0]))
+        schedule, num_microbatches = str(rng.choice(["1F1B", "GPipe"])), int(rng.integers(2, 30))
+        weights = terms(schedule, num_layers, num_microbatches)
+        alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
+        limit = float(rng.choice([5.0, np.inf]))
+        counts = range(1, num_layers + 1)
+        expected = brute_force(wide, num_devices, weights, alive, limit, counts, 1.0, beside=True)
+        found = solve_stages(wide, num_devices, weights, alive, limit, counts, beside=True)
+        if found is None:
+            assert np.isinf(expected)
+            continue
+        assert expected * (1 - 1e-12) <= found.seconds <= expected * (1 + 2 * GRID)
 
 
 def check(tables, found, num_devices, weights, alive, limit, steps):
