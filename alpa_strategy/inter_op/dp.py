@@ -236,7 +236,8 @@ class _Search:
                     code = live[cut] * m + following[which[live[cut], devices]]
                     origin[live_rows, size:, a] = np.where(better, code, origin[live_rows, size:, a])
             if self.beside:
-                now[self.terms.run * now > threshold * self.terms.fill * self.in_flight[s - 1]] = np.inf
+                trips = np.where(np.isfinite(now), now, 0.0) / (self.terms.fill * self.in_flight[s - 1])
+                now[self.terms.run * trips > threshold] = np.inf
             came.append(origin)
             after = now
             if s in self.allowed:
