@@ -8,7 +8,10 @@ from __future__ import annotations
 
 SCORES = (
     "the paper's attention writes its scores (16 heads x 1024 of fp16 a token and layer, 14 passes with recomputation "
-    "and backward: 1.3 s of this step on 8 devices), which fused attention here does not"
+    "and backward: 1.3 s of this step on 8 devices), which fused attention here does not; and each GPU's all-to-alls "
+    "send 9.7 GB a step to the three of its seven peers that no NVLink reaches (p3.16xlarge is a hybrid cube mesh), 1 "
+    "to 1.9 s over PCIe at 5 to 10 GB/s, which is priced at NVLink's rate here (0.2 s in all): 2.3 to 3.2 s of the 3.2 "
+    "s between the two figures"
 )
 MEGATRON = (
     "the best of all grids and cuts is taken here; the paper's manual plan for 8 devices is slower than its own "

@@ -17,7 +17,7 @@ from alpa_strategy.inter_op.spans import PER_STEP
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
-from alpa_strategy.intra_op.elimination import Factor, Network, join, network_of
+from alpa_strategy.intra_op.elimination import Factor, Network, best_values, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.ordering import elimination_order
 from alpa_strategy.intra_op.presolve import presolve, restrict
@@ -265,14 +265,9 @@ def _eliminate_onto(
         buckets[min(factor.scope, key=position.__getitem__)].append(factor)
     last: list[Factor] = []
     constant = 0.0
-    decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for v in order:
         rest = tuple(sorted({u for f in buckets[v] for u in f.scope} - {v}, key=position.__getitem__))
-        table = join(buckets[v], (*rest, v), network.sizes)
-        best = table.argmin(axis=-1)
-        decisions.append((v, rest, best))
-        message = np.take_along_axis(table, best[..., None], axis=-1)[..., 0]
-        buckets[v] = []
+        message = join(buckets[v], (v, *rest), network.sizes).min(axis=0)
         if not rest:
             constant += float(message)
         elif rest[0] in kept:
@@ -283,9 +278,8 @@ def _eliminate_onto(
     minimum = join(last, kept, network.sizes) + constant
     values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
     values[kept[0]], values[kept[1]] = np.indices(minimum.shape)
-    for v, rest, best in reversed(decisions):
-        chosen = best[tuple(values[u] for u in rest)] if rest else best
-        values[v] = np.broadcast_to(chosen, minimum.shape)
+    for v in reversed(order):
+        values[v] = np.broadcast_to(best_values(buckets[v], v, values), minimum.shape)
     return minimum, values
 
 

@@ -70,26 +70,32 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
     position = {v: i for i, v in enumerate(order)}
     holding = _buckets(network, position)
     minimum = 0.0
-    decisions: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-    known: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+    known: dict[tuple, np.ndarray] = {}
     for v in order:
         rest = _others(holding[v], v, position)
-        key = _signature(holding[v], (*rest, v))
+        key = _signature(holding[v], (v, *rest))
         if key not in known:
-            joined = join(holding[v], (*rest, v), network.sizes)
-            best = joined.argmin(axis=-1)
-            known[key] = best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
-        best, message = known[key]
-        holding[v] = []
-        decisions.append((v, rest, best))
+            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
         if rest:
-            holding[rest[0]].append(Factor(rest, message))
+            holding[rest[0]].append(Factor(rest, known[key]))
         else:
-            minimum += float(message)
-    values = [0] * len(network.sizes)
-    for v, rest, best in reversed(decisions):
-        values[v] = int(best[tuple(values[u] for u in rest)])
-    return values[: network.num_choices], minimum
+            minimum += float(known[key])
+    values = [np.zeros((), dtype=int)] * len(network.sizes)
+    for v in reversed(order):
+        values[v] = best_values(holding[v], v, values)
+    return [int(value) for value in values[: network.num_choices]], minimum
+
+
+def best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]) -> np.ndarray:
+    """The minimising value of `v`, given (arrays of) those of the other variables in its factors.
+
+    Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked for.
+    """
+    total = np.zeros(1)
+    for factor in factors:
+        table = np.moveaxis(factor.table, factor.scope.index(v), -1)
+        total = total + table[tuple(values[u] for u in factor.scope if u != v)]
+    return total.argmin(axis=-1)
 
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
