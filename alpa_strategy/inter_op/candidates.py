@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.inter_op.clock import runtime_seconds
+from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
 from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
 from alpa_strategy.inter_op.schedules import (
@@ -27,17 +27,21 @@ from alpa_strategy.inter_op.schedules import (
 )
 from alpa_strategy.inter_op.slice import crossing_values
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.submeshes import stage_fits
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
+SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B that are tried (dp.py); the clock chooses between what they give
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
 SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its
-    mesh."""
+    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
+
+    `seconds`: on the clock, from the costs of the tables.
+    """
 
     seconds: float
     job: CostJob
@@ -101,14 +105,16 @@ def _solve_schedule(
         counts = [wanted] if wanted else None
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
-        choice = solve_stages(
-            tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(), beside=True
-        )
-        if choice is not None:
-            own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
-            sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
-            left = [sum(sizes[i:]) for i in range(len(sizes))]
-            yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
+        for share in SENDER_SHARES:
+            choice = solve_stages(
+                tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
+                sender_share=share,
+            )  # fmt: skip
+            if choice is not None:
+                own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
+                sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
+                left = [sum(sizes[i:]) for i in range(len(sizes))]
+                yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
         return
     for index, mesh in enumerate(meshes):
         ranks, rest = divmod(D, math.prod(mesh))
@@ -147,16 +153,23 @@ def _candidate(
 ) -> Candidate:
     """`left`: per stage, what `tables.crosses` counts by."""
     which = tuple(s.submesh for s in choice.stages)
-    shapes, remat, wires = [], [], []
+    shapes, remat, wires, costs = [], [], [], []
     for i, stage in enumerate(choice.stages):
         at = (stage.first, stage.last, stage.candidate)
         own = runs[stage.submesh]
         shapes.append(own.shapes[int(own.shape[at])])
         remat.append(bool(own.remat[at]))
+        # A backward takes two forwards; recomputation is one more.
+        forward = float(own.seconds[at]) / (4 if remat[-1] else 3)
+        costs.append(StageCost(forward, 2 * forward, float(own.once[at]), 0.0, 0.0, 0.0, (0.0,)))
         last = i + 1 == len(choice.stages)
         wires.append(0.0 if last else tables.wire(stage.last, stage.submesh, which[i + 1], left[i + 1]))
+    seconds = seconds_on_the_clock(
+        schedule, len(costs) // per_rank, job.num_microbatches, costs, remat, wires,
+        runtime_seconds(job.cluster.device),
+    )  # fmt: skip
     return Candidate(
-        choice.seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
+        seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
         tuple(wires),
     )  # fmt: skip
 

@@ -7,13 +7,15 @@ step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, 
 t_max; here the
 bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy tables.
 
-That takes messages for work of their sender. Where they run beside the work (`beside`), with w_i the seconds of a
-boundary both ways and k_i the micro-batches alive in stage i, a micro-batch takes
+That takes messages for work of their sender. They run beside it, but a stage can do without them only as far as it has
+other micro-batches: under 1F1B any n stages in a row and the n - 1 boundaries between them take n micro-batches' time
+for one micro-batch. With `sender_share` c below 1, w_i the seconds of a boundary both ways and k_i the micro-batches
+alive in stage i,
 
-    max_i max(t_i, w_i / 2, sum_{j >= i} (t_j + w_j) / k_i)
+    max_i max(t_i + c w_i, w_i / 2, sum_{j >= i} (t_j + w_j) / k_i)
 
-in the place of max_i t_i: a stage is busy, a link is busy, or a stage waits for the backward of its oldest micro-batch,
-which goes through all stages after it and back. The sums are those of the DP, so that this is as exact.
+takes the place of max_i t_i: c = 1/2 is the case of two equal stages, the sums are those of the DP. Which c describes a
+pipeline best depends on where its slow links are; the clock decides (candidates.py).
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def solve_stages(
     steps: float = 1.0,
     tolerance: float = 0.0,
     known: float = float("inf"),
-    beside: bool = False,
+    sender_share: float = 1.0,
 ) -> StageChoice | None:
     """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
 
@@ -103,9 +105,9 @@ def solve_stages(
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).
         tolerance: relative distance from the optimum at which searching on is not worth the time.
-        beside: whether messages run beside the work; then the optimum is found up to `GRID` more.
+        sender_share: see above; below 1 the optimum is found up to `GRID` more.
     """
-    search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, beside)
+    search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share)
     best: StageChoice | None = None
     limit = known
     intervals = [(0, len(search.levels) - 1)]
@@ -140,7 +142,7 @@ class _Search:
         memory_limit: float,
         num_stages: Sequence[int] | None,
         steps: float,
-        beside: bool,
+        sender_share: float,
     ) -> None:
         self.tables, self.num_devices, self.terms = tables, num_devices, terms
         self.num_layers, _, self.num_submeshes, _ = tables.seconds.shape
@@ -163,7 +165,7 @@ class _Search:
                     self.classes[a].append((columns[:, k], np.flatnonzero(inverse.ravel() == k), where))
         self.fits = np.ones((num_devices + 1, m), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
-        self.memory_limit, self.steps, self.beside = memory_limit, steps, beside
+        self.memory_limit, self.steps, self.sender_share = memory_limit, steps, sender_share
         finite = np.isfinite(tables.seconds)
         values = [self._second_term(tables.seconds, tables.once_seconds)[:, L][finite[:, L]]]
         for a in range(m):
@@ -171,7 +173,7 @@ class _Search:
                 busy = self._busy(tables.seconds[:, :, a], column)
                 values.append(self._second_term(busy, tables.once_seconds[:, :, a])[:, :L][finite[:, :L, a]])
         self.levels = np.unique(np.concatenate(values))
-        if beside and self.levels.size:  # a round trip may take any time between these, or longer
+        if sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
             high = float(self.levels[-1]) + terms.run * float(boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
@@ -235,7 +237,7 @@ class _Search:
                     devices = np.arange(D + 1 - size)[None, :]
                     code = live[cut] * m + following[which[live[cut], devices]]
                     origin[live_rows, size:, a] = np.where(better, code, origin[live_rows, size:, a])
-            if self.beside:
+            if self.sender_share < 1:
                 trips = np.where(np.isfinite(now), now, 0.0) / (self.terms.fill * self.in_flight[s - 1])
                 now[self.terms.run * trips > threshold] = np.inf
             came.append(origin)
@@ -266,7 +268,7 @@ class _Search:
     def _busy(self, seconds: np.ndarray, column: np.ndarray) -> np.ndarray:
         """[first, last, candidate]: seconds of a micro-batch in a stage, or of its messages after it."""
         wire = column[None, :, None]
-        return np.maximum(seconds, wire / 2) if self.beside else seconds + wire
+        return np.maximum(seconds + self.sender_share * wire, wire / 2)
 
     def _read(self, came: list[np.ndarray], count: int, submesh: int, threshold: float) -> StageChoice:
         t, m = self.tables, self.num_submeshes
@@ -285,13 +287,13 @@ class _Search:
             seconds = float(t.seconds[first, last, submesh, candidate])
             wire = 0.0 if column is None else float(column[last])
             after.append(seconds + wire)
-            busy = max(seconds, wire / 2) if self.beside else seconds + wire
+            busy = max(seconds + self.sender_share * wire, wire / 2)
             once = float(t.once_seconds[first, last, submesh, candidate])
             bottleneck = max(bottleneck, self.terms.run * busy + self.steps * once)
             stages.append(StageRange(first, last, submesh, candidate))
             devices -= int(t.num_devices[submesh])
             first, submesh = last, following
-        if self.beside:
+        if self.sender_share < 1:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
             bottleneck = max(bottleneck, self.terms.run * max(trips))
         return StageChoice(tuple(stages), self.terms.fill * sum(after) + bottleneck, bottleneck)

@@ -31,6 +31,8 @@ MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # `always`: what is made of parameters alone, which can be made again for every micro-batch
 NUM_PARTS = 12
 ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(5, NUM_PARTS)
+SUMMED = ((0, "forward"), (1, "backward"), (2, "once"), (3, "always"), (4, "saved"), (AGAIN, "again"))
+PER_STEP_SUMMED = ((DERIVING, "once"), (DERIVED, "always"))
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def layer_matrix(
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
-    # What pins and named plans forbid is not even looked at.
-    problems = [restrict(_problem_at(joined, price, num_microbatches), live) for price in prices]
+    problems = [_problem_at(joined, price, num_microbatches) for price in prices]
+    if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
+        problems = [restrict(problem, live) for problem in problems]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
     for k, (found, values) in enumerate(_by_elimination(problems, kept) or price_pairs(problems, kept)):
         objective[k] = found
@@ -315,10 +318,7 @@ def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, 
 
 
 def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0, is_per_step: bool = False) -> None:
-    summed = [*enumerate((parts.forward, parts.backward, parts.once, parts.always, parts.saved)), (AGAIN, parts.again)]
-    if is_per_step:
-        summed += [(DERIVING, parts.once), (DERIVED, parts.always)]
-    for i, array in summed:
-        if array.any():
-            picked = array[index]
-            total[..., i] += np.where(where, picked, 0.0)
+    summed = SUMMED + PER_STEP_SUMMED if is_per_step else SUMMED
+    for i, name in summed:
+        if name in parts.nonzero:
+            total[..., i] += np.where(where, getattr(parts, name)[index], 0.0)

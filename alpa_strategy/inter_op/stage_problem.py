@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -43,6 +44,11 @@ class Parts:
     saved: np.ndarray
     kept: np.ndarray
     again: np.ndarray
+
+    @cached_property
+    def nonzero(self) -> frozenset[str]:
+        """Names of the arrays that are not all zero."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name).any())
 
 
 EVERY_SPAN = -1  # there while any span is recomputed

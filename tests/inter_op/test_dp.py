@@ -36,7 +36,7 @@ def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) ->
     return replace(tables, nearby=nearby, crosses=rng.random(num_devices + 1) < 0.5)
 
 
-def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, beside=False):
+def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
     best = np.inf
@@ -63,8 +63,8 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                 for picked in product(*options):
                     after = [t + w for t, w, _ in picked]
                     value = terms.fill * sum(after)
-                    slowest = max(terms.run * (max(t, w / 2) if beside else t + w) + steps * g for t, w, g in picked)
-                    if beside:
+                    slowest = max(terms.run * max(t + share * w, w / 2) + steps * g for t, w, g in picked)
+                    if share < 1:
                         trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
                         slowest = max(slowest, terms.run * max(trips))
                     best = min(best, value + slowest)
@@ -118,8 +118,9 @@ def test_equals_brute_force_where_messages_run_beside_the_work(block):
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([5.0, np.inf]))
         counts = range(1, num_layers + 1)
-        expected = brute_force(wide, num_devices, weights, alive, limit, counts, 1.0, beside=True)
-        found = solve_stages(wide, num_devices, weights, alive, limit, counts, beside=True)
+        share = float(rng.choice([0.0, 0.5]))
+        expected = brute_force(wide, num_devices, weights, alive, limit, counts, 1.0, share)
+        found = solve_stages(wide, num_devices, weights, alive, limit, counts, sender_share=share)
         if found is None:
             assert np.isinf(expected)
             continue
