@@ -146,7 +146,8 @@ def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> l
 def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-9) -> None:
     """Losses, gradients of every step, metrics, weights and buffers agree to `tolerance` relative to their scale."""
     assert len(run["losses"]) == len(reference["losses"])
-    torch.testing.assert_close(torch.tensor(run["losses"]), torch.tensor(reference["losses"]), rtol=tolerance, atol=0)
+    losses = (torch.tensor(r["losses"], dtype=torch.float64) for r in (run, reference))
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=0)
     for step, (mine, theirs) in enumerate(zip(run["gradients"], reference["gradients"], strict=True)):
         for name, expected in theirs.items():
             _close(mine[name], expected, tolerance, f"gradient of {name} at step {step}")
