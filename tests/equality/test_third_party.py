@@ -48,11 +48,8 @@ def check(pool, reference, folder, model: str, strategy: dict, world_size: int):
         pytest.skip("needs the extra alpa-strategy[hf]")
     strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(folder)}
     runs = pool.run(world_size, record_case, model, strategy, world_size, timeout=200)
-    # The library's router computes in float32. Beside experts that every device runs whole, the summands of its
-    # gradient are rounded one by one: float32's accuracy is all that can be had. `experts_loop` is float64 throughout.
-    tolerance = 1e-5 if model.endswith("_eager") else 1e-9
     for run in runs:
-        assert_same(run, reference(model, world_size), tolerance)
+        assert_same(run, reference(model, world_size))
     return runs[0]
 
 
