@@ -183,6 +183,8 @@ class _Converter:
         if self._inlined(node, target, args, kwargs):
             return
         args, kwargs = self.autocast.operands(target, args, kwargs)
+        if target is aten.embedding.default:
+            args = args[:4]  # no `sparse`: reductions know dense gradients only
         traced = node.meta["val"]
         kwargs = rewrite.with_traced_dtype(target, args, kwargs, traced)
         result = rewrite.rewrite_loss(self.builder, target, args, kwargs)

@@ -91,6 +91,14 @@ def test_ignore_index_is_sum_over_count() -> None:
     assert "aten.cross_entropy_loss.default" not in names
 
 
+def test_sparse_tables_get_dense_gradients() -> None:
+    module = Step(lambda self, x, y: self.child(y).sum() + self.a(x).sum(), nn.Embedding(4, 3, sparse=True))
+    step, (x, y) = capture_step(module, example()), example()
+    values = run_step(step, dict(module.named_parameters()), {"buffer": module.buffer}, [x, y])
+    (grad,) = torch.autograd.grad(values[step.loss], list(module.child.parameters()))
+    torch.testing.assert_close(grad, F.one_hot(y, 4).sum(0).float().unsqueeze(1).expand(4, 3))
+
+
 def test_batch_norm_statistics_are_updates() -> None:
     step = capture_step(ConvNet(), ConvNet().example_batch(4))
     updated = {b.name for b in step.buffers if b.update is not None}
