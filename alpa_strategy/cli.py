@@ -208,7 +208,6 @@ def _surroundings(recipe: Recipe) -> Surroundings:
 
     return Surroundings(
         clips=bool(recipe.trainer.get("gradient_clip_val")),
-        accumulates=recipe.trainer.get("accumulate_grad_batches", 1) != 1,
         scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
         callbacks=tuple(build_callbacks(recipe)),
     )

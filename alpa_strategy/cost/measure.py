@@ -97,7 +97,7 @@ def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.5) -> DeviceSpec:
     """What this device reaches: products per dtype, memory bandwidth, time to start an op, memory.
 
-    Peaks are measured, so `efficiency` is 1. On CPUs the memory is the machine's divided by `local_ranks`.
+    Peaks are measured, so `efficiency` is 1.
     """
     device = torch.device(device)
     share = budget_seconds / 6
@@ -112,18 +112,21 @@ def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, bud
     copy_seconds = _best_seconds(lambda: target.copy_(source), device, share, at_least=5)
     small = torch.rand(8, device=device)
     launch = _best_seconds(lambda: [small.add(1.0) for _ in range(100)], device, share, at_least=5) / 100
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        memory = psutil.virtual_memory().total // local_ranks
     return DeviceSpec(
         name=device_name(device),
-        memory_bytes=memory,
+        memory_bytes=device_memory_bytes(device, local_ranks),
         memory_bandwidth=2 * source.nbytes / copy_seconds,
         peak_flops=tuple(peaks),
         launch_seconds=launch,
         efficiency=1.0,
     )
+
+
+def device_memory_bytes(device: torch.device | str, local_ranks: int = 1) -> int:
+    """Bytes of the device's memory; on CPUs the machine's divided by `local_ranks`."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total // local_ranks
 
 
 def device_name(device: torch.device | str) -> str:

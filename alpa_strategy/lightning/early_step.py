@@ -28,13 +28,12 @@ class Surroundings:
     """What decides beside the module and its optimizer: settings of the Trainer.
 
     Attributes:
-        clips, accumulates: whether it clips gradients, or sums those of several batches.
+        clips: whether it clips gradients. (That it sums those of several batches is in the plan's options.)
         scales: whether its precision plugin looks at all gradients before the step.
         callbacks: its callbacks.
     """
 
     clips: bool = False
-    accumulates: bool = False
     scales: bool = False
     callbacks: tuple[Callback, ...] = ()
 
@@ -45,7 +44,6 @@ class Surroundings:
         is_known = type(precision).__module__.startswith("lightning.")
         return cls(
             clips=bool(trainer.gradient_clip_val),
-            accumulates=trainer.accumulate_grad_batches != 1,
             scales=not is_known or getattr(precision, "scaler", None) is not None,
             callbacks=tuple(trainer.callbacks),
         )
@@ -64,9 +62,7 @@ def against_steps_in_backward(
     """What stands against it in this training, None where nothing does."""
     if surroundings.clips:
         return "gradients are clipped"
-    if surroundings.accumulates or any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in surroundings.callbacks
-    ):
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in surroundings.callbacks):
         return "gradients are accumulated over several batches"
     if surroundings.scales:
         return "the precision plugin looks at all gradients before the step"

@@ -172,11 +172,8 @@ class Evaluation:
         failed = self._failed_at.get(which, set())
         if len(failed) >= MAX_FAILURES or counters["batch_idx"] in failed:
             return EAGER
-        programs = self._programs.of(key)
-        for index in reversed(range(len(programs))):
-            if programs[index].fits(counters) and programs[index].change(batch) is None:
-                return index
-        return CAPTURE
+        index, _ = self._programs.fitting(key, counters, batch)
+        return CAPTURE if index is None else index
 
     def _agree(self, name: str, key: tuple[Any, ...], found: int) -> int:
         """One decision for all ranks from what each found: different batches are evaluated by each rank alone."""

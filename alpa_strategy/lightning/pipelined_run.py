@@ -22,15 +22,12 @@ from alpa_strategy.inter_op.stage import MicroStep
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.hooks import clears_gradients_unseen
+from alpa_strategy.lightning.optimizer_state import shard_state
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import resolve
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
-from alpa_strategy.lightning.staged_optimizer_state import (
-    gather_staged_state,
-    shard_staged_state,
-    staged_state_dict,
-)
+from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
 from alpa_strategy.runtime.comm import Pending
 from alpa_strategy.runtime.pipeline import Pipeline
@@ -81,7 +78,7 @@ class PipelinedRun(TrainingRun):
         world = build_mesh((world_size(),), backend=backend)
         self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
         self.store.shard(self._whole)
-        shard_staged_state(self._optimizer, self.store, self._whole)
+        shard_state(self._optimizer, self.store, self._whole)
         return self._training_pipeline(micro, self.plan.stages)
 
     def _micro(self, step: StepGraph) -> MicroStep:

@@ -55,6 +55,16 @@ class Programs(Generic[P]):
         """The programs of a key, those made last at the end."""
         return tuple(self._by_key.get(key, ()))
 
+    def fitting(self, key: Hashable, counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:
+        """The index of the key's program that runs the batch, or what has changed since one that would."""
+        changed: str | None = None
+        for index, program in reversed(list(enumerate(self.of(key)))):
+            if program.fits(counters):
+                changed = program.change(batch)
+                if changed is None:
+                    return index, None
+        return None, changed
+
     def use(self, key: Hashable) -> None:
         """A program of the key is used."""
         self._by_key.move_to_end(key)

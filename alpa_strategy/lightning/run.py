@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -247,10 +247,10 @@ class TrainingRun:
         if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
             self._same.check_shapes(batch)
         programs = self._programs.of(key)
-        program, changed = _fitting(programs, step_counters(self.module.trainer, batch_idx), batch)
-        if program is not None:
+        index, changed = self._programs.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
+        if index is not None:
             self._programs.use(key)
-            return program
+            return programs[index]
         if not programs:
             self._same.meet_for_shape(batch)
         elif changed is not None:
@@ -276,17 +276,6 @@ class TrainingRun:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             self._job.say(measured_line(self.plan, seconds))
-
-
-def _fitting(programs: Sequence[Program], counters: dict[str, int], batch: Any) -> tuple[Program | None, str | None]:
-    """The program that runs the batch, or what has changed since one that would."""
-    changed: str | None = None
-    for program in reversed(programs):
-        if program.fits(counters):
-            changed = program.change(batch)
-            if changed is None:
-                return program, None
-    return None, changed
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:

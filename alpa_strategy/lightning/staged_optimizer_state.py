@@ -5,7 +5,7 @@ As in `optimizer_state`, tensors of a parameter's shape are cut and gathered, ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,28 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.runtime.staged_parameters import StagedParameters
-
-
-def shard_staged_state(
-    optimizer: Optimizer, store: StagedParameters, values: Callable[[Tensor], Tensor] = Tensor.detach
-) -> None:
-    """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of other stages' parameters.
-
-    Args:
-        values: gives the whole of a state tensor.
-    """
-    for parameter in _parameters(optimizer):
-        name = store.name_of(parameter)
-        if name is None or parameter not in optimizer.state:
-            continue
-        if not store.holds(parameter):
-            del optimizer.state[parameter]
-            continue
-        state = optimizer.state[parameter]
-        for key, value in list(state.items()):
-            if isinstance(value, Tensor):
-                whole = values(value)
-                state[key] = store.shard_like(name, whole) if value.dim() > 0 else whole
 
 
 def gather_staged_state(optimizer: Optimizer, store: StagedParameters) -> None:

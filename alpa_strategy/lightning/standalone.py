@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.measure import device_memory_bytes
 from alpa_strategy.lightning.agree import RankZero, agree_on_seed, on_all_ranks
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
@@ -27,16 +28,14 @@ def fits_one_device(module: torch.nn.Module, job: Job) -> bool:
 
 
 def _limit(job: Job) -> float:
-    """Bytes, without measuring anything: by option, by the declared cluster, by the GPU; else no limit."""
+    """Bytes: by option, by the declared cluster, or of the device as it is."""
     options = job.options
     if options.memory_limit is not None:
         return options.memory_limit
-    if job.cluster is not None:
-        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-        return options.usable_bytes(spec.device.memory_bytes)
-    if job.device.type == "cuda":
-        return options.usable_bytes(torch.cuda.get_device_properties(job.device).total_memory)
-    return float("inf")
+    if job.cluster is None:
+        return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
+    spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+    return options.usable_bytes(spec.device.memory_bytes)
 
 
 def evaluation_run(
