@@ -64,8 +64,8 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
     batches = loop["epoch_loop.batch_progress"]
     in_the_middle = not batches["is_last_batch"]
     epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
-    if in_the_middle and batches["current"]["ready"] and epochs:
-        _open_epoch(loop["epoch_progress"], epochs[0])
+    if batches["current"]["ready"] and epochs:
+        _open_epoch(loop["epoch_progress"], epochs[0], in_the_middle)
     if len(states) == world_size:
         own = states[rank]
         if own["loader_states"]:
@@ -112,12 +112,14 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
     return scaled
 
 
-def _open_epoch(progress: dict[str, dict[str, int]], epoch: int) -> None:
-    """Let the counters say that epoch number `epoch` is under way.
+def _open_epoch(progress: dict[str, dict[str, int]], epoch: int, in_the_middle: bool) -> None:
+    """Let the counters say that epoch number `epoch` has begun, and that it is not over where this is its middle.
 
     Lightning's say something else where `max_steps` ended it in its middle (then it counts as a whole one), and in the
-    first epoch after a resumption at the end of one (then it was never counted as begun).
+    first epoch after a resumption at the end of one: then it was never counted as begun, and a resumption at its end
+    would repeat it.
     """
     for counts in (progress["total"], progress["current"]):
         counts["ready"] = counts["started"] = epoch + 1
-        counts["processed"] = counts["completed"] = epoch
+        if in_the_middle:
+            counts["processed"] = counts["completed"] = epoch
