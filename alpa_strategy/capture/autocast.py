@@ -71,29 +71,49 @@ def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | Non
     return tuple(watcher.casts.get(i) for i in range(len(call.operands)))
 
 
+Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
+
+
 @lru_cache(maxsize=4096)
-def casts_inside(call: OpCall, state: AutocastState) -> bool:
-    """True when an op without a policy of its own is made of ops that autocast would treat."""
+def casts_around(call: OpCall, state: AutocastState) -> Casts | None:
+    """Casts of the operands with which an op without a policy of its own does the same, and needs no autocast.
 
-    def dtypes(enabled: bool) -> list[torch.dtype]:
-        seen: list[torch.dtype] = []
+    None: there are none such; what autocast casts inside of it is made of the operands by more than moving elements.
+    """
+    everything = tuple(state.dtype if m.dtype.is_floating_point else None for m in call.operands)
+    under_autocast = _work(call, state, (None,) * len(call.operands), True)
+    for casts in (operand_casts(call, state), everything):
+        try:
+            if _work(call, state, casts, False) == under_autocast:
+                return casts
+        except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
+            continue
+    return None
 
-        class Watcher(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                out = func(*args, **(kwargs or {}))
-                seen.extend(t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor))
-                return out
 
-        def run(operands: list[Tensor]) -> None:
-            with state.region(enabled), Watcher():
-                call.call(*operands)
+def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> list[Any]:
+    """What a call computes, by op and dtypes, and the dtypes of its results; casts and moves of elements are left out,
+    as they commute."""
+    seen: list[Any] = []
 
-        run_fake(call, run, state.device_type)
-        return seen
+    def dtypes(out: Any) -> list[torch.dtype]:
+        return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
 
-    if len({m.dtype for m in call.operands if m.dtype.is_floating_point}) > 1:
-        return True  # without autocast, an op made of matmuls refuses mixed dtypes: do not try
-    return dtypes(True) != dtypes(False)
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            computes = dtypes(out) and not func.is_view and func not in (aten._to_copy.default, aten.clone.default)
+            if computes:
+                seen.append((func, dtypes(out)))
+            return out
+
+    def run(operands: list[Tensor]) -> None:
+        operands = [t if d is None else t.to(d) for t, d in zip(operands, casts, strict=True)]
+        with state.region(enabled), Watcher():
+            seen.append(dtypes(call.call(*operands)))
+
+    run_fake(call, run, state.device_type)
+    return seen
 
 
 def decomposed(call: OpCall, state: AutocastState) -> fx.Graph:

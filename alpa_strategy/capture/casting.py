@@ -12,7 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from alpa_strategy.capture import as_written, functions
-from alpa_strategy.capture.autocast import AutocastState, casts_inside, decomposed, has_policy, operand_casts
+from alpa_strategy.capture.autocast import AutocastState, casts_around, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.step_graph import ValueRef
 from alpa_strategy.errors import CaptureError
@@ -68,22 +68,23 @@ class Autocast:
         None when the op stays whole.
         """
         state = self.state
-        if state is None or has_policy(target, state.device_type) or not _is_composite(target):
-            return None
-        if target.namespace in _AUTOCAST_INSIDE:
+        if state is None or not self._is_composite(target):
             return None
         call, operands = self.builder.call_of(target, args, kwargs)
-        return (decomposed(call, state), operands) if operands and casts_inside(call, state) else None
+        return (decomposed(call, state), operands) if operands and casts_around(call, state) is None else None
 
     def operands(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with the casts that the open region makes of them."""
         state = self.state
-        if state is None or not has_policy(target, self.device_type):
+        composite = self._is_composite(target)
+        if state is None or not (composite or has_policy(target, self.device_type)):
             return args, kwargs
         call, operands = self.builder.call_of(target, args, kwargs)
-        dtypes = operand_casts(call, state)
+        if not operands:
+            return args, kwargs
+        dtypes = (casts_around if composite else operand_casts)(call, state) or (None,) * len(operands)
         rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
 
         def swap(arg: Any) -> Any:
@@ -94,6 +95,11 @@ class Autocast:
         new_args = tuple(swap(a) for a in args)
         return new_args, {k: swap(v) for k, v in sorted(kwargs.items())}
 
+    def _is_composite(self, target: OpOverload) -> bool:
+        """Whether autocast has no policy for the op, and may treat the ops that it is made of."""
+        composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        return composite and target.namespace not in _AUTOCAST_INSIDE and not has_policy(target, self.device_type)
+
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
         """A cast; parameters are cast once per outermost region, as autocast's own cache does."""
         if ref.index not in self.parameters:
@@ -102,7 +108,3 @@ class Autocast:
         if key not in self._cast_parameters:
             self._cast_parameters[key] = self.builder.emit(aten.to.dtype, ref, dtype)
         return self._cast_parameters[key]
-
-
-def _is_composite(target: OpOverload) -> bool:
-    return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -223,6 +223,21 @@ def test_autocast_casts_are_ops() -> None:
     assert {m.dtype for m in linear.call.operands} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr)
+def test_composite_ops_stay_whole_under_autocast(child: nn.Module) -> None:
+    """They would be ops of this number of rows otherwise, which neither split nor are cut into micro-batches."""
+
+    def function(self: Step, x: Tensor, y: Tensor) -> Tensor:
+        out = self.child(self.a(x.expand(2, *x.shape).transpose(0, 1)) if isinstance(child, nn.RNNBase) else self.c(x))
+        return F.cross_entropy((out[0] if isinstance(out, tuple) else out).flatten(1).float(), y)
+
+    module = Step(function, child)
+    module.c = nn.Linear(4, 6)
+    step = assert_same_step(module, example(), context=lambda: torch.autocast("cpu", torch.bfloat16))
+    name = {nn.LSTM: "lstm", nn.GRU: "gru", nn.GroupNorm: "group_norm"}[type(child)]
+    assert [op for op in step.ops if str(op.call.target).startswith(f"aten.{name}.")]
+
+
 def test_half_precision_loss_keeps_its_dtype() -> None:
     module = Step(lambda self, x, y: F.cross_entropy(self.b(self.a(x)), y)).to(torch.bfloat16)
     x, y = example()
