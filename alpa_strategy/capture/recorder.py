@@ -19,6 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
 from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.capture.collectives import collectives_refused, refuse
 from alpa_strategy.capture.functions import apply_as_op
 from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard, StepCounter
 from alpa_strategy.capture.lists import ListPlace, StandIns, lists_standing_in
@@ -156,6 +157,7 @@ def recording(module: LightningModule, device: torch.device, appended: Iterable[
             if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record))
+        stack.enter_context(collectives_refused())
         yield record
 
 
@@ -225,12 +227,6 @@ def _recording_class(
     def get_trainer(self: LightningModule) -> Any:
         return view if view is not None else original.trainer.fget(self)
 
-    def refuse_gather(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(
-            f"self.all_gather is called in the step ({user_frame()}): the captured step already sees the global batch",
-            "drop the call: tensors in the step have the rows of all ranks",
-        )
-
     def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
             f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the captured step "
@@ -255,7 +251,7 @@ def _recording_class(
         "current_epoch": property(lambda self: counters["current_epoch"]),
         "trainer": property(get_trainer, original.trainer.fset),
         "device": property(lambda self: device),
-        "all_gather": refuse_gather,
+        "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
         "print": note_print,
         "logger": logger_of("logger"),
         "loggers": logger_of("loggers"),

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.as_written import DataShapeError, NotAloneError, running_as_written
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
+from alpa_strategy.capture.collectives import check_no_collectives
 from alpa_strategy.capture.guards import StepCounter
 from alpa_strategy.capture.known import KnownValues
 from alpa_strategy.capture.leaves import (
@@ -178,6 +179,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         grad_mode,
     ):
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
+        check_no_collectives(module_graph.graph, origins)
     for path in call.as_written:
         record.note(
             f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "

@@ -8,10 +8,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed.nn
 from conformance.bench import RANKS, Bench, Net
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from quiet import QUIET
+from torch.distributed import all_reduce as all_reduce_by_name
+from torchmetrics.utilities.distributed import gather_all_tensors
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaError, AlpaStrategy
@@ -146,6 +151,48 @@ def test_several_optimizers(pool, tmp_path) -> None:
     """Lightning itself wants manual optimization for them, which is refused in turn."""
     with pytest.raises(WorkerError, match="multiple optimizers is only supported with manual optimization"):
         pool.run(RANKS, fit_two, str(tmp_path))
+
+
+def contrastive(module: Net, z: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(z @ others.T, torch.arange(len(z)))
+
+
+COMMUNICATE: dict[str, Callable[[Net, torch.Tensor], Any]] = {
+    "self.all_gather": lambda module, z: module.all_gather(z, sync_grads=True).flatten(0, 1),
+    "all_reduce": lambda module, z: dist.all_reduce(z) or z,
+    "c10d.allreduce_": lambda module, z: all_reduce_by_name(z) or z,
+    "all_gather": lambda module, z: torch.cat(dist.nn.functional.all_gather(z)),
+    "all_gather_tensor": lambda module, z: functional_collectives.all_gather_tensor(z, 0, dist.group.WORLD),
+    "barrier": lambda module, z: module.trainer.strategy.barrier() or z,
+    "broadcast_object_list": lambda module, z: module.trainer.strategy.broadcast(z),
+    "reduce": lambda module, z: module.trainer.strategy.reduce(z),
+    "gather": lambda module, z: torch.cat(gather_all_tensors(z)),
+}
+
+
+class Communicates(Net):
+    how = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self.net(batch[0])
+        return contrastive(self, z, COMMUNICATE[self.how](self, z))
+
+
+def texts_of_communication(root: str) -> dict[str, str]:
+    found = {}
+    for how in COMMUNICATE:
+        Communicates.how = how
+        found[how], _ = fit("Communicates", "alpa", root)
+    return found
+
+
+def test_communication_in_the_step(pool, tmp_path) -> None:
+    """It would sum, or gather, what is the global batch's already."""
+    for found in pool.run(RANKS, texts_of_communication, str(tmp_path)):
+        for how, text in found.items():
+            assert how.rpartition(" ")[2] in text
+            assert "is called in the step" in text
+            assert "arange(len(z))" in text
 
 
 @pytest.mark.parametrize("loop", ["fit", "validate"])
