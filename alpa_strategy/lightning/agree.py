@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from alpa_strategy import errors
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
@@ -131,6 +132,13 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
             votes = votes.cuda()
         dist.all_reduce(votes, dist.ReduceOp.MAX)
     return [bool(vote) for vote in votes.tolist()]
+
+
+def shared(value: Any, source: int, device: torch.device) -> Any:
+    """Rank `source`'s value, a pytree of tensors and picklable leaves, on every rank. Collective."""
+    objects = [pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
+    dist.broadcast_object_list(objects, source)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), objects[0])
 
 
 def broadcast_states(module: torch.nn.Module) -> None:

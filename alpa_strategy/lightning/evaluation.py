@@ -1,7 +1,8 @@
 """Evaluation: validation, test and predict steps as captured, sharded, forward-only programs.
 
 `Evaluation` finds the program of a step, or makes it; all ranks agree on it step by step. What cannot be captured runs
-as the user wrote it, every rank on its own rows, with whole parameters.
+as the user wrote it, every rank on its own rows, with whole parameters. Where these do not fit, and the ranks have
+batches of different shapes or numbers, they take turns: all evaluate one rank's batch, then the next one's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from alpa_strategy.capture.guards import AttributeCheck
 from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.inter_op.stage import Cut
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.lightning.agree import any_rank, shared, world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import hooks_look, step_counters, why_uneven
@@ -38,8 +39,7 @@ from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 MAX_SHAPES = 32  # of batches of which programs are kept
 MAX_PROGRAMS = 16  # of one shape
 MAX_FAILURES = 3  # batches at which a step could not be captured, before it is not tried any more
-CAPTURE, EAGER = -1, -2
-Which = tuple[str, int | None]  # name of a step, dataloader_idx
+CAPTURE, EAGER, TURNS, ABSENT = -1, -2, -3, -4
 
 
 class Home(Protocol):
@@ -68,6 +68,30 @@ class Home(Protocol):
 
 
 @dataclass(frozen=True)
+class Call:
+    """A step's call: `module.<name>(batch, batch_idx, dataloader_idx)`, the last one None where there is one loader.
+
+    in_turn: whether the batch is one rank's, which all ranks evaluate together, instead of part of all ranks'.
+    """
+
+    name: str
+    batch: Any
+    batch_idx: int
+    dataloader_idx: int | None
+    in_turn: bool = False
+
+    @property
+    def step(self) -> tuple[str, int | None]:
+        """Which step is called."""
+        return self.name, self.dataloader_idx
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What kind of batch a program is for."""
+        return *self.step, self.in_turn, shape_key(self.batch)
+
+
+@dataclass(frozen=True)
 class EvaluationProgram(Program):
     """An evaluation step's; `cuts`: where this rank's rows are in its output, by value."""
 
@@ -80,10 +104,11 @@ class Evaluation:
     def __init__(self, home: Home, job: Job) -> None:
         self._home, self._job = home, job
         self._programs: Programs[EvaluationProgram] = Programs(MAX_SHAPES, MAX_PROGRAMS, home.drop)
-        self._failed_at: dict[Which, set[int]] = {}
+        self._failed_at: dict[tuple[str, int | None], set[int]] = {}
         self._warned: set[str] = set()
         self._whole: WholeParameters | None = None
-        self._runs_eagerly = self._is_capturing = False
+        self._against_whole: str | None = None
+        self._runs_eagerly = self._is_uneven = self._is_capturing = False
         self._refusals: list[Any] = []
         self._global_metrics: list[Metric] = []  # those that the steps of this loop made so
 
@@ -91,16 +116,17 @@ class Evaluation:
         """Begin a loop over evaluation batches of `kind` (`validation`, `test` or `predict`)."""
         trainer = self._home.module.trainer
         against, uneven = self._home.room.for_whole(), why_uneven(trainer)
-        self._runs_eagerly = uneven is not None and against is None
+        if any_rank([against is not None])[0]:
+            self._against_whole = against or "they do not fit into another device"
+        self._is_uneven = uneven is not None
+        self._runs_eagerly = self._is_uneven and self._against_whole is None
         if self._runs_eagerly:
             self._warn(str(uneven), f"{kind}_step")
-        elif uneven is not None:
-            rank_zero_warn(f"alpa: {uneven}: without whole parameters ({against}) the others would wait for it forever")
         looked_at = hooks_look(trainer, kind)
-        if against is None and (self._runs_eagerly or looked_at):
+        if self._against_whole is None and (self._runs_eagerly or looked_at):
             self.make_whole()
         elif looked_at:
-            self._refuse_calls(against)
+            self._refuse_calls(self._against_whole)
 
     def end(self) -> None:
         """The loop has ended."""
@@ -137,10 +163,9 @@ class Evaluation:
         """Let the module hold whole parameters until `end`. AlpaError when they do not fit."""
         if self._whole is not None:
             return
-        against = self._home.room.for_whole()
-        if against is not None:
+        if self._against_whole is not None:
             raise AlpaError(
-                f"an evaluation step needs the whole parameters on every device, and {against}",
+                f"an evaluation step needs the whole parameters on every device, and {self._against_whole}",
                 "write the step so that it can be captured (see the warning above), or use more memory per device",
             )
         self._whole = self._home.whole_parameters()
@@ -155,74 +180,111 @@ class Evaluation:
         """
         if self._runs_eagerly:
             return self._run_eagerly(eager, args)
-        batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
-        which = (name, dataloader_idx)
-        key = (*which, shape_key(batch))
-        counters = step_counters(self._home.module.trainer, batch_idx)
-        found = self._find(which, key, counters, batch)
-        decision = self._agree(name, key, found)
-        if decision == CAPTURE:
-            decision = self._capture(which, key, args, batch_idx)
-        if decision == EAGER:
-            return self._run_eagerly(eager, args)
-        self._programs.use(key)
-        return self._run(self._programs.of(key)[decision], batch, counters)
+        call = Call(name, *args, *(0, None)[len(args) - 1 :])
+        is_last = bool(self._home.module.trainer._active_loop.batch_progress.is_last_batch)
+        decision, all_are_last = self._decide(call, is_last)
+        if decision == TURNS:
+            output = self._take_turns(call)
+        elif decision == EAGER:
+            output = self._run_eagerly(eager, args)
+        else:
+            output = self._run(call, decision)
+        while self._is_uneven and is_last and not all_are_last:  # those of other ranks that have some left
+            _, all_are_last = self._decide(None, True)
+            self._take_turns(None)
+        return output
 
-    def _find(self, which: Which, key: tuple[Any, ...], counters: dict[str, int], batch: Any) -> int:
-        failed = self._failed_at.get(which, set())
-        if len(failed) >= MAX_FAILURES or counters["batch_idx"] in failed:
+    def _take_turns(self, own: Call | None) -> Any:
+        """What each rank's call returns on its rank, computed by all; `own` is this rank's, if it has one."""
+        self._make_metrics_local()
+        output = None
+        for rank in range(world_size()):
+            is_mine = rank == dist.get_rank()
+            given = (own.name, own.batch, own.batch_idx, own.dataloader_idx) if is_mine and own is not None else None
+            given = shared(given, rank, self._job.device)
+            if given is not None:
+                call = Call(*given, in_turn=True)
+                decision, _ = self._decide(call, True)
+                if decision == EAGER:
+                    self.make_whole()  # which does not fit, and says so
+                found = self._run(call, decision, is_mine)
+                output = found if is_mine else output
+        return output
+
+    def _decide(self, call: Call | None, is_last: bool) -> tuple[int, bool]:
+        """The index of the program that runs this call, EAGER, or TURNS; whether it is the last one of every rank.
+
+        call: None where this rank has no batch left.
+        """
+        found = ABSENT if call is None else self._find(call)
+        decision, all_are_last = self._agree(call, found, is_last)
+        return self._capture(call) if decision == CAPTURE and call is not None else decision, all_are_last
+
+    def _find(self, call: Call) -> int:
+        failed = self._failed_at.get(call.step, set())
+        if len(failed) >= MAX_FAILURES or call.batch_idx in failed:
             return EAGER
-        index, _ = self._programs.fitting(key, counters, batch)
+        index, _ = self._programs.fitting(call.key, self._counters(call), call.batch)
         return CAPTURE if index is None else index
 
-    def _agree(self, name: str, key: tuple[Any, ...], found: int) -> int:
+    def _counters(self, call: Call) -> dict[str, int]:
+        return step_counters(self._home.module.trainer, call.batch_idx)
+
+    def _agree(self, call: Call | None, found: int, is_last: bool) -> tuple[int, bool]:
         """One decision for all ranks from what each found: different batches are evaluated by each rank alone."""
         if world_size() == 1:
-            return found
-        digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
-        own = torch.tensor([digest, found], device=self._job.device)
+            return found, is_last
+        digest = 0 if call is None else int.from_bytes(hashlib.sha256(repr(call.key).encode()).digest()[:7], "big")
+        own = torch.tensor([digest, found, is_last], device=self._job.device)
         all_found = [torch.empty_like(own) for _ in range(world_size())]
         dist.all_gather(all_found, own)
-        digests, decisions = zip(*(each.tolist() for each in all_found), strict=True)
-        if len(set(digests)) > 1:
-            self._warn(f"{name} gets batches of different shapes on different ranks", name)
-            return EAGER
+        digests, decisions, lasts = zip(*(each.tolist() for each in all_found), strict=True)
+        if len(set(digests)) > 1 and self._against_whole is not None:
+            return TURNS, all(lasts)
+        if len(set(digests)) > 1 and call is not None:
+            self._warn(f"{call.name} gets batches of different shapes on different ranks", call.name)
+            return EAGER, all(lasts)
         if len(set(decisions)) > 1:
-            return EAGER if EAGER in decisions else CAPTURE
-        return found
+            return EAGER if EAGER in decisions else CAPTURE, all(lasts)
+        return found, all(lasts)
 
-    def _capture(self, which: Which, key: tuple[Any, ...], args: tuple[Any, ...], batch_idx: int) -> int:
-        """Make a program for this batch; its index, or EAGER."""
-        name, dataloader_idx = which
-        home, module = self._home, self._home.module
+    def _capture(self, call: Call) -> int:
+        """Make a program for this call; its index, or EAGER."""
+        home, module, job = self._home, self._home.module, self._job
+        if call.in_turn:
+            job = replace(job, options=replace(job.options, batch_scope="global"))
         self._is_capturing = True
         try:
             with torch.inference_mode(False), self._paused(), shapes_only(home.store):
-                step = capture(module, args[0], batch_idx, self._job, name, dataloader_idx)
+                step = capture(module, call.batch, call.batch_idx, job, call.name, call.dataloader_idx)
                 step = without_unused_parameters(step)
             with self._paused():
                 cuts = row_cuts(step, world_size())
                 lowered = home.lower_evaluation(step)
         except AlpaError as error:
-            self._failed_at.setdefault(which, set()).add(batch_idx)
-            self._warn(error.problem, name)
+            self._failed_at.setdefault(call.step, set()).add(call.batch_idx)
+            self._warn(error.problem, call.name)
             return EAGER
         finally:
             self._is_capturing = False
         program = EvaluationProgram(step, lowered, AttributeCheck(module, step.attributes), cuts)
-        self._programs.add(key, program)
-        return len(self._programs.of(key)) - 1
+        self._programs.add(call.key, program)
+        return len(self._programs.of(call.key)) - 1
 
-    def _run(self, program: EvaluationProgram, batch: Any, counters: dict[str, int]) -> Any:
-        step, module = program.step, self._home.module
+    def _run(self, call: Call, index: int, is_mine: bool = True) -> Any:
+        """The output of a call that all ranks compute; another rank's has no effect here."""
+        program, module = self._programs.of(call.key)[index], self._home.module
+        self._programs.use(call.key)
+        step, batch, counters = program.step, call.batch, self._counters(call)
         with torch.inference_mode(False), torch.no_grad(), self._paused():
             values = self._home.evaluate(step, program.lowered, batch)
             write_buffers(module, step, values)
         verify(step, values)
+        if not is_mine:
+            return None
         with self._job.context():
-            self._global_metrics += replay_records(
-                module, step, values, counters, self._home.metrics, is_training=False
-            )
+            metrics = None if call.in_turn else self._home.metrics
+            self._global_metrics += replay_records(module, step, values, counters, metrics, is_training=False)
         rank = dist.get_rank() if world_size() > 1 else 0
         own = own_rows(values, program.cuts, world_size(), rank)
         append_to_lists(module, step, own, batch, counters)

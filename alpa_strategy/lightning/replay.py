@@ -74,20 +74,20 @@ def replay_records(
     step: StepGraph,
     values: Mapping[int, Tensor],
     counters: Mapping[str, int],
-    metrics: MetricStates,
+    metrics: MetricStates | None,
     is_training: bool = True,
 ) -> list[Metric]:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
     the state of metrics. Returns the metrics whose state stands for all ranks' rows from now on. `counters`: the values
-    of `batch_idx`, `global_step` and `current_epoch`.
+    of `batch_idx`, `global_step` and `current_epoch`. `metrics`: None where the values are those of this rank's rows.
     """
     changed: list[Metric] = []
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        changed += metrics.make_global(metric)
+        changed += [] if metrics is None else metrics.make_global(metric)
         kwargs = {key: fill(value, values, counters=counters) for key, value in record.kwargs}
         with torch.no_grad():
             args = fill(record.args, values, counters=counters)

@@ -180,7 +180,9 @@ def weights_read_while_built(bench: Bench) -> Any:
 
 
 def checkpoints_read_after_training(bench: Bench) -> Any:
-    """Into a module that does not fit whole, and is in shards still when the training has ended."""
+    """Into a module that does not fit whole, and is in shards still when the training has ended.
+
+    Batches of 13 rows and of 9 are of different shapes, or numbers, on the ranks."""
     plan: dict[str, Any] = {"plan": {"memory_limit": 4.0e5}} if bench.is_alpa else {}
     module, trainer, path = built(), bench.trainer(**plan), ordinary_file(bench)
     trainer.fit(module, loader(bench))
@@ -188,4 +190,4 @@ def checkpoints_read_after_training(bench: Bench) -> Any:
         assert trainer.strategy.run is not None
     found = trainer.validate(module, loader(bench, 12, 7), verbose=False)
     found += trainer.validate(module, loader(bench, 12, 7), ckpt_path=path, verbose=False)
-    return [*found, trainer.predict(module, loader(bench, 12, 7))]
+    return [*found, *(trainer.predict(module, loader(bench, rows, 7)) for rows in (12, 13, 9))]
