@@ -131,6 +131,11 @@ class AlpaStrategy(ParallelJob):
         return self._life.plan
 
     @property
+    def process_bytes(self) -> int:
+        """Host memory of this process beside `plan.predicted.peak_bytes`: resident are both. 0 on GPUs."""
+        return self._life.process_bytes
+
+    @property
     def run(self) -> Any:
         """The TrainingRun whose shards the module holds, or None while it is whole."""
         return self._life.run

@@ -35,10 +35,14 @@ PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
 
 
 def plan_table(
-    plan: Plan, shapes: Mapping[str, Shape] | None = None, memory_limit: float | None = None
+    plan: Plan,
+    shapes: Mapping[str, Shape] | None = None,
+    memory_limit: float | None = None,
+    process_bytes: int = 0,
 ) -> RenderableType:
-    """The whole plan. `shapes`: parameter name -> global shape, `memory_limit` in bytes; both are shown where known."""
-    parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit)]
+    """The whole plan. What is shown where it is known: `shapes`: parameter name -> global shape; `memory_limit` and
+    `process_bytes` (host memory that the process takes beside the plan's tensors) in bytes."""
+    parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
         parts += [Text(), stage_overview(plan)]
     if (clock := plan_timeline(plan, MAX_DRAWN["text"])) is not None:
@@ -96,7 +100,7 @@ def _headline(plan: Plan) -> Text:
     return text
 
 
-def _summary(plan: Plan, memory_limit: float | None) -> Table:
+def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Table:
     p = plan.predicted
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -120,6 +124,9 @@ def _summary(plan: Plan, memory_limit: float | None) -> Table:
     memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
     if memory_limit and math.isfinite(memory_limit):
         memory.append(f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
+    if process_bytes:
+        total = format_bytes(p.peak_bytes + process_bytes)
+        memory.append(f", {total} with the process itself ({format_bytes(process_bytes)})", style="dim")
     table.add_row("memory", memory)
     if plan.baselines:
         table.add_row("instead", _baselines(plan))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.meta import is_on_meta, skip_sanity_check
+from alpa_strategy.runtime.host_memory import Freed, set_freed
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.large import LargeModel
@@ -38,6 +39,9 @@ class Deferral:
         if self._large is None:
             from alpa_strategy.lightning.large import LargeModel
 
+            if device.type == "cpu":
+                # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
+                set_freed(Freed.GIVEN_BACK)
             self._large = LargeModel(device)
         return self._large
 

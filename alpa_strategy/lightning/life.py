@@ -40,6 +40,7 @@ class ModuleLife:
         run: what holds the shards, of a training or of an evaluation; None while the module is whole.
         evaluation: runs evaluation steps on the shards of `run`.
         plan: that of the last run.
+        process_bytes: of the host's memory, what this process took beside its tensors when that run began.
         deferral: what was built without memory and is not made yet.
     """
 
@@ -48,6 +49,7 @@ class ModuleLife:
         self.run: TrainingRun | None = None
         self.evaluation: Evaluation | None = None
         self.plan: Plan | None = None
+        self.process_bytes = 0
         self.deferral = Deferral()
         self._is_accumulating = False
         self._shards_for_evaluation = False
@@ -79,6 +81,7 @@ class ModuleLife:
         from alpa_strategy.lightning.early_step import Surroundings, with_early_step
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
+        from alpa_strategy.lightning.process import process_bytes
         from alpa_strategy.optimizer_info import inspect_optimizer
         from alpa_strategy.runtime.host_memory import set_freed, trim
 
@@ -102,7 +105,8 @@ class ModuleLife:
         self._checkpoints.restore(run, optimizers[0])
         run.see_whole_parameters(module.trainer)
         use_whole_norms(module.trainer.precision_plugin, run)
-        _show_plan(run, job)
+        self.process_bytes = process_bytes(module, optimizers[0]) if is_on_host else 0
+        _show_plan(run, job, self.process_bytes)
 
     def _begin(self, run: TrainingRun, job: Job) -> None:
         from alpa_strategy.lightning.evaluation import Evaluation
@@ -219,8 +223,8 @@ def _own_randomness(job: Job) -> AbstractContextManager[None]:
     return isolate_rng(include_cuda=job.device.type == "cuda")
 
 
-def _show_plan(run: TrainingRun, job: Job) -> None:
+def _show_plan(run: TrainingRun, job: Job, process_bytes: int = 0) -> None:
     if job.shows:
         from alpa_strategy.display import plan_table
 
-        job.say(plan_table(run.plan))
+        job.say(plan_table(run.plan, process_bytes=process_bytes))
