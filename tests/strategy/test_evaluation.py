@@ -201,8 +201,8 @@ def test_what_cannot_be_captured_runs_as_it_is_written(pool, tmp_path: Path, alw
 class Metrics(MLP):
     """Torchmetrics of every kind of state, in training and validation; one step of each loop cannot be captured."""
 
-    def __init__(self, written: bool) -> None:
-        super().__init__()
+    def __init__(self, written: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.written = written  # whether the second validation step must run as it is written
         kinds = {"mean": torchmetrics.MeanMetric, "sum": torchmetrics.SumMetric, "cat": torchmetrics.CatMetric}
         kinds |= {"max": torchmetrics.MaxMetric, "mse": torchmetrics.MeanSquaredError}
@@ -267,14 +267,20 @@ class Rows(IterableDataset):
 
 
 def fit_on_a_stream(root: str, strategy: dict[str, Any] | str) -> dict[str, Any]:
-    return fit("Metrics", root, strategy, [3 * ROWS], {"written": False}, stream=True)
+    sizes = {"d_hidden": 64, "num_layers": 8}
+    return fit("Metrics", root, strategy, [3 * ROWS], {"written": False, **sizes}, stream=True)
 
 
 def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
+    """With whole parameters, and where these do not fit: the ranks take turns then."""
     expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
-    found = pool.run(2, fit_on_a_stream, str(tmp_path), {"parallel": "zero3"})
-    for run, other in zip(found, expected, strict=True):
-        assert run["metrics"] == pytest.approx(other["metrics"], rel=TOLERANCE)
+    for plan in ({"parallel": "zero3"}, {"parallel": "zero3", "memory_limit": 560e3}):
+        found = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
+        for run, other in zip(found, expected, strict=True):
+            # This one is logged outside of a step, in float32, and its rows come in another order.
+            for name, value in run["metrics"].items():
+                rounding = 1e-6 if name == "v_cat_sum" else TOLERANCE
+                assert value == pytest.approx(other["metrics"][name], rel=rounding), name
 
 
 class Predicting(Plain):
