@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
-import torch
 
-from alpa_strategy.capture.step_graph import Op, ParameterInput, StepGraph
+from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.cost.model import OpCosts
@@ -25,7 +24,6 @@ from alpa_strategy.intra_op.options import (
     op_options,
     parameter_options,
     whole_only,
-    without_narrow_sums,
     without_parameters,
 )
 from alpa_strategy.intra_op.per_step import PerStep
@@ -194,9 +192,11 @@ class _Builder:
         self._whole: DualLayout = (REPLICATE,) * len(tables.mesh.shape)
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p) for p in step.parameters)
-        self.in_double = any(p.meta.dtype == torch.float64 for p in step.parameters)
-        options = tuple(map(self._options, step.ops))
-        self.ops = tuple(_with_resident_parameters(step, options, tables.mesh))
+        options = (
+            whole_only(tables.op(op.call)) if self.constants.issuperset(op.results) else tables.op(op.call)
+            for op in step.ops
+        )
+        self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
         self.choices: list[Choice] = []
         self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
         self.transfers: list[Transfer] = []
@@ -207,12 +207,6 @@ class _Builder:
             choice = self._add(op.name, run.compute_seconds + run.comm_seconds, run.num_bytes)
             for position, value in enumerate(op.results):
                 self.producers[value] = choice, tuple(outputs[position] for outputs in run.outputs)
-
-    def _options(self, op: Op) -> OpOptions:
-        options = self._tables.op(op.call)
-        if self.constants.issuperset(op.results):
-            return whole_only(options)
-        return without_narrow_sums(options, op.call) if self.in_double else options
 
     def _add(self, name: str, seconds: np.ndarray, num_bytes: np.ndarray) -> int:
         self.choices.append(Choice(name, seconds, num_bytes))

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
-import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
@@ -21,7 +19,7 @@ from alpa_strategy.cost.model import OpCosts, Saved
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.plan.plan import ParameterPlan, source_layout
 from alpa_strategy.sharding import localize, op_strategies
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, DualLayout, value_layout
+from alpa_strategy.sharding.layout import DualLayout, value_layout
 from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
@@ -209,39 +207,7 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
 
 def whole_only(options: OpOptions) -> OpOptions:
     """Only the strategy that repeats the whole op on every device (the first)."""
-    return _only(options, [0])
-
-
-def without_narrow_sums(options: OpOptions, call: OpCall) -> OpOptions:
-    """The op in a step of double precision: what it holds in a narrower type is not summed over devices.
-
-    Sums of parts are rounded otherwise than the whole sum, and nothing that is made of them is equal to 1e-9 then.
-    """
-    narrow = [m.dtype.is_floating_point and m.dtype != torch.float64 for m in (*call.operands, *call.results)]
-    if not any(narrow):
-        return options
-    kept = [
-        i
-        for i, (strategies, inputs, outputs) in enumerate(
-            zip(options.strategies, options.inputs, options.outputs, strict=True)
-        )
-        if not any(s.collectives for s in strategies)
-        and not any(
-            is_narrow and dual in (PARTIAL, BROADCAST)
-            for is_narrow, layout in zip(narrow, (*inputs, *outputs), strict=True)
-            for dual in layout
-        )
-    ]
-    return _only(options, kept)
-
-
-def _only(options: OpOptions, kept: Sequence[int]) -> OpOptions:
-    """The options of these numbers."""
-
-    def choose(values: Any) -> Any:
-        return values[list(kept)] if isinstance(values, np.ndarray) else tuple(values[i] for i in kept)
-
-    return replace(options, **{f.name: choose(getattr(options, f.name)) for f in fields(options) if f.name != "saved"})
+    return replace(options, **{f.name: getattr(options, f.name)[:1] for f in fields(options) if f.name != "saved"})
 
 
 def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh) -> OpOptions:
