@@ -48,9 +48,9 @@ def check(pool, reference, folder, model: str, strategy: dict, world_size: int):
         pytest.skip("needs the extra alpa-strategy[hf]")
     strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(folder)}
     runs = pool.run(world_size, record_case, model, strategy, world_size, timeout=200)
-    # The libraries' routers and auxiliary losses compute in float32, where sums are rounded by the order of their parts
-    # (and, beside experts that every device runs whole, gradients by their summands): float32's accuracy is all that can
-    # be had. `experts_loop` is float64 throughout.
+    # These libraries' routers and auxiliary losses compute in float32: their sums are rounded by the order of the parts
+    # (and gradients of the router by their summands, beside experts that every device runs whole), so float32's
+    # accuracy is all that can be had. `experts_loop` is float64 throughout.
     in_float32 = {"mixtral": 1e-7, "qwen_moe": 1e-7, "mixtral_eager": 1e-5, "qwen_moe_eager": 1e-5}
     for run in runs:
         assert_same(run, reference(model, world_size), in_float32.get(model, 1e-9))
