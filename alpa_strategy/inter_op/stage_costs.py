@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -263,20 +264,17 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     )
     recomputed = always + working + leaving
     num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[..., None]
-    memory = {
-        False: [(0.0, always + working, saved + leaving)],
-        True: [
-            (0.0, recomputed + saved, entering),
-            (0.0, recomputed + again, entering + passing),
-            (deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
-        ],
-    }
+    ways = [
+        (False, 0.0, always + working, saved + leaving),
+        (True, 0.0, recomputed + saved, entering),
+        (True, 0.0, recomputed + again, entering + passing),
+        (True, deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
+    ]
     found = []
-    for recompute in (False, True) if remat is None else (remat,):
-        for derives, base, each in memory[recompute]:
-            seconds = (2 if recompute else 1) * (forward + derives) + backward
-            columns = (seconds, once - derives, base, each)
-            found.append((*columns, np.full(once.shape, shape), np.full(once.shape, recompute)))
+    for again, derives, base, each in ways:
+        if remat in (None, again):
+            columns = ((1 + again) * (forward + derives) + backward, once - derives, base, each)
+            found.append((*columns, np.full(once.shape, shape), np.full(once.shape, again)))
     return found
 
 
@@ -357,8 +355,6 @@ def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) 
 
 def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
     """The options with those pins only that name a parameter of this part of the step."""
-    from fnmatch import fnmatchcase
-
     names = [name for p in layer.parameters for name in p.names]
     own = tuple((pattern, text) for pattern, text in options.placements if any(fnmatchcase(n, pattern) for n in names))
     return replace(options, placements=own)
