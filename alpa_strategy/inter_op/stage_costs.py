@@ -270,12 +270,12 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
         (True, 0.0, recomputed + again, entering + passing),
         (True, deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
     ]
-    found = []
-    for again, derives, base, each in ways:
-        if remat in (None, again):
-            columns = ((1 + again) * (forward + derives) + backward, once - derives, base, each)
-            found.append((*columns, np.full(once.shape, shape), np.full(once.shape, again)))
-    return found
+    return [
+        ((1 + twice) * (forward + derives) + backward, once - derives, base, each)
+        + (np.full(once.shape, shape), np.full(once.shape, twice))
+        for twice, derives, base, each in ways
+        if remat in (None, twice)
+    ]
 
 
 def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: CostJob) -> RunCosts:
