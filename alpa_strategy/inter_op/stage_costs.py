@@ -270,9 +270,9 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
         (True, 0.0, recomputed + again, entering + passing),
         (True, deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
     ]
+    index = np.full(once.shape, shape)
     return [
-        ((1 + twice) * (forward + derives) + backward, once - derives, base, each)
-        + (np.full(once.shape, shape), np.full(once.shape, twice))
+        ((1 + twice) * (forward + derives) + backward, once - derives, base, each, index, np.full(once.shape, twice))
         for twice, derives, base, each in ways
         if remat in (None, twice)
     ]
