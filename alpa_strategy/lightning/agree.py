@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.failure import job_store
 
 T = TypeVar("T")
+POLL_SECONDS = 0.05
 
 
 def world_size() -> int:
@@ -64,7 +66,7 @@ class RankZero:
     """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._alone = world_size() == 1
         if not self._alone:
             self._store = job_store().clone()
@@ -90,17 +92,21 @@ class RankZero:
                 self._store.set(key, json.dumps({"error": _to_data(error)}))
                 raise
             return result
-        try:
-            self._store.wait([key], self._timeout)
-        except RuntimeError as error:
-            raise RuntimeMismatchError(
-                f"rank 0 has not finished {what} within {self._timeout.total_seconds():g} s",
-                "raise plan_timeout_seconds",
-            ) from error
+        self._wait_for(key, what)
         message = json.loads(self._store.get(key))
         if "error" in message:
             raise _from_data(message["error"])
         return message["value"]
+
+    def _wait_for(self, key: str, what: str) -> None:
+        """By asking: a launcher that lost a rank sends the others SIGTERM, which the store's own wait does not hear."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise RuntimeMismatchError(
+                    f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
+                )
+            time.sleep(POLL_SECONDS)
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
         """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""

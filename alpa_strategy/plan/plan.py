@@ -14,7 +14,7 @@ from typing import Any
 from alpa_strategy.errors import PlanError
 from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, Layout, shard
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: what a stage makes of its parameters alone is made once per step
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         },
         layers=fields.get("layers", str) if fields.has("layers") else "",
         steps_in_backward=fields.has("steps_in_backward") and fields.get("steps_in_backward", bool),
-        derives_again=fields.has("derives_again") and fields.get("derives_again", bool),
+        derives_again=fields.get("derives_again", bool),
     )
 
 

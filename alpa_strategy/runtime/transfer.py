@@ -66,8 +66,7 @@ class Outbox:
     def send(self, ops: Sequence[dist.P2POp]) -> None:
         """Start all sends."""
         for op in ops:
-            work = _named(op.peer, "a message to", lambda op=op: op.op(op.tensor, op.peer, op.group, op.tag))
-            self._held.append(_Sent(work, op.tensor, op.peer))
+            self._held.append(_Sent(_begin(op), op.tensor, op.peer))
             self._held_bytes += op.tensor.numel()
             if dist.get_backend(op.group) != "gloo":
                 while self._held and self._held[0].work.is_completed():
@@ -193,10 +192,7 @@ class Transfer:
             ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
         receipt = Receipt(self, ops, tag)
         if start:
-            receipt.works = [
-                _named(op.peer, "a message from", lambda op=op: op.op(op.tensor, op.peer, op.group, op.tag))
-                for op in ops
-            ]
+            receipt.works = [_begin(op) for op in ops]
         return receipt
 
     def forget(self) -> None:
@@ -272,12 +268,11 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor]]], tag: int) -
     receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
     sends = [op for i, (transfer, tensors) in enumerate(transfers) for op in transfer.send_ops(tensors, tag + i)]
     ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    if len(works) == len(ops):
-        for op, work in zip(ops, works, strict=True):
-            _named(op.peer, "a message to" if op.op is dist.isend else "a message from", work.wait)
-    else:  # coalesced into one
-        for work in works:
+    if ops and dist.get_backend(ops[0].group) == "gloo":
+        for op, work in [(op, _begin(op)) for op in ops]:
+            _named(op.peer, _direction(op), work.wait)
+    elif ops:
+        for work in dist.batch_isend_irecv(ops):
             work.wait()
     return [
         transfer.assemble([op.tensor for op in receipt.ops], tag + i)
@@ -302,6 +297,15 @@ def _within(box: Box, whole: Box) -> tuple[slice, ...]:
 
 def _dual(layout: Layout) -> DualLayout:
     return tuple(shard(p.dim) if isinstance(p, Shard) else REPLICATE for p in layout)
+
+
+def _begin(op: dist.P2POp) -> Any:
+    """Start one message."""
+    return _named(op.peer, _direction(op), lambda: op.op(op.tensor, op.peer, op.group, op.tag))
+
+
+def _direction(op: dist.P2POp) -> str:
+    return "a message to" if op.op is dist.isend else "a message from"
 
 
 def _named(peer: int, what: str, call: Callable[[], Any]) -> Any:

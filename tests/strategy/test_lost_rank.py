@@ -1,4 +1,4 @@
-"""kill -9 of one rank in the middle of a schedule: all others end soon, the lost rank is named, no process is left."""
+"""kill -9 of one rank in mid-schedule or while rank 0 plans: all others end soon and name it, no process is left."""
 
 from __future__ import annotations
 
@@ -16,20 +16,31 @@ import os, signal, sys, time
 import lightning.pytorch as pl
 import torch
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.lightning.agree import RankZero
 from alpa_strategy.runtime.stage_worker import StageWorker
 from models import MLP
 
-root, lost, world, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
-run, calls = StageWorker.backward, []
+root, lost, world, options, moment = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4]), sys.argv[5]
+run, result_of, calls = StageWorker.backward, RankZero.result_of, []
+
+def die(where):
+    if where == moment and torch.distributed.get_rank() == lost:
+        open(root + "/killed", "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 def backward(worker, microbatch):
     calls.append(microbatch)
-    if len(calls) == 10 and torch.distributed.get_rank() == lost:
-        open(root + "/killed", "w").write(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
+    if len(calls) == 10:
+        die("schedule")
     run(worker, microbatch)
 
-StageWorker.backward = backward
+def slow_result_of(rank_zero, work, what):
+    if moment == "planning":
+        time.sleep(2)
+        die("planning")
+    return result_of(rank_zero, lambda: (time.sleep(10 * (moment == "planning")), work())[1], what)
+
+StageWorker.backward, RankZero.result_of = backward, slow_result_of
 model = MLP(num_layers=4)
 rows = torch.utils.data.TensorDataset(*model.example_batch(4 * 4 * world))
 strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_microbatches=4, **options)
@@ -45,20 +56,23 @@ INTERLEAVED_INSIDE = {"num_stages": 4, "schedule": "Interleaved1F1B", "parallel"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "world", "options", "lost"),
+    ("launcher", "world", "options", "lost", "moment"),
     [
-        ("own", 3, PIPELINE, 1),
-        pytest.param("own", 3, PIPELINE, 0, marks=pytest.mark.slow),
-        pytest.param("own", 4, INSIDE, 3, marks=pytest.mark.slow),
-        pytest.param("torchrun", 3, PIPELINE, 1, marks=pytest.mark.slow),
-        pytest.param("torchrun", 4, INSIDE, 0, marks=pytest.mark.slow),
-        pytest.param("own", 3, INTERLEAVED, 2, marks=pytest.mark.slow),
-        pytest.param("own", 4, INTERLEAVED_INSIDE, 1, marks=pytest.mark.slow),
-        pytest.param("torchrun", 3, INTERLEAVED, 0, marks=pytest.mark.slow),
-        pytest.param("torchrun", 4, INTERLEAVED_INSIDE, 2, marks=pytest.mark.slow),
+        ("own", 3, PIPELINE, 1, "schedule"),
+        pytest.param("own", 3, PIPELINE, 0, "schedule", marks=pytest.mark.slow),
+        pytest.param("own", 4, INSIDE, 3, "schedule", marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, PIPELINE, 1, "schedule", marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, INSIDE, 0, "schedule", marks=pytest.mark.slow),
+        pytest.param("own", 3, INTERLEAVED, 2, "schedule", marks=pytest.mark.slow),
+        pytest.param("own", 4, INTERLEAVED_INSIDE, 1, "schedule", marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, INTERLEAVED, 0, "schedule", marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, INTERLEAVED_INSIDE, 2, "schedule", marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, PIPELINE, 1, "planning", marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, PIPELINE, 0, "planning", marks=pytest.mark.slow),
+        pytest.param("own", 3, PIPELINE, 2, "planning", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost):
+def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, moment):
     script = tmp_path / "job.py"
     script.write_text(JOB)
     start = [sys.executable]
@@ -70,7 +84,7 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost):
         "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
-        [*start, str(script), str(tmp_path), str(lost), str(world), repr(options)],
+        [*start, str(script), str(tmp_path), str(lost), str(world), repr(options), moment],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     ended = time.time()
