@@ -58,6 +58,7 @@ CASES = {
     "1F1B of zero2": Case(4, DEEP, 4, {**TWO_STAGES, "parallel": "zero2"}),
     "1F1B, recomputed": Case(2, {**LONG, "num_layers": 16}, 8, {**TWO_STAGES, "remat": True}),
     "GPipe, recomputed": Case(2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
+    "GPipe, recomputed, short rows": Case(2, DEEP, 4, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
     "data, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {"parallel": "data", "num_stages": 1, "remat": True}),
     "large": Case(4, LARGE, 1),
     "large, 6 layers": Case(4, {**LARGE, "num_layers": 6}, 1),
@@ -230,7 +231,7 @@ def main() -> int:
     ):
         table.add_column(column, justify="left" if column == "plan" else "right")
     wrong = False
-    console = Console()
+    console = Console(width=150)
     with tempfile.TemporaryDirectory() as plans:
         for name in args.cases or [name for name in CASES if name not in LARGE_CASES]:
             for found in run_case(name, plans):
