@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.failure import job_store
 
 T = TypeVar("T")
-POLL_SECONDS = 0.05
 
 
 def world_size() -> int:
@@ -99,14 +98,23 @@ class RankZero:
         return message["value"]
 
     def _wait_for(self, key: str, what: str) -> None:
-        """By asking: a launcher that lost a rank sends the others SIGTERM, which the store's own wait does not hear."""
-        deadline = time.monotonic() + self._timeout_seconds
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise RuntimeMismatchError(
-                    f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
-                )
-            time.sleep(POLL_SECONDS)
+        """In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
+        who joins a thread does."""
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                self._store.wait([key], timedelta(seconds=self._timeout_seconds))
+            except RuntimeError as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True, name="alpa-rank-zero")
+        waiting.start()
+        waiting.join()
+        if failures:
+            raise RuntimeMismatchError(
+                f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
+            ) from failures[0]
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
         """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""
