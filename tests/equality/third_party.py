@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from equality.harness import record_model
+from equality.own_precision import in_float64
 from torch import Tensor, nn
 
 VOCAB, LENGTH = 33, 8
@@ -36,10 +37,14 @@ class Wrapped(pl.LightningModule):
 class HuggingFaceLM(Wrapped):
     """Any `transformers` language model. The loss is the user's: the library's own rounds the logits to float32."""
 
-    def build(self, model: str, config: str, experts: str | None = None, **settings: Any) -> None:
+    def build(
+        self, model: str, config: str, experts: str | None = None, float64: bool = False, **settings: Any
+    ) -> None:
         import transformers
 
-        self.model = getattr(transformers, model)(getattr(transformers, config)(vocab_size=VOCAB, **settings)).train()
+        cls = getattr(transformers, model)
+        settings_of_model = getattr(transformers, config)(vocab_size=VOCAB, **settings)
+        self.model = (in_float64(cls) if float64 else cls)(settings_of_model).train()
         self.options = {"output_router_logits": True} if experts else {}
         if experts:
             self.model.set_experts_implementation(experts)
@@ -144,9 +149,15 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
 }
 
 
-for _name in ("mixtral", "qwen_moe"):  # a loop over experts, whose tokens depend on data
-    _model, _settings = HUGGING_FACE[_name]
-    HUGGING_FACE[f"{_name}_eager"] = (_model, {**_settings, "experts": "eager"})
+def _variant(name: str, suffix: str, **more: Any) -> None:
+    model, settings = HUGGING_FACE[name]
+    HUGGING_FACE[name + suffix] = (model, {**settings, **more})
+
+
+for _name in ("mixtral", "qwen_moe"):
+    _variant(_name, "_eager", experts="eager")  # a loop over experts, whose tokens depend on data
+    _variant(_name, "_float64", float64=True)
+    _variant(_name, "_eager_float64", experts="eager", float64=True)
 
 
 class Recurrent(Wrapped):
