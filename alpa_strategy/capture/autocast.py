@@ -6,6 +6,9 @@ on shows the casts that PyTorch's own policy makes; they become ops of the graph
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +22,7 @@ from alpa_strategy.capture.builder import run_fake
 from alpa_strategy.sharding.op import OpCall
 
 aten = torch.ops.aten
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,23 @@ def casts_around(call: OpCall, state: AutocastState) -> Casts | None:
     under_autocast = _work(call, state, (None,) * len(call.operands), True)
     for casts in (operand_casts(call, state), everything):
         try:
-            if _work(call, state, casts, False) == under_autocast:
-                return casts
+            with _refusals_unlogged():
+                work = _work(call, state, casts, False)
         except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
             continue
+        if work == under_autocast:
+            return casts
     return None
+
+
+@contextmanager
+def _refusals_unlogged() -> Iterator[None]:
+    """Fake tensors log what an op refuses as an error, with its traceback."""
+    before, _fake_log.disabled = _fake_log.disabled, True
+    try:
+        yield
+    finally:
+        _fake_log.disabled = before
 
 
 def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
-from alpa_strategy.inter_op.dp import StageChoice, StageTables, solve_stages
+from alpa_strategy.inter_op.dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.schedules import (
     ONE_STAGE,
     SCHEDULES,
@@ -105,12 +105,14 @@ def _solve_schedule(
         counts = [wanted] if wanted else None
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
+        seen: set[tuple[StageRange, ...]] = set()
         for share in SENDER_SHARES:
             choice = solve_stages(
                 tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
                 sender_share=share,
             )  # fmt: skip
-            if choice is not None:
+            if choice is not None and choice.stages not in seen:
+                seen.add(choice.stages)
                 own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
                 sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
                 left = [sum(sizes[i:]) for i in range(len(sizes))]

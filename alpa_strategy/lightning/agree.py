@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy import errors
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.failure import job_store
+from alpa_strategy.runtime.torch_comm import broadcast_object
 
 T = TypeVar("T")
 
@@ -132,10 +133,7 @@ class RankZero:
 
 def agree_on_seed() -> int:
     """Rank 0's `torch.initial_seed()` on every rank. Collective."""
-    seed = [torch.initial_seed()]
-    if world_size() > 1:
-        dist.broadcast_object_list(seed, src=0)
-    return seed[0]
+    return broadcast_object(torch.initial_seed())
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
@@ -150,9 +148,8 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 def shared(value: Any, source: int, device: torch.device) -> Any:
     """Rank `source`'s value, a pytree of tensors and picklable leaves, on every rank. Collective."""
-    objects = [pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
-    dist.broadcast_object_list(objects, source)
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), objects[0])
+    given = broadcast_object(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value), source)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
 
 
 def broadcast_states(module: torch.nn.Module) -> None:

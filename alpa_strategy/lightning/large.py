@@ -19,6 +19,7 @@ from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.deferred.recorder import Recorder, uninitialised
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.agree import on_all_ranks, world_size
+from alpa_strategy.runtime.torch_comm import all_equal, broadcast_object
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -162,21 +163,14 @@ class LargeModel:
         script = self._recorder.script
         if world_size() == 1 or not script.lines:
             return
-        digests: list[str] = [""] * world_size()
-        dist.all_gather_object(digests, script.digest())
-        if len(set(digests)) > 1:
+        if not all_equal(script.digest()):
             raise RuntimeMismatchError(
                 "the ranks initialise their modules differently", "build the same module on every rank"
             )
-        chances = [script.chances_digest()]
-        dist.broadcast_object_list(chances)
-        differs = [False] * world_size()
-        dist.all_gather_object(differs, chances[0] != script.chances_digest())
-        if any(differs):
-            content = [script.chances() if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(content)
+        if not all_equal(script.chances_digest()):
+            content = broadcast_object(script.chances() if dist.get_rank() == 0 else None)
             if dist.get_rank() != 0:
-                script.set_chances(content[0])
+                script.set_chances(content)
 
     def _make_others(self, module: nn.Module) -> None:
         """Buffers, and tensors that are plain attributes, are whole on every rank."""

@@ -25,7 +25,7 @@ def shard_state(optimizer: Optimizer, store: Any, values: Callable[[Tensor], Ten
         store: ParameterStore or StagedParameters.
         values: gives the whole of a state tensor.
     """
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         if store.name_of(parameter) is not None and not store.holds(parameter):
             optimizer.state.pop(parameter, None)
     _replace(optimizer, store, lambda name, tensor: store.shard_like(name, values(tensor)), dims=0)
@@ -41,20 +41,20 @@ def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, A
     result = optimizer.state_dict()
     ids = [number for group in result["param_groups"] for number in group["params"]]
     state = dict(result["state"])
-    for parameter, number in zip(_parameters(optimizer), ids, strict=True):
+    for parameter, number in zip(parameters_of(optimizer), ids, strict=True):
         name = store.name_of(parameter)
         if name is not None and number in state:
             state[number] = {key: _moved(store.gather_like, name, value) for key, value in state[number].items()}
     return {**result, "state": state}
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """In the groups' order: the same on every rank, as collectives need it."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _replace(optimizer: Optimizer, store: Any, move: Callable[[str, Tensor], Tensor], dims: int = 1) -> None:
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         name = store.name_of(parameter)
         if name is not None and parameter in optimizer.state:
             state = optimizer.state[parameter]

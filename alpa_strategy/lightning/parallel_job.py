@@ -25,6 +25,7 @@ from typing_extensions import override
 from alpa_strategy.lightning.launcher import Launcher
 from alpa_strategy.runtime.failure import FailureWatch, job_store
 from alpa_strategy.runtime.rendezvous import fresh_store, store_is_reused
+from alpa_strategy.runtime.torch_comm import broadcast_object
 
 
 class ParallelJob(ParallelStrategy):
@@ -122,11 +123,7 @@ class ParallelJob(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return broadcast_object(obj, src)
 
     # The end
 

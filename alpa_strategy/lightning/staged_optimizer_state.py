@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.lightning.optimizer_state import parameters_of
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 
 
@@ -26,14 +27,10 @@ def staged_state_dict(optimizer: Optimizer, store: StagedParameters) -> dict[str
     """`optimizer.state_dict()` with whole tensors, as a plain Trainer would write it, on every rank. Collective."""
     result = optimizer.state_dict()
     ids = [number for group in result["param_groups"] for number in group["params"]]
-    number_of = dict(zip(_parameters(optimizer), ids, strict=True))
+    number_of = dict(zip(parameters_of(optimizer), ids, strict=True))
     state = dict(result["state"])
     state.update((number_of[parameter], whole) for parameter, whole in _whole_states(optimizer, store))
     return {**result, "state": {number: state[number] for number in ids if number in state}}
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _whole_states(optimizer: Optimizer, store: StagedParameters) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -47,7 +44,7 @@ def described_states(optimizer: Optimizer, store: StagedParameters) -> list[tupl
 
     Per key of the state: ("tensor", whole shape, dtype), or ("value", the value, its kind of device).
     """
-    parameters = [p for p in _parameters(optimizer) if store.name_of(p) is not None]
+    parameters = [p for p in parameters_of(optimizer) if store.name_of(p) is not None]
     rank = dist.get_rank()
     own = {
         i: _described(optimizer.state[p], p, store)

@@ -118,9 +118,7 @@ def lower(
     Raises:
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
-    writer = _Writer(step, stage, mesh, device, random)
-    writer.begun_early = made_of_the_batch(step)
-    return writer.program()
+    return _Writer(step, stage, mesh, device, random, begun_early=made_of_the_batch(step)).program()
 
 
 @dataclass(frozen=True)
@@ -169,9 +167,8 @@ def lower_stage(
         read_later = {value for later in graphs[number + 1 :] for value in later.received}
         made = tuple(value for value in graph.sent if value in read_later)
         graph = replace(graph, sent=tuple(value for value in graph.sent if value in whole.sent))
-        writer = _Writer(graph, stage, mesh, device, random, layouts, derived.values)
-        if not stage.remat:
-            writer.begun_early = made_of_the_batch(graph)
+        begun_early = frozenset() if stage.remat else made_of_the_batch(graph)
+        writer = _Writer(graph, stage, mesh, device, random, layouts, derived.values, begun_early)
         spans.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
     return LoweredStage(tuple(once), tuple(spans), derived)
@@ -196,14 +193,15 @@ class _Writer:
         random: ShardedRandom,
         made_before: Mapping[int, DualLayout] | None = None,
         derived: Collection[int] = (),
+        begun_early: Collection[int] = (),
     ) -> None:
         self.derived = derived
+        self.begun_early = begun_early  # values whose copies begin before the forward
         self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
-        self.begun_early: frozenset[int] = frozenset()  # values whose copies begin before the forward
         self.beginnings: dict[str, list[str]] = {}  # variable -> lines that begin its copies
         num_axes = len(mesh.shape)
         for parameter in step.parameters:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 from enum import Enum
-from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -50,12 +49,3 @@ def trim() -> bool:
         return False
     malloc_trim(0)
     return True
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in use by the system's count: tensors, libraries, Python; 0 where not known."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux
-        return 0
-    return pages * os.sysconf("SC_PAGESIZE")
