@@ -20,7 +20,7 @@ pipeline best depends on where its slow links are; the clock decides (candidates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +130,25 @@ def solve_stages(
     return best
 
 
+@dataclass(frozen=True)
+class _Way:
+    """Stages on one submesh that some next submeshes may follow, or none; candidates come first: [c, first, last].
+
+    Attributes:
+        column: [last] seconds of the messages to the next stage, both ways; 0 after the last stage.
+        following: submeshes of the next stage.
+        left: [devices left] whether the next stage may start there.
+        first_term: of the objective, inf where there is no such stage.
+        second_term: of each stage.
+    """
+
+    column: np.ndarray
+    following: np.ndarray
+    left: np.ndarray
+    first_term: np.ndarray
+    second_term: np.ndarray
+
+
 class _Search:
     """The tables brought into the DP's order, and the DP for one threshold."""
 
@@ -150,28 +169,21 @@ class _Search:
         allowed = range(1, self.max_stages + 1) if num_stages is None else num_stages
         self.allowed = sorted({s for s in allowed if 1 <= s <= self.max_stages})
         self.max_stages = max(self.allowed, default=0)
-        L, m = self.num_layers, self.num_submeshes
-        boundary = np.zeros((L + 1, m, m)) if tables.boundary is None else tables.boundary
+        boundary = np.zeros((self.num_layers + 1, self.num_submeshes, self.num_submeshes))
+        if tables.boundary is not None:
+            boundary = tables.boundary
         everywhere = np.ones(num_devices + 1, dtype=bool)
-        wires = [(boundary, everywhere)]
+        self._wires = [(boundary, everywhere)]
         if tables.nearby is not None and tables.crosses is not None:
-            wires = [(boundary, tables.crosses), (tables.nearby, ~tables.crosses)]
-        # Per submesh: next submeshes with equal boundary columns act as one, where so many devices are left.
-        self.classes: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in range(m)]
-        for a in range(m):
-            for table, where in wires:
-                columns, inverse = np.unique(table[:, a, :], axis=1, return_inverse=True)
-                for k in range(columns.shape[1]):
-                    self.classes[a].append((columns[:, k], np.flatnonzero(inverse.ravel() == k), where))
-        self.fits = np.ones((num_devices + 1, m), dtype=bool) if tables.fits is None else tables.fits
+            self._wires = [(boundary, tables.crosses), (tables.nearby, ~tables.crosses)]
+        self.fits = np.ones((num_devices + 1, self.num_submeshes), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
         self.memory_limit, self.steps, self.sender_share = memory_limit, steps, sender_share
-        finite = np.isfinite(tables.seconds)
-        values = [self._second_term(tables.seconds, tables.once_seconds)[:, L][finite[:, L]]]
-        for a in range(m):
-            for column, _, _ in self.classes[a]:
-                busy = self._busy(tables.seconds[:, :, a], column)
-                values.append(self._second_term(busy, tables.once_seconds[:, :, a])[:, :L][finite[:, :L, a]])
+        self._fitting: dict[tuple[int, int], np.ndarray] = {}
+        self.last = [self._way(a, None, np.zeros(0, dtype=int), everywhere) for a in range(self.num_submeshes)]
+        self.ways = [list(self._ways(a)) for a in range(self.num_submeshes)]
+        every = [way for a, ways in enumerate(self.ways) for way in (self.last[a], *ways)]
+        values = [way.second_term[np.isfinite(way.first_term)] for way in every]
         self.levels = np.unique(np.concatenate(values))
         if sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
@@ -180,10 +192,32 @@ class _Search:
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
         self._bounds: list[tuple[int, int, float]] = []
 
-    def _second_term(self, seconds: np.ndarray, once: np.ndarray) -> np.ndarray:
-        """Of each stage. One way to add it up: to the last bit, a stage is not above its own level."""
+    def _ways(self, a: int) -> Iterator[_Way]:
+        """Stages on submesh `a` before another one: next submeshes with equal messages act as one."""
+        for table, left in self._wires:
+            columns, inverse = np.unique(table[:, a, :], axis=1, return_inverse=True)
+            for k in range(columns.shape[1]):
+                yield self._way(a, columns[:, k], np.flatnonzero(inverse.ravel() == k), left)
+
+    def _way(self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray) -> _Way:
+        seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
+        once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
         finite = np.isfinite(seconds)
-        return self.terms.run * np.where(finite, seconds, 0.0) + self.steps * np.where(finite, once, 0.0)
+        finite[..., self.num_layers] &= column is None
+        finite[..., : self.num_layers] &= column is not None
+        wire = np.zeros(self.num_layers + 1) if column is None else column
+        busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
+        # One way to add it up: to the last bit, a stage is not above its own level.
+        second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)
+        return _Way(wire, following, left, np.where(finite, self.terms.fill * (seconds + wire), np.inf), second)
+
+    def _fits_memory(self, s: int, a: int) -> np.ndarray:
+        """[c, first, last] on submesh `a`, `s` stages before the end."""
+        alive = self.in_flight[s - 1]
+        if (alive, a) not in self._fitting:
+            need = self.tables.bytes_always[:, :, a] + alive * self.tables.bytes_in_flight[:, :, a]
+            self._fitting[alive, a] = np.ascontiguousarray((need <= self.memory_limit).transpose(2, 0, 1))
+        return self._fitting[alive, a]
 
     def note(self, low: int, high: int, least: float) -> None:
         """Remember that solutions with a bottleneck among levels [low, high] have at least this first term."""
@@ -204,6 +238,7 @@ class _Search:
         after = np.full((L + 1, D + 1, m), np.inf)
         came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
         best = (np.inf, 0, 0)  # (first term, stages, first submesh)
+        below = [[np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways] for ways in self.ways]
         for s in range(1, self.max_stages + 1):
             now = np.full((L + 1, D + 1, m), np.inf)
             origin = np.zeros((L, D + 1, m), dtype=np.int32)
@@ -213,30 +248,29 @@ class _Search:
                     continue
                 if s == 1:
                     if self.fits[size, a]:
-                        now[:L, size, a] = self._cheapest(s, a, None, threshold)[0][:, L]
+                        now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[:, :, L].min(axis=0)
                     continue
-                for column, following, where in self.classes[a]:
-                    rest = after[:L, : D + 1 - size, following]  # [l, d left, next]
-                    rest = np.where(where[None, : D + 1 - size, None], rest, np.inf)
-                    if not np.isfinite(rest).any():
+                starts = self.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(axis=(0, 2))
+                for way, terms in zip(self.ways[a], below[a], strict=True):
+                    left = np.flatnonzero(starts & way.left[: D + 1 - size])
+                    rest = after[:L, left[:, None], way.following]  # [l, d left, next]
+                    live = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))
+                    if not live.size:
                         continue
-                    cost, _ = self._cheapest(s, a, column, threshold)
+                    cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
+                    rows = np.flatnonzero(np.isfinite(cost[:, live]).any(axis=1))
+                    if not rows.size:
+                        continue
                     which = rest.argmin(axis=2)
                     rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
-                    rows, columns = np.isfinite(cost).any(axis=1), np.isfinite(rest).any(axis=1)
-                    if not rows.any() or not columns.any():
-                        continue
-                    live_rows, live = np.flatnonzero(rows), np.flatnonzero(columns)
-                    joined = cost[np.ix_(live_rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
+                    joined = cost[np.ix_(rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
                     cut = joined.argmin(axis=1)
                     value = np.take_along_axis(joined, cut[:, None, :], axis=1)[:, 0]
-                    value = np.where(self.fits[size:, a][None, :], value, np.inf)
-                    target = now[live_rows, size:, a]
-                    better = value < target
-                    now[live_rows, size:, a] = np.where(better, value, target)
-                    devices = np.arange(D + 1 - size)[None, :]
-                    code = live[cut] * m + following[which[live[cut], devices]]
-                    origin[live_rows, size:, a] = np.where(better, code, origin[live_rows, size:, a])
+                    target = np.ix_(rows, left + size)
+                    better = value < now[..., a][target]
+                    now[..., a][target] = np.where(better, value, now[..., a][target])
+                    code = live[cut] * m + way.following[which[live[cut], np.arange(len(left))[None, :]]]
+                    origin[..., a][target] = np.where(better, code, origin[..., a][target])
             if self.sender_share < 1:
                 trips = np.where(np.isfinite(now), now, 0.0) / (self.terms.fill * self.in_flight[s - 1])
                 now[self.terms.run * trips > threshold] = np.inf
@@ -248,27 +282,9 @@ class _Search:
             return None
         return self._read(came, best[1], best[2], threshold)
 
-    def _cheapest(self, s: int, a: int, column: np.ndarray | None, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-        """[first, last]: fill * seconds of the cheapest fitting candidate on submesh a, and which it is."""
-        t = self.tables
-        need = t.bytes_always[:, :, a] + self.in_flight[s - 1] * t.bytes_in_flight[:, :, a]
-        seconds = t.seconds[:, :, a]
-        finite = np.isfinite(seconds) & (need <= self.memory_limit)
-        busy = seconds if column is None else self._busy(seconds, column)
-        good = finite & (self._second_term(busy, t.once_seconds[:, :, a]) <= threshold)
-        if column is not None:
-            seconds = seconds + column[None, :, None]
-        cost = np.where(good, self.terms.fill * np.where(finite, seconds, 0.0), np.inf)
-        if column is not None:
-            cost[:, self.num_layers] = np.inf
-        which = cost.argmin(axis=2)
-        cost = np.take_along_axis(cost, which[..., None], axis=2)[..., 0]
-        return (cost if column is None else cost[:, : self.num_layers]), which
-
-    def _busy(self, seconds: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """[first, last, candidate]: seconds of a micro-batch in a stage, or of its messages after it."""
-        wire = column[None, :, None]
-        return np.maximum(seconds + self.sender_share * wire, wire / 2)
+    def _cheapest(self, s: int, a: int, way: _Way, threshold: float) -> np.ndarray:
+        """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the threshold."""
+        return np.where(self._fits_memory(s, a) & (way.second_term <= threshold), way.first_term, np.inf)
 
     def _read(self, came: list[np.ndarray], count: int, submesh: int, threshold: float) -> StageChoice:
         t, m = self.tables, self.num_submeshes
@@ -277,19 +293,14 @@ class _Search:
         bottleneck = 0.0
         after: list[float] = []  # per stage, seconds of a micro-batch in it and on the way to the next
         for s in range(count, 0, -1):
-            column, last, following = None, self.num_layers, -1
+            way, last, following = self.last[submesh], self.num_layers, -1
             if s > 1:
                 last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
                 left = devices - int(t.num_devices[submesh])
-                column = next(c for c, members, where in self.classes[submesh] if following in members and where[left])
-            _, which = self._cheapest(s, submesh, column, threshold)
-            candidate = int(which[first, last])
-            seconds = float(t.seconds[first, last, submesh, candidate])
-            wire = 0.0 if column is None else float(column[last])
-            after.append(seconds + wire)
-            busy = max(seconds + self.sender_share * wire, wire / 2)
-            once = float(t.once_seconds[first, last, submesh, candidate])
-            bottleneck = max(bottleneck, self.terms.run * busy + self.steps * once)
+                way = next(way for way in self.ways[submesh] if following in way.following and way.left[left])
+            candidate = int(self._cheapest(s, submesh, way, threshold)[:, first, last].argmin())
+            after.append(float(t.seconds[first, last, submesh, candidate] + way.column[last]))
+            bottleneck = max(bottleneck, float(way.second_term[candidate, first, last]))
             stages.append(StageRange(first, last, submesh, candidate))
             devices -= int(t.num_devices[submesh])
             first, submesh = last, following
