@@ -9,20 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.errors import CaptureError
+from alpa_strategy.capture.numbers import CounterRef
 
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "%": operator.mod,
-    "//": operator.floordiv,
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
 _COMPARISON: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -33,32 +25,28 @@ _COMPARISON: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def calculate(value: int, arithmetic: tuple[tuple[str, int], ...]) -> int:
-    """A counter's value put through `arithmetic`, in order."""
-    for op, number in arithmetic:
-        value = _ARITHMETIC[op](value, number)
-    return value
-
-
 @dataclass(frozen=True)
 class Guard:
-    """`name`, put through `arithmetic` in order and compared by `op` with `other`, gave `outcome`."""
+    """`left`, compared by `op` with `right`, gave `outcome`."""
 
-    name: str
-    arithmetic: tuple[tuple[str, int], ...]
+    left: CounterRef
     op: str
-    other: int | float
+    right: CounterRef | int | float
     outcome: bool
 
     def holds(self, *, batch_idx: int = 0, global_step: int = 0, current_epoch: int = 0) -> bool:
         """True when the comparison comes out as it did at capture."""
         counters = {"batch_idx": batch_idx, "global_step": global_step, "current_epoch": current_epoch}
-        value = calculate(counters[self.name], self.arithmetic)
-        return bool(_COMPARISON[self.op](value, self.other)) == self.outcome
+        right = self.right.value(counters) if isinstance(self.right, CounterRef) else self.right
+        return compare(self.op, self.left.value(counters), right) == self.outcome
 
     def __str__(self) -> str:
-        left = self.name + "".join(f" {op} {number}" for op, number in self.arithmetic)
-        return f"({left} {self.op} {self.other}) is {self.outcome}"
+        return f"({self.left} {self.op} {self.right}) is {self.outcome}"
+
+
+def compare(op: str, left: float, right: float) -> bool:
+    """The outcome of a comparison of numbers."""
+    return bool(_COMPARISON[op](left, right))
 
 
 _MISSING = object()
@@ -129,125 +117,3 @@ def attributes_hold(module: nn.Module, guards: Iterable[Any]) -> str | None:
         AttributeError: a guarded submodule does not exist any more.
     """
     return AttributeCheck(module, guards).changed()
-
-
-def _number(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of a counter that gives a number of its own."""
-    return lambda counter, *others: operation(counter.as_number(), *others)
-
-
-def _swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with the counter on the right."""
-    return lambda counter, other: operation(other, counter.as_number())
-
-
-class StepCounter:
-    """Stands for an int and records every comparison made with it; integer arithmetic gives another StepCounter.
-
-    No subclass of int: C code takes the number of one unasked (`0.1 * counter`, `steps[counter]`, `int(counter)`).
-    """
-
-    __slots__ = ("arithmetic", "counter_name", "record", "value")
-
-    def __init__(
-        self, value: int, name: str, record: Callable[[Guard], None], arithmetic: tuple[tuple[str, int], ...] = ()
-    ) -> None:
-        """A counter `name` at `value`, after `arithmetic`, that tells `record` its comparisons."""
-        self.value, self.counter_name, self.record, self.arithmetic = value, name, record, arithmetic
-
-    @property
-    def __class__(self) -> type:  # for isinstance(batch_idx, int)
-        return int
-
-    def _compare(self, op: str, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return _COMPARISON[op](self.as_number(), other)
-        if not isinstance(other, int | float):
-            return NotImplemented
-        if type(other) is StepCounter:
-            self.refuse()  # two counters in one comparison: not expressible as a Guard
-        plain_other = int(other) if isinstance(other, int) else other
-        outcome = bool(_COMPARISON[op](self.value, plain_other))
-        self.record(Guard(self.counter_name, self.arithmetic, op, plain_other, outcome))
-        return outcome
-
-    def _calculate(self, op: str, other: Any) -> Any:
-        if type(other) is not int:
-            return _ARITHMETIC[op](self.as_number(), other)
-        value = _ARITHMETIC[op](self.value, other)
-        return StepCounter(value, self.counter_name, self.record, (*self.arithmetic, (op, other)))
-
-    def as_number(self) -> int:
-        """The counter's number as it is now: the graph is good for it alone. Only of one that seldom changes."""
-        if self.counter_name != "current_epoch":
-            self.refuse()
-        self.record(Guard(self.counter_name, self.arithmetic, "==", self.value, True))
-        return self.value
-
-    def refuse(self) -> NoReturn:
-        """The counter goes where its number would be frozen into the graph."""
-        raise CaptureError(
-            f"{self.counter_name} is used as a number in the step ({user_frame()}): the captured graph would keep the "
-            f"value of the first step forever",
-            f"compare it (`if {self.counter_name} % 100 == 0`), or keep the number in a registered buffer that the "
-            "step or a callback updates",
-        )
-
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compare("!=", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(">=", other)
-
-    def __bool__(self) -> bool:
-        return self._compare("!=", 0)
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._calculate("%", other)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._calculate("//", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._calculate("+", other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._calculate("+", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._calculate("-", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._calculate("*", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._calculate("*", other)
-
-    __truediv__, __pow__, __divmod__ = map(_number, (operator.truediv, operator.pow, divmod))
-    __rtruediv__, __rsub__, __rmod__ = map(_swapped, (operator.truediv, operator.sub, operator.mod))
-    __rfloordiv__, __rpow__ = _swapped(operator.floordiv), _swapped(operator.pow)
-    __neg__, __pos__, __abs__, __invert__ = map(_number, (operator.neg, operator.pos, abs, operator.invert))
-    __int__, __index__, __float__, __round__ = map(_number, (int, int, float, round))
-    __and__, __or__, __xor__ = map(_number, (operator.and_, operator.or_, operator.xor))
-    __lshift__, __rshift__ = map(_number, (operator.lshift, operator.rshift))

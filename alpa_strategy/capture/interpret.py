@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from alpa_strategy.capture.numbers import with_values
 from alpa_strategy.capture.step_graph import StepGraph
 
 
 def run_step(
     step: StepGraph,
     parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    buffers: Mapping[str, Any],
     batch_leaves: Sequence[Tensor],
     received: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
@@ -21,7 +24,7 @@ def run_step(
 
     Args:
         parameters: by any of the names that the parameter has, in the module's shapes (all tensors on one device).
-        buffers: by name.
+        buffers: by name; the counters under `COUNTERS`, where the step computes with them.
         batch_leaves: global tensors in `step.batch` order.
         received: the values that others hand in (`step.received`).
 
@@ -41,7 +44,8 @@ def run_step(
         values[constant.value] = constant.tensor.to(device)
     with device:
         for op in step.ops:
-            out = op.call.call(*(values[i] for i in op.operands))
+            args, kwargs = with_values(op.call.args, buffers), with_values(op.call.kwargs, buffers)
+            out = replace(op.call, args=args, kwargs=kwargs).call(*(values[i] for i in op.operands))
             results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
             values.update(zip(op.results, results, strict=True))
     return values

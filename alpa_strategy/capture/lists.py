@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.counters import StepCounter
 from alpa_strategy.errors import CaptureError
 
 Keys = tuple[Any, ...]
@@ -119,7 +119,7 @@ class OpenContainer(_Standin):
         self._content, self._lists, self._keys, self._read = content, lists, keys, read
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, StepCounter):
+        if type(key) is StepCounter:
             key.refuse()
         keys = (*self._keys, key)
         if keys in self._lists:

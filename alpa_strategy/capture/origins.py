@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -18,12 +18,22 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import ctc, grouped_mm
 from alpa_strategy.capture.blame import user_frame, user_position
 from alpa_strategy.capture.checks import passing_answer
-from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.counters import StepCounter, with_tensors
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
 from alpa_strategy.capture.recorder import Recording
 from alpa_strategy.errors import CaptureError
 
 _TRUTH = Tensor.__bool__
+_CREATIONS = {  # what makes tensors of one number -> its position
+    torch.full: 1,
+    torch.full_like: 1,
+    Tensor.new_full: 2,
+    Tensor.new_tensor: 1,
+    torch.tensor: 0,
+    torch.as_tensor: 0,
+    torch.asarray: 0,
+    torch.scalar_tensor: 0,
+}
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # what they give is no tensor of the trace
 
 
@@ -105,8 +115,8 @@ class Origins(TorchFunctionMode):
                 f"the step draws from a generator of its own ({user_frame()})",
                 "leave `generator` out: seed_everything makes the run reproducible",
             )
-        if any(isinstance(arg, StepCounter) for arg in leaves):
-            args, kwargs = pytree.tree_map_only(StepCounter, StepCounter.as_number, (args, kwargs))
+        if any(type(arg) is StepCounter for arg in leaves):
+            return self._with_numbers(func, types, args, kwargs or {})
         _refuse_functions_of_functions(func, args, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})
@@ -126,6 +136,27 @@ class Origins(TorchFunctionMode):
                     node = node.prev
                 self.last = newest
         return result
+
+    def _with_numbers(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The call with tensors in place of StepCounters; with their values where it takes no tensors there."""
+
+        def as_tensors(tree: Any) -> Any:
+            return with_tensors(tree, self.record.numbers, self.device, exact=False)
+
+        def as_number(arg: Any) -> Any:
+            return arg.as_number() if type(arg) is StepCounter else arg
+
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], pytree.tree_map(as_number, args[1]), *args[2:])
+        position = _CREATIONS.get(func, len(args))
+        try:
+            if position < len(args) and type(args[position]) is StepCounter:
+                empty = type(args[position].value)(0)
+                made = self.__torch_function__(func, types, (*args[:position], empty, *args[position + 1 :]), kwargs)
+                return self.__torch_function__(Tensor.fill_, types, as_tensors((made, args[position])))
+            return self.__torch_function__(func, types, *as_tensors((args, kwargs)))
+        except (TypeError, DataDependentOutputException):
+            return self.__torch_function__(func, types, *pytree.tree_map(as_number, (args, kwargs)))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, or what capture puts in its place."""

@@ -20,11 +20,13 @@ from torchmetrics import Metric, MetricCollection
 from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.collectives import collectives_refused, refuse
+from alpa_strategy.capture.counters import StepCounter, made_of, math_of_counters, with_tensors
 from alpa_strategy.capture.functions import apply_as_op
-from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard, StepCounter
+from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
 from alpa_strategy.capture.lists import ListPlace, StandIns, lists_standing_in
-from alpa_strategy.capture.outside import is_value, outside_kept
-from alpa_strategy.capture.step_graph import CounterRef, MetricRef
+from alpa_strategy.capture.numbers import CounterRef
+from alpa_strategy.capture.outside import class_modules, is_value, outside_kept
+from alpa_strategy.capture.step_graph import MetricRef
 from alpa_strategy.errors import CaptureError
 
 _NO_DIMS = torch.Size()
@@ -37,6 +39,7 @@ class Recording:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
+    numbers: list[tuple[CounterRef, float]] = field(default_factory=list)  # those in the trace, and their values
     attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -57,7 +60,7 @@ class Recording:
 
     def counter(self, value: int, name: str) -> StepCounter:
         """A counter whose comparisons become guards."""
-        return StepCounter(value, name, self.guard)
+        return StepCounter(value, CounterRef(name), self.guard)
 
 
 class MetricValue:
@@ -152,11 +155,12 @@ def recording(module: LightningModule, device: torch.device, appended: Iterable[
         stack.enter_context(attributes_kept(module, record.stored, record.grown))
         record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
         stack.enter_context(outside_kept(module))
+        stack.enter_context(math_of_counters(class_modules(module)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
-        stack.enter_context(_forbidden_calls(record))
+        stack.enter_context(_forbidden_calls(record, device))
         stack.enter_context(collectives_refused())
         yield record
 
@@ -167,14 +171,14 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             return MetricRef(value._metric_name, "value", value._metric_key)
         if isinstance(value, Metric | MetricCollection):
             return MetricRef(names.get(id(value), ""), "metric")
-        if isinstance(value, StepCounter):
-            return CounterRef(value.counter_name, value.arithmetic)
+        if isinstance(value, CounterRef):
+            return value
         if isinstance(value, Tensor):
             return value.clone()  # the value as it is now: a later in-place op must not change what was logged
         if isinstance(value, bool | int | float):
             return value
         if isinstance(value, Mapping):
-            return {k: value_of(key, v) for k, v in value.items()}
+            return {k: value_of(key, made_of(v)) for k, v in value.items()}
         raise CaptureError(
             f"self.log({key!r}, ...) got a {type(value).__name__} ({user_frame()})",
             "log a tensor, a number or a torchmetrics Metric",
@@ -183,9 +187,7 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
     def given(function: Callable[..., Any], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = dict(inspect.signature(function).bind(self, *args, **kwargs).arguments)
         del bound["self"]
-        return {
-            k: CounterRef(v.counter_name, v.arithmetic) if isinstance(v, StepCounter) else v for k, v in bound.items()
-        }
+        return {k: made_of(v) for k, v in bound.items()}
 
     def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
         bound = given(LightningModule.log, self, args, kwargs)
@@ -206,7 +208,7 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
                 record.logs.append((key, MetricRef(path, "metric", key), dict(bound)))
             return
         for name, value in values.items():
-            record.logs.append((name, value_of(name, value), dict(bound)))
+            record.logs.append((name, value_of(name, made_of(value)), dict(bound)))
 
     return {"log": log, "log_dict": log_dict}
 
@@ -310,7 +312,7 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
 
 
 @contextmanager
-def _forbidden_calls(record: Recording) -> Iterator[None]:
+def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
     """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently."""
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
@@ -322,7 +324,7 @@ def _forbidden_calls(record: Recording) -> Iterator[None]:
     def apply_function(cls: type, *args: Any, **_: Any) -> Any:
         if cls.__name__ == "CheckpointFunction":
             refusal("checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")()
-        return apply_as_op(cls, *args)
+        return apply_as_op(cls, *with_tensors(args, record.numbers, device))
 
     def note_hooks(hooks: Any) -> None:
         name = type(hooks).__name__

@@ -149,14 +149,6 @@ class MetricRef:
     key: str | None = None
 
 
-@dataclass(frozen=True)
-class CounterRef:
-    """Stands in log records for a counter (`batch_idx`, `global_step`, `current_epoch`) put through `arithmetic`."""
-
-    name: str
-    arithmetic: tuple[tuple[str, int], ...] = ()
-
-
 def stable_text(value: Any) -> str:
     """`repr` without memory addresses: the same in every process. Functions are named, lambdas known by their code."""
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from alpa_strategy.capture.as_written import DataShapeError
 from alpa_strategy.capture.blame import user_line
-from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.counters import StepCounter
 from alpa_strategy.errors import CaptureError
 
 
@@ -93,9 +93,10 @@ def clear_errors(step: str) -> Iterator[None]:
     except (RuntimeError, TypeError) as error:
         if StepCounter.__name__ in str(error):
             raise CaptureError(
-                f"{step} cannot be captured: batch_idx, global_step or current_epoch is a number in the step\n"
-                f"  at {user_line(error.__traceback__)}",
-                "write int(self.current_epoch); keep other counters in a registered buffer that the step updates",
+                f"{step} cannot be captured: a number made of batch_idx, global_step or current_epoch stands where "
+                f"torch takes numbers only\n  at {user_line(error.__traceback__)}",
+                "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a registered "
+                "buffer that the step updates",
             ) from error
         if "TorchScript" in str(error):
             raise CaptureError(

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.as_written import DataShapeError, NotAloneError, running_as_written
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.collectives import check_no_collectives
-from alpa_strategy.capture.guards import StepCounter
+from alpa_strategy.capture.counters import StepCounter
 from alpa_strategy.capture.known import KnownValues
 from alpa_strategy.capture.leaves import (
     UnreadLeaf,
@@ -39,8 +39,9 @@ from alpa_strategy.capture.leaves import (
 from alpa_strategy.capture.lists import ListPlace
 from alpa_strategy.capture.origins import Origins
 from alpa_strategy.capture.outside import outside_guards, trainer_guards
+from alpa_strategy.capture.place_numbers import place_numbers
 from alpa_strategy.capture.recorder import Recording, recording
-from alpa_strategy.capture.step_graph import CounterRef, LeafRef
+from alpa_strategy.capture.step_graph import LeafRef
 from alpa_strategy.capture.surroundings import clear_errors, compiled_as_written, rng_kept
 from alpa_strategy.errors import CaptureError
 
@@ -180,6 +181,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     ):
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
         check_no_collectives(module_graph.graph, origins)
+        place_numbers(module_graph.graph, record.numbers, origins)
     for path in call.as_written:
         record.note(
             f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "
@@ -236,8 +238,8 @@ def _placeholder(leaf: Any) -> Any:
     index = index_of(leaf)
     if index is not None:
         return LeafRef(index)
-    if isinstance(leaf, StepCounter):
-        return CounterRef(leaf.counter_name, leaf.arithmetic)
+    if type(leaf) is StepCounter:
+        return leaf.made
     return TensorLeaf() if isinstance(leaf, Tensor) else leaf
 
 

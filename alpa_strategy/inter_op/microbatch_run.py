@@ -6,6 +6,7 @@ For tests and inspection; the runtime cuts and combines with the same functions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def combine_microbatches(
 def run_microbatches(
     micro: MicroStep,
     parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    buffers: Mapping[str, Any],
     batch_leaves: Sequence[Tensor],
     num_ranks: int = 1,
 ) -> dict[int, Tensor]:
@@ -102,7 +103,7 @@ def run_microbatches(
 def _run_part(
     part: StepGraph | None,
     parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    buffers: Mapping[str, Any],
     leaves: Mapping[int, Tensor],
     received: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:

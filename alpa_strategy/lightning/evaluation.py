@@ -54,7 +54,7 @@ class Home(Protocol):
         """What runs an evaluation step. Collective. AlpaError when it cannot be planned around the parameters."""
         ...
 
-    def evaluate(self, step: StepGraph, lowered: Any, batch: Any) -> dict[int, Tensor]:
+    def evaluate(self, step: StepGraph, lowered: Any, batch: Any, counters: Mapping[str, int]) -> dict[int, Tensor]:
         """The step's escaping values, whole on every rank. Collective."""
         ...
 
@@ -277,7 +277,7 @@ class Evaluation:
         self._programs.use(call.key)
         step, batch, counters = program.step, call.batch, self._counters(call)
         with torch.inference_mode(False), torch.no_grad(), self._paused():
-            values = self._home.evaluate(step, program.lowered, batch)
+            values = self._home.evaluate(step, program.lowered, batch, counters)
             write_buffers(module, step, values)
         verify(step, values)
         if not is_mine:

@@ -25,7 +25,7 @@ from alpa_strategy.lightning.hooks import clears_gradients_unseen
 from alpa_strategy.lightning.optimizer_state import shard_state
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.programs import Program
-from alpa_strategy.lightning.replay import resolve
+from alpa_strategy.lightning.replay import step_buffers
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
 from alpa_strategy.plan.plan import ParameterPlan, StagePlan
@@ -122,10 +122,12 @@ class PipelinedRun(TrainingRun):
                 parameter.grad = None
         return super().training_step(batch, batch_idx, values_come_late)
 
-    def _values(self, program: Program, batch: Any, pending: list[Pending] | None) -> dict[int, Tensor]:
+    def _values(
+        self, program: Program, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None
+    ) -> dict[int, Tensor]:
         """The step's values, all of them there; the loss hands the pipeline's gradients to the Trainer's backward."""
         step = program.step
-        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        buffers = step_buffers(self.module, step, counters)
         scale = self._loss_scale()
         if isinstance(program.lowered, WholeStep):
             values, gradients = self._run_whole(step, buffers, batch, scale)
@@ -141,11 +143,11 @@ class PipelinedRun(TrainingRun):
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _run_pipeline(
-        self, lowered: PipelinedStep, buffers: Mapping[str, Tensor], batch: Any, scale: float
+        self, lowered: PipelinedStep, buffers: Mapping[str, Any], batch: Any, scale: float
     ) -> tuple[dict[int, Tensor], Gradients]:
         micro, pipeline = lowered.micro, lowered.pipeline
         # A pipeline updates its buffers by itself, micro-batch by micro-batch: it must not write into the module's.
-        pipeline.set_buffers({name: buffer.clone() for name, buffer in buffers.items()})
+        pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}
         result = pipeline.step(batch_rows(micro.graph, batch), given, scale)
@@ -154,7 +156,7 @@ class PipelinedRun(TrainingRun):
         return values, result.gradients
 
     def _run_whole(
-        self, step: StepGraph, buffers: Mapping[str, Tensor], batch: Any, scale: float
+        self, step: StepGraph, buffers: Mapping[str, Any], batch: Any, scale: float
     ) -> tuple[dict[int, Tensor], Gradients]:
         """The step on the global batch, the same work on every rank; each keeps its parts of the gradients."""
         whole = {p.name: self._whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
@@ -181,7 +183,7 @@ class PipelinedRun(TrainingRun):
 
     @torch.no_grad()
     def _part(
-        self, part: StepGraph | None, buffers: Mapping[str, Tensor], batch: Any, values: Mapping[int, Tensor]
+        self, part: StepGraph | None, buffers: Mapping[str, Any], batch: Any, values: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
         if part is None:
@@ -212,10 +214,12 @@ class PipelinedRun(TrainingRun):
         }
         return self._pipelined(micro, plan.stages, None, parameters)
 
-    def evaluate(self, step: StepGraph, lowered: PipelinedStep, batch: Any) -> dict[int, Tensor]:
+    def evaluate(
+        self, step: StepGraph, lowered: PipelinedStep, batch: Any, counters: Mapping[str, int]
+    ) -> dict[int, Tensor]:
         """The step's escaping values on every rank. Collective."""
         micro, pipeline = lowered.micro, lowered.pipeline
-        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        buffers = step_buffers(self.module, step, counters)
         pipeline.set_buffers(buffers)
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from alpa_strategy.capture.guards import calculate
-from alpa_strategy.capture.step_graph import CounterRef, LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.capture.numbers import COUNTERS, CounterRef
+from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.metric_state import MetricStates
@@ -21,13 +21,13 @@ def fill(
     structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = (), counters: Mapping[str, int] | None = None
 ) -> Any:
     """`structure` with every ValueRef replaced by its tensor, every LeafRef by its leaf of the batch, every CounterRef
-    by its counter's number."""
+    by its number."""
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
             return values[leaf.index]
         if isinstance(leaf, CounterRef):
-            return calculate((counters or {})[leaf.name], leaf.arithmetic)
+            return leaf.value(counters or {})
         return leaves[leaf.leaf] if isinstance(leaf, LeafRef) else leaf
 
     return pytree.tree_map(filled, structure)
@@ -123,6 +123,11 @@ def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
         return dict(metric.items(keep_base=False, copy_state=False))[ref.key]
     value = metric.compute() if last is None else last
     return value if ref.key is None else value[ref.key]
+
+
+def step_buffers(module: torch.nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
+    """What a program of `step` takes as buffers: the module's by name, and the counters."""
+    return {**{b.name: resolve(module, b.name) for b in step.buffers}, COUNTERS: counters}
 
 
 def resolve(module: torch.nn.Module, name: str) -> Any:

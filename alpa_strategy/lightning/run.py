@@ -25,7 +25,14 @@ from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, 
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.programs import Program, Programs
-from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, resolve, verify, write_buffers
+from alpa_strategy.lightning.replay import (
+    append_to_lists,
+    output_of,
+    replay_records,
+    step_buffers,
+    verify,
+    write_buffers,
+)
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.same_steps import SameSteps
 from alpa_strategy.lightning.shape_key import shape_key
@@ -154,8 +161,8 @@ class TrainingRun:
         self._measure()
         program = self._program(batch, batch_idx)
         pending: list[Pending] | None = [] if values_come_late else None
-        values = self._values(program, batch, pending)
         counters = step_counters(self.module.trainer, batch_idx)
+        values = self._values(program, batch, counters, pending)
         self._unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
         if not values_come_late:
             self.finish_step()
@@ -174,10 +181,12 @@ class TrainingRun:
             replay_records(self.module, done.step, done.values, done.counters, self.metrics)
         append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
 
-    def _values(self, program: Program, batch: Any, pending: list[Pending] | None) -> dict[int, Tensor]:
+    def _values(
+        self, program: Program, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None
+    ) -> dict[int, Tensor]:
         """The step's escaping values, as far as they are there (`pending`); the loss can be differentiated."""
         step = program.step
-        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        buffers = step_buffers(self.module, step, counters)
         with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
             return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch), pending)
 
@@ -194,10 +203,12 @@ class TrainingRun:
         plan = find_or_make_plan(step, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero, running=stage)
         return LoweredEvaluation(lower(step, plan.stages[0], self.mesh, self._job.device, self._random), pins)
 
-    def evaluate(self, step: StepGraph, lowered: LoweredEvaluation, batch: Any) -> dict[int, Tensor]:
+    def evaluate(
+        self, step: StepGraph, lowered: LoweredEvaluation, batch: Any, counters: Mapping[str, int]
+    ) -> dict[int, Tensor]:
         """The step's escaping values, whole on every rank. Collective."""
         parameters = evaluation_inputs(self.module, step, self.store, lowered.pins)
-        buffers = {b.name: resolve(self.module, b.name) for b in step.buffers}
+        buffers = step_buffers(self.module, step, counters)
         return lowered.step(parameters, buffers, batch_rows(step, batch))
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

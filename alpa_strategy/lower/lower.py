@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpa_strategy.capture.numbers import COUNTERS, LateNumber
 from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
@@ -41,7 +42,7 @@ class LoweredStep:
     parameters: name (`ParameterInput.name`) -> the tensor that the modes promise: local shard for `S<d>` axes, whole
         for `R`, `R*` and `G<d>` axes. Gradients come out complete over `R` and `S`; over `R*` and `G<d>` they are left
         Partial, for the once-per-step reduction.
-    buffers: name -> whole tensor (buffers are replicated).
+    buffers: name -> whole tensor (buffers are replicated); the counters under `COUNTERS`.
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
     Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run_stage`
@@ -60,7 +61,7 @@ class LoweredStep:
     def __call__(
         self,
         parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Mapping[str, Any],
         batch: Sequence[Tensor],
         pending: list[Pending] | None = None,
     ) -> dict[int, Tensor]:
@@ -70,7 +71,7 @@ class LoweredStep:
     def run_stage(
         self,
         parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Mapping[str, Any],
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -80,7 +81,7 @@ class LoweredStep:
     def run_span(
         self,
         parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Mapping[str, Any],
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
         pending: list[Pending] | None = None,
@@ -92,6 +93,7 @@ class LoweredStep:
             batch,
             received,
             pending,
+            buffers.get(COUNTERS),
         )
         left = iter(results)
         escaping, sent, made = (
@@ -261,6 +263,10 @@ class _Writer:
             return operands[arg.index]
         if isinstance(arg, tuple):
             return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
+        if isinstance(arg, LateNumber):
+            name = f"c{len(self.namespace)}"
+            self.namespace[name] = arg.made.value
+            return f"{name}(counters)"
         if isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
             return repr(arg)
         name = f"c{len(self.namespace)}"
@@ -314,7 +320,7 @@ class _Writer:
         given = {p.value: p.name for p in self.step.parameters} | {v: derived_name(v) for v in sorted(self.derived)}
         parameters = {f"v{value}": f"v{value} = parameters[{i}]" for i, value in enumerate(given)}
         body = drop_dead(before_first_use(parameters, begin_first(self.beginnings, [*inputs, *self.lines])))
-        source = "\n    ".join(["def step(parameters, buffers, batch, received, pending):", *body]) + "\n"
+        source = "\n    ".join(["def step(parameters, buffers, batch, received, pending, counters):", *body]) + "\n"
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), self.namespace)

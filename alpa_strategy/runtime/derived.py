@@ -40,11 +40,11 @@ class DerivedValues:
         """Whether `name` is a derived value."""
         return name in self._programs
 
-    def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
         return _Inputs(self, parameters, buffers) if self._programs else parameters
 
-    def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
         program = self._programs[name]
         if id(program) not in self._made:
@@ -55,7 +55,7 @@ class DerivedValues:
             return {name: value.detach() for name, value in made.results.items()}
         return dict(zip(made.results, _Derived.apply(made, *trained), strict=True))
 
-    def _run(self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _Made:
+    def _run(self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> _Made:
         leaves = {}
         for name in program.parameter_names:
             leaf = parameters[name].detach()
@@ -70,7 +70,7 @@ class DerivedValues:
 class _Inputs(Mapping[str, Tensor]):
     """See `DerivedValues.beside`."""
 
-    def __init__(self, derived: DerivedValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, derived: DerivedValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> None:
         self._derived, self._parameters, self._buffers = derived, parameters, buffers
         self._handed: dict[str, Tensor] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class OwnStage:
     store: Parameters
     mesh: MeshComm
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
     recompute: Recompute | None = None
     derived: DerivedValues | None = None
 
@@ -130,7 +131,7 @@ class Pipeline:
         stages = self.spec.stages
         return tuple(sorted({*stages[channel.source].ranks, *stages[channel.target].ranks}))
 
-    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+    def set_buffers(self, buffers: Mapping[str, Any]) -> None:
         """Values with which the next step starts; names that no own stage reads are passed over."""
         for own in self._own.values():
             own.buffers.update({name: buffers[name] for name in own.buffers if name in buffers})

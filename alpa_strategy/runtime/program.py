@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,13 +16,13 @@ class StageInputs:
     """One micro-batch's local tensors.
 
     Attributes:
-        parameters, buffers: by name.
+        parameters, buffers: by name; the counters among the buffers under `COUNTERS`.
         batch: by place in the step's batch.
         received: what other stages made, and earlier spans of this one, by value.
     """
 
     parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Any]
     batch: Mapping[int, Tensor]
     received: Mapping[int, Tensor]
 

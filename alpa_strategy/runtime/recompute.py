@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Span:
 class Kept:
     """What is kept of a micro-batch until its backward: tensors as they were, and each span's random numbers."""
 
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Any]
     batch: Mapping[int, Tensor]
     values: Values  # received, and made for later spans
     replays: list[Replay]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class StageWorker:
         spec: StageSpec,
         program: StageProgram,
         store: SharedStore,
-        buffers: dict[str, Tensor],
+        buffers: dict[str, Any],
         loss: int | None,
         num_microbatches: int,
         outbox: Outbox,

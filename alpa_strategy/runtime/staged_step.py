@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from alpa_strategy.capture.numbers import COUNTERS
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
@@ -150,7 +151,7 @@ def build_pipeline(
             store=stores[index],
             mesh=mesh,
             parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
-            buffers={b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
+            buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
             recompute=recompute,
             derived=derived,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -61,14 +60,6 @@ def rows_by_mask(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x)[x > 0].sum()
 
 
-def counter_as_number(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * i
-
-
-def warm_up(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * min(1.0, self.global_step / 100)
-
-
 def keeps_attribute(self: Step, x: Tensor, i: int) -> Tensor:
     self.last = self.a(x)
     return self.last.sum()
@@ -114,26 +105,6 @@ def maps_a_function(self: Step, x: Tensor, i: int) -> Tensor:
     return torch.func.vmap(lambda row, w: (row * w).sum(), (0, None))(self.a(x), self.a.bias).sum()
 
 
-def floats_times_counter(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * max(0.5, 1.0 - 0.1 * self.global_step)
-
-
-def cosine_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * math.cos(math.pi * self.global_step / 10)
-
-
-def item_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * (1.0, 2.0, 3.0)[i]
-
-
-def int_of_counter(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * int(i)
-
-
-def filled_with_counter(self: Step, x: Tensor, i: int) -> Tensor:
-    return (self.a(x) + torch.full((4,), i)).sum()
-
-
 def changes_parameter(self: Step, x: Tensor, i: int) -> Tensor:
     with torch.no_grad():
         self.a.weight.mul_(0.9)
@@ -168,11 +139,11 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        branch, item, as_list, as_numpy, rows_by_mask, counter_as_number, warm_up, in_place_function, tensor_hook,
+        branch, item, as_list, as_numpy, rows_by_mask, in_place_function, tensor_hook,
         gradient_inside, backward_inside, assigns_data,
         changes_through_data, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum, maps_a_function, floats_times_counter, cosine_of_counter,
-        item_of_counter, int_of_counter, filled_with_counter,
+        choice, loop, running_sum, maps_a_function,
+       
     ],
 )  # fmt: skip
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:

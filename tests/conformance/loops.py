@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -196,7 +197,7 @@ def trainer_reads_in_the_step(bench: Bench) -> Any:
 
 
 def epoch_in_the_loss(bench: Bench) -> Any:
-    """What depends on the epoch by more than a comparison is captured in every epoch."""
+    """`float(epoch)` holds for one epoch: it is captured in every epoch; a number made by operators for all."""
 
     class Anneals(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -205,6 +206,54 @@ def epoch_in_the_loss(bench: Bench) -> Any:
             return loss * min(1.0, 0.5 + self.current_epoch / 4) - torch.tensor(0.01) * self.current_epoch * loss
 
     return bench.fit(Anneals, max_epochs=3)
+
+
+class Scheduled(Net):
+    """Weights, temperatures, thresholds and averages that follow the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        hidden = self.net[1](self.net[0](x))
+        beta = min(1.0, self.global_step / 3)
+        temperature = 1.5 + 0.5 * math.cos(math.pi * self.global_step / (4 * self.trainer.max_epochs))
+        number = self.current_epoch * self.trainer.num_training_batches + batch_idx
+        decay = (1 + self.global_step) / (10 + self.global_step)
+        with torch.no_grad():
+            self.mean.mul_(decay).add_(x.mean(0) * (1 - decay))
+        y = torch.where(x[:, :4].sigmoid() < 1 - number / 10, y, self.mean[:4])
+        loss = F.mse_loss(self.net[2](hidden) / temperature, y) + beta * hidden.square().mean() + 0.01 * number
+        self.log_dict({"beta": beta, "temperature": temperature, "decayed": 0.9**number})
+        self.log("train_loss", loss, sync_dist=True)
+        return {"loss": loss, "number": number}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("val_loss", F.mse_loss(self.net(x), y) * (1 + self.global_step / 10) + batch_idx, sync_dist=True)
+
+
+def numbers_of_the_step(bench: Bench) -> Any:
+    """The Trainer of a resumed run goes on with its numbers."""
+    numbers = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            numbers.append(outputs["number"])
+
+    path = str(bench.root / "half.ckpt")
+    arguments = {"accumulate_grad_batches": 2, "callbacks": [Watch()]}
+    first, trainer = bench.module(Scheduled), bench.trainer(**arguments)
+    trainer.fit(first, bench.loader(), bench.evaluation_loader(16, 4))
+    trainer.save_checkpoint(path)
+    module, trainer = bench.module(Scheduled, seed=8), bench.trainer(max_epochs=3, **arguments)
+    trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4), ckpt_path=path)
+    return bench.outcome(trainer, module, numbers=numbers)
+
+
+numbers_of_the_step.reference = "plain"
 
 
 def barebones(bench: Bench) -> Any:
