@@ -19,7 +19,7 @@ from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
 from alpa_strategy.intra_op.elimination import Factor, Network, best_values, join, network_of
 from alpa_strategy.intra_op.options import is_gather, local_bytes
-from alpa_strategy.intra_op.ordering import elimination_order
+from alpa_strategy.intra_op.ordering import order_within
 from alpa_strategy.intra_op.presolve import presolve, restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
@@ -157,11 +157,7 @@ def _by_smaller_elimination(problems: Sequence[Problem], kept: tuple[int, int]) 
 
 def _small_order(network: Network, kept: tuple[int, int]) -> list[int] | None:
     """An order of elimination; None where a table, or all together, would be too large."""
-    planned = elimination_order(network.sizes, (f.scope for f in network.factors), kept)
-    entries = [size for _, size in planned]
-    if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_ENTRIES:
-        return None
-    return [v for v, _ in planned]
+    return order_within(MAX_TABLE_ENTRIES, MAX_ENTRIES, network.sizes, [f.scope for f in network.factors], kept)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_strategy.intra_op.ordering import elimination_order
+from alpa_strategy.intra_op.ordering import order_within
 from alpa_strategy.intra_op.problem import Problem, Transfer
 
 MAX_TABLE_ENTRIES = 40_000_000
@@ -42,6 +42,7 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
     """The factors of seconds + `price` (s/byte) * bytes; None where a value has too many users for a table."""
     sizes = [len(choice.cost) for choice in problem.choices]
     factors = [Factor((c,), _priced(x.cost, x.memory, price)) for c, x in enumerate(problem.choices)]
+    known: dict[tuple, np.ndarray] = {}  # large tables of equal transfers, made once
     for transfer in problem.transfers:
         cost = _priced(transfer.cost, transfer.memory, price)
         if not cost.any():
@@ -49,7 +50,7 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
         scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
         if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
             factors.append(_direct(transfer, cost, scope, sizes))
-        elif not _through_layouts(transfer, cost, sizes, factors) and not _through_flags(
+        elif not _through_layouts(transfer, cost, sizes, factors, known) and not _through_flags(
             transfer, cost, sizes, factors
         ):
             return None
@@ -58,11 +59,8 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
 
 def plan_order(network: Network) -> list[int] | None:
     """The elimination order; None when it would need tables above the caps."""
-    order = elimination_order(network.sizes, (factor.scope for factor in network.factors))
-    entries = [size for _, size in order]
-    if max(entries, default=0.0) > MAX_TABLE_ENTRIES or sum(entries) > MAX_TOTAL_ENTRIES:
-        return None
-    return [v for v, _ in order]
+    scopes = [factor.scope for factor in network.factors]
+    return order_within(MAX_TABLE_ENTRIES, MAX_TOTAL_ENTRIES, network.sizes, scopes)
 
 
 def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]:
@@ -139,8 +137,12 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
     """Every factor in the bucket of the variable of its scope that is eliminated first."""
     holding: list[list[Factor]] = [[] for _ in network.sizes]
     equal: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
+    seen: dict[int, np.ndarray] = {}  # by identity: to compare contents costs as much as the table is large
     for factor in network.factors:
-        table = equal.setdefault((factor.table.shape, factor.table.tobytes()), factor.table)
+        table = seen.get(id(factor.table))
+        if table is None:
+            table = equal.setdefault((factor.table.shape, factor.table.tobytes()), factor.table)
+            seen[id(factor.table)] = table
         holding[min(factor.scope, key=position.__getitem__)].append(Factor(factor.scope, table))
     return holding
 
@@ -197,16 +199,23 @@ def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes:
 
     source = along(transfer.producer, np.asarray(transfer.source))
     targets = [along(use.choice, np.asarray(use.layout)) for use in transfer.uses]
-    table = np.zeros([sizes[v] for v in scope])
+    return Factor(scope, _paid_once(cost, source, targets, [sizes[v] for v in scope]))
+
+
+def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """What the distinct ones of `targets` cost from `source`; the indices broadcast to `shape`."""
+    table = np.zeros(shape)
     for i, target in enumerate(targets):
         repeated = np.zeros(1, dtype=bool)
         for earlier in targets[:i]:
             repeated = repeated | (target == earlier)
         table += np.where(repeated, 0.0, cost[source, target])
-    return Factor(scope, table)
+    return table
 
 
-def _through_layouts(transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor]) -> bool:
+def _through_layouts(
+    transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor], known: dict[tuple, np.ndarray]
+) -> bool:
     """Variables for the distinct layouts at both ends, tied to the choices, and one table over them."""
     ends = [(transfer.producer, np.asarray(transfer.source))]
     ends += [(use.choice, np.asarray(use.layout)) for use in transfer.uses]
@@ -221,14 +230,12 @@ def _through_layouts(transfer: Transfer, cost: np.ndarray, sizes: list[int], fac
         tie[np.arange(sizes[choice]), inverse] = 0.0
         factors.append(Factor((choice, variable), tie))
         scope.append(variable)
-    source, *targets = np.ix_(*[values for values, _ in distinct])
-    table = np.zeros([len(values) for values, _ in distinct])
-    for i, target in enumerate(targets):
-        repeated = np.zeros(1, dtype=bool)
-        for earlier in targets[:i]:
-            repeated = repeated | (target == earlier)
-        table += np.where(repeated, 0.0, cost[source, target])
-    factors.append(Factor(tuple(scope), table))
+    layouts = [values for values, _ in distinct]
+    key = (cost.shape, cost.tobytes(), *(values.tobytes() for values in layouts))
+    if key not in known:
+        source, *targets = np.ix_(*layouts)
+        known[key] = _paid_once(cost, source, targets, [len(values) for values in layouts])
+    factors.append(Factor(tuple(scope), known[key]))
     return True
 
 

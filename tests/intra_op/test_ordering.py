@@ -1,9 +1,13 @@
 """Elimination orders: sizes as announced, and small on what the paper's models are made of. Counts, never seconds."""
 
+import math
+import random
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import MODELS
 from recipe_models import MoE
 
@@ -15,7 +19,7 @@ from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.stage_costs import structure
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.elimination import network_of
-from alpa_strategy.intra_op.ordering import elimination_order
+from alpa_strategy.intra_op.ordering import elimination_order, order_within
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 
@@ -30,6 +34,23 @@ def test_order_and_sizes_of_a_known_graph():
 def test_kept_variables_stay():
     order = elimination_order([3, 3, 3], [(0, 1), (1, 2)], kept=(0, 2))
     assert order == [(1, 27.0)]
+
+
+@given(st.integers(0, 10**6))
+def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
+    draw = random.Random(seed)
+    sizes = [draw.choice([2, 4, 30, 50]) for _ in range(9)]
+    scopes = [draw.sample(range(9), 2) for _ in range(14)]
+    largest = [max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)]
+    order = order_within(min(largest), float("inf"), sizes, scopes)
+    assert sorted(order) == list(range(9))
+    assert order_within(min(largest) - 1, float("inf"), sizes, scopes) is None
+    around = {v: {u for s in scopes if v in s for u in s} - {v} for v in range(9)}
+    for v in order:
+        others = around.pop(v)
+        assert math.prod((sizes[u] for u in others), start=sizes[v]) <= min(largest)
+        for u in others:
+            around[u] = (around[u] | others) - {u, v}
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +84,17 @@ def test_layers_to_price_do_not_grow_with_depth(name):
         assert len(cuts) - 1 == depth
         counts.append(len({structure(stage_on(step, a, b, 4), PlanOptions()) for a, b in pairwise(cuts)}))
     assert counts[1] == counts[0] <= 4
+
+
+def test_large_tables_do_not_grow_with_depth():
+    """Values with several users (rotary positions) have tables of megabytes: equal layers share them."""
+    cluster = ClusterSpec.load("p3_16xlarge_x8")
+    tables = OptionTables(cluster.logical_mesh((4, 2), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo())
+    counts = []
+    for depth in (2, 4):
+        module = MODELS["llama"](num_layers=depth)
+        step = capture_step(module, module.example_batch(16, torch.Generator().manual_seed(0)), batch_scope="global")
+        large = [f.table for f in network_of(build(step, tables).problem).factors if f.table.size > 50_000]
+        assert len(large) >= 3 * depth
+        counts.append(len({id(table) for table in large}))
+    assert counts[0] == counts[1]
