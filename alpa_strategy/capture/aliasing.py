@@ -116,18 +116,18 @@ class Memory:
                 order = [d % len(shape) for d in rest[0]]
                 return emit(aten.permute.default, changed, [order.index(d) for d in range(len(order))])
             case "select":
-                return emit(aten.select_scatter.default, before, changed, *rest)
+                return self._place(aten.select_scatter.default, before, changed, *rest)
             case "slice":
-                return emit(aten.slice_scatter.default, before, changed, *rest)
+                return self._place(aten.slice_scatter.default, before, changed, *rest)
             case "narrow":
                 dim, start, length = rest
-                return emit(aten.slice_scatter.default, before, changed, dim, start, start + length)
+                return self._place(aten.slice_scatter.default, before, changed, dim, start, start + length)
             case "diagonal":
                 return emit(aten.diagonal_scatter.default, before, changed, *rest)
             case "split" | "split_with_sizes" | "chunk" | "tensor_split":
                 return self._scatter_piece(step, before, changed)
             case "unbind":
-                return emit(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
+                return self._place(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
             case "detach" if self.builder.meta(before).requires_grad:
                 raise CaptureError(
                     f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
@@ -138,6 +138,14 @@ class Memory:
             case "expand" | "expand_as" if num_elements == self.builder.meta(before).num_elements:
                 return emit(aten.reshape.default, changed, shape)
         raise self._unsupported(step.target)
+
+    def _place(self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any) -> ValueRef:
+        """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which autograd knows it."""
+        emit, meta = self.builder.emit, self.builder.meta(before)
+        if not meta.dtype.is_complex:
+            return emit(scatter, before, changed, dim, *where)
+        whole, part = (emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x)) for x in (before, changed))
+        return emit(aten.view_as_complex.default, emit(scatter, whole, part, dim % len(meta.shape), *where))
 
     def _unsupported(self, target: Any) -> CaptureError:
         return CaptureError(
@@ -155,7 +163,7 @@ class Memory:
         dim = args[at] if at < len(args) else dict(step.kwargs).get("dim", 0)
         sizes = [self.builder.meta(p).shape[dim] for p in pieces]
         start = sum(sizes[: step.item])
-        return self.builder.emit(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item])
+        return self._place(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item])
 
 
 def storage_of(value: Tensor) -> int:

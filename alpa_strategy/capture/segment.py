@@ -110,7 +110,8 @@ class _Pass:
         return bool(uses) and value not in self.step.escaping and all(map(taken, uses))
 
     def segment(self, index: int, num_segments: int) -> None:
-        """Give weight, bias and output of linear `index` their segment dim; splits of the output become unbinds."""
+        """Give weight, bias and output of linear `index` their segment dim; splits of the output become unbinds, and
+        an unflatten, whose dim is another now, a reshape."""
         op = self.step.ops[index]
         for value in op.operands[1:]:
             for link in self.parameter_chain(value) or ():
@@ -124,6 +125,10 @@ class _Pass:
         user = self.step.ops[user_index]
         if user.call.target in _SPLITS:
             call = replace(user.call, target=aten.unbind.int, args=(Slot(0), last), kwargs=())
+            self.replaced[user_index] = replace(user, call=call)
+        elif user.call.target is aten.unflatten.int:
+            (result,) = user.call.results
+            call = replace(user.call, target=aten.reshape.default, args=(Slot(0), result.shape), kwargs=())
             self.replaced[user_index] = replace(user, call=call)
 
     def result(self) -> StepGraph:

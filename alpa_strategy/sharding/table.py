@@ -194,6 +194,7 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.div.Scalar": _FIRST,
     "aten.neg": _FIRST,
     "aten.positive": _FIRST,
+    "aten.resolve_conj": _FIRST,
     "aten.clone": _FIRST,
     "aten.contiguous": _FIRST,
     "aten._to_copy": _FIRST,
@@ -207,7 +208,15 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 # Pointwise ops that ATen does not tag as such.
 UNTAGGED_POINTWISE = (
     *("aten.contiguous", "aten._to_copy", "aten.to", "aten.detach", "aten.alias", "aten.lift_fresh_copy"),
-    *("aten.lift_fresh", "aten.positive", "aten.masked_fill", "aten.lerp", "aten.where", "aten.polar"),
+    *(
+        "aten.lift_fresh",
+        "aten.positive",
+        "aten.resolve_conj",
+        "aten.masked_fill",
+        "aten.lerp",
+        "aten.where",
+        "aten.polar",
+    ),
     *("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.alpha_dropout"),
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
     *("aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.isclose", "aten.nan_to_num"),

@@ -122,6 +122,16 @@ def in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
     return self.b(h).pow(2).sum() + flat.sum() + columns.mean()
 
 
+def complex_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    """Modes of a spectrum written one by one (Fourier neural operators), some of them conjugated."""
+    spectrum = torch.fft.rfft(self.a(x))
+    modes = torch.zeros(len(x), 2, 3, dtype=spectrum.dtype)
+    modes[:, 0, :2] = spectrum[:, :2] * torch.view_as_complex(self.b.weight[:2, :2].contiguous())
+    modes[:, -1] = spectrum.conj()
+    modes.narrow(-1, 1, 2).mul_(2.0)
+    return torch.fft.irfft(modes, n=4).square().sum()
+
+
 def no_grad_inside(self: Step, x: Tensor, y: Tensor) -> Tensor:
     h = self.a(x)
     with torch.no_grad():
@@ -166,6 +176,11 @@ def losses(self: Step, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [in_place, no_grad_inside, factories, assigned_buffer, random_numbers])
 def test_steps(function: Callable[..., Any]) -> None:
     assert_same_step(Step(function), example())
+
+
+def test_complex_numbers_written_in_place() -> None:
+    module = Step(complex_in_place).double()
+    assert_same_step(module, (example()[0].double(), example()[1]), atol=1e-12)
 
 
 def test_losses() -> None:

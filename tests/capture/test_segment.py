@@ -34,6 +34,9 @@ class Fused(pl.LightningModule):
             case "permute":
                 q, k, v = x.view(B, T, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
                 q, k, v = (t.transpose(1, 2).flatten(2) for t in (q, k, v))
+            case "unflatten":
+                q, k, v = x.unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4).unbind(0)
+                q, k, v = (t.transpose(1, 2).flatten(2) for t in (q, k, v))
             case "uneven":
                 q, k = x.split([8, 16], dim=-1)
                 k, v = k.split(8, dim=-1)
@@ -46,7 +49,7 @@ class Fused(pl.LightningModule):
         return self.out(q * k.sigmoid() + v).square().mean()
 
 
-@pytest.mark.parametrize("how", ["split", "chunk", "view", "permute"])
+@pytest.mark.parametrize("how", ["split", "chunk", "view", "permute", "unflatten"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_projections_are_segmented(how, bias):
     torch.manual_seed(0)
