@@ -206,6 +206,7 @@ class _Search:
         finite[..., self.num_layers] &= column is None
         finite[..., : self.num_layers] &= column is not None
         wire = np.zeros(self.num_layers + 1) if column is None else column
+        seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
         second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)

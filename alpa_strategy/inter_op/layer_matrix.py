@@ -18,7 +18,7 @@ from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
 from alpa_strategy.intra_op.elimination import Factor, Network, best_values, join, network_of
-from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.ordering import order_within
 from alpa_strategy.intra_op.presolve import presolve, restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
@@ -85,15 +85,13 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
 
 
 def layer_matrix(
-    stage: StageProblem,
-    ends: Ends,
+    joined: Joined,
     prices: Sequence[Price],
     num_microbatches: int,
     passing: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
-    joined = _follow_leaders(stage, ends)
-    shape = (len(prices), len(ends.entering_layouts), len(ends.leaving_layouts))
+    shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
@@ -113,7 +111,7 @@ def layer_matrix(
     return LayerMatrix(objective, parts)
 
 
-def _problem_at(joined: _Joined, price: Price, num_microbatches: int) -> Problem:
+def _problem_at(joined: Joined, price: Price, num_microbatches: int) -> Problem:
     choices = _priced(joined.choices, price, num_microbatches)
     tables = _priced(joined.transfers, price, num_microbatches)
     return Problem(
@@ -161,7 +159,7 @@ def _small_order(network: Network, kept: tuple[int, int]) -> list[int] | None:
 
 
 @dataclass(frozen=True)
-class _Joined:
+class Joined:
     """A stage problem whose boundary values all follow two choices, `entering` and `leaving`.
 
     gathered: per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others.
@@ -178,7 +176,8 @@ class _Joined:
     gathered: tuple[np.ndarray | None, ...]
 
 
-def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
+def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
+    """The problem of a layer for `layer_matrix`."""
     intra = stage.intra
     count = len(stage.choices)
     entering, leaving = count, count + 1
@@ -211,16 +210,13 @@ def _follow_leaders(stage: StageProblem, ends: Ends) -> _Joined:
             parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
     kept = intra.gathered_again
     gathered = tuple(_gathered_bytes(intra, layouts) if layouts.value in kept else None for layouts in intra.transfers)
-    return _Joined(
-        stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered
-    )
+    return Joined(stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered)
 
 
 def _gathered_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
     """[source, target] bytes of a parameter's copy where it is gathered, else 0."""
     whole = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
-    gathers = [[is_gather(p, q) for q in layouts.targets] for p in layouts.sources]
-    return np.where(gathers, whole, 0)
+    return np.where(gathers(layouts.sources, layouts.targets), whole, 0)
 
 
 def _followed(
@@ -282,7 +278,7 @@ def _eliminate_onto(
     return minimum, values
 
 
-def _sum_parts(joined: _Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """[p, q, NUM_PARTS] of the minimising assignments."""
     intra = joined.stage.intra
     total = np.zeros((*shape, NUM_PARTS))

@@ -34,6 +34,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     Ends,
     LayerMatrix,
     Price,
+    follow_leaders,
     layer_matrix,
     passing_seconds,
 )
@@ -176,35 +177,30 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
     ends = [_ends(job.graph, a, b, shape) for a, b in pairwise(job.cuts)]
-    keys = [structure(layer, job.options, end) for layer, end in zip(layers, ends, strict=True)]
-    problems = {}
-    for layer, key in zip(layers, keys, strict=True):
-        if key not in problems:
-            local = own_pins(job.options, layer)
-            problems[key] = take_apart(restrict(stage_build(layer, tables), local, job.optimizer), tables)
-    end_of = dict(zip(keys, ends, strict=True))
+    number: dict[tuple, int] = {}
+    kinds = [
+        number.setdefault(structure(layer, job.options, end), len(number))
+        for layer, end in zip(layers, ends, strict=True)
+    ]
+    problems, passing = [], []
+    for first in map(kinds.index, range(len(number))):
+        intra = restrict(stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer)
+        problems.append(follow_leaders(take_apart(intra, tables), ends[first]))
+        passing.append(passing_seconds(job.graph, ends[first], tables))
 
-    passing = {key: passing_seconds(job.graph, end_of[key], tables) for key in problems}
-
-    def solve(prices: Sequence[Price]) -> dict[Any, LayerMatrix]:
-        return {
-            key: layer_matrix(problems[key], end_of[key], prices, job.num_microbatches, passing[key])
-            for key in problems
-        }
+    def solve(prices: Sequence[Price]) -> list[LayerMatrix]:
+        return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
 
     free = solve([Price(0.0, 1)])
-    seconds = sum(float(free[key].objective[0].min()) for key in keys)
-    num_bytes = sum(float(free[key].parts[0, ..., 3:5].sum(axis=-1).min()) for key in keys)
+    seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
+    num_bytes = sum(float(free[kind].parts[0, ..., 3:5].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     priced = solve([Price(scale * factor, alive) for factor, alive in PRICES])
-    every = {
-        key: LayerMatrix(
-            np.concatenate([free[key].objective, priced[key].objective]),
-            np.concatenate([free[key].parts, priced[key].parts]),
-        )
-        for key in problems
-    }
-    return _compose([every[key] for key in keys], _new_shares(layers))
+    every = [
+        LayerMatrix(np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts]))
+        for a, b in zip(free, priced, strict=True)
+    ]
+    return _compose([every[kind] for kind in kinds], _new_shares(layers))
 
 
 def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:

@@ -7,8 +7,7 @@ stage recomputes, it does so span by span (`spans.py`).
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -18,10 +17,9 @@ from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.inter_op.spans import PER_STEP, Spans
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
-from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.sharding.layout import DualLayout
 
 
 @dataclass(frozen=True)
@@ -163,21 +161,22 @@ def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: Spans, index: i
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
-            kept = np.where(_pairs(layouts, operator.eq), 0.0, _kept_bytes(intra, layouts))
+            kept = np.where(_equal(layouts), 0.0, _kept_bytes(intra, layouts))
             return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
     memory = again = transfer.memory
     if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
-        gathers = _pairs(layouts, is_gather)
-        backward = np.where(gathers & (memory > 0), backward + finite, backward)
-        memory = again = np.where(gathers | _pairs(layouts, operator.eq), 0.0, memory)
+        gathered = gathers(layouts.sources, layouts.targets)
+        backward = np.where(gathered & (memory > 0), backward + finite, backward)
+        memory = again = np.where(gathered | _equal(layouts), 0.0, memory)
     elif made_in not in (None, span):  # kept as it was made
-        again = np.where(_pairs(layouts, operator.eq), 0.0, memory)
+        again = np.where(_equal(layouts), 0.0, memory)
     return Parts(finite, backward, zero, zero, memory, zero, again)
 
 
-def _pairs(layouts: TransferLayouts, holds: Callable[[DualLayout, DualLayout], bool]) -> np.ndarray:
-    """[source, target] whether `holds`."""
-    return np.array([[holds(source, target) for target in layouts.targets] for source in layouts.sources])
+def _equal(layouts: TransferLayouts) -> np.ndarray:
+    """[source, target] whether they are the same layout."""
+    number = {layout: i for i, layout in enumerate(layouts.sources)}
+    return np.arange(len(number))[:, None] == [number.get(layout, -1) for layout in layouts.targets]
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:

@@ -147,12 +147,14 @@ class StageSolver:
         """
         job, reserve, least = self.job, 0.0, math.inf
         large: set[int] = set()
+        free: Solution | None = None
         for _ in range(4 + 2 * (stage.num_spans > 1)):
             most = max(cost.again)
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
-            solution = solve(problem, job.options.solver_seconds)
+            free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
+            solution = solve(problem, job.options.solver_seconds, unlimited=free)
             working = working_bytes(stage.intra, solution.assignment)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)

@@ -19,7 +19,7 @@ from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (
     OpOptions,
     ParameterOptions,
-    is_gather,
+    gathers,
     local_bytes,
     op_options,
     parameter_options,
@@ -309,15 +309,10 @@ def _transfer(
     forward, backward = tables.reshard(sources, targets, meta)
     cost = forward + backward
     memory = np.zeros_like(cost)
-    for q, target in enumerate(targets):
-        kept = local_bytes(meta, target, tables.mesh.shape)
-        for p, source in enumerate(sources):
-            if is_parameter:
-                # A gathered parameter is not kept but gathered once more in the backward (ZeRO-3).
-                if saved and is_gather(source, target):
-                    cost[p, q] += forward[p, q]
-            elif saved:
-                memory[p, q] = kept
+    if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
+        cost = np.where(gathers(sources, targets), cost + forward, cost)
+    elif saved:
+        memory[:] = [local_bytes(meta, target, tables.mesh.shape) for target in targets]
     row = {layout: i for i, layout in enumerate(sources)}
     column = {layout: i for i, layout in enumerate(targets)}
     uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)

@@ -42,14 +42,21 @@ def network_of(problem: Problem, price: float = 0.0) -> Network | None:
     """The factors of seconds + `price` (s/byte) * bytes; None where a value has too many users for a table."""
     sizes = [len(choice.cost) for choice in problem.choices]
     factors = [Factor((c,), _priced(x.cost, x.memory, price)) for c, x in enumerate(problem.choices)]
-    known: dict[tuple, np.ndarray] = {}  # large tables of equal transfers, made once
+    known: dict[tuple, np.ndarray] = {}  # tables of equal transfers, made once
     for transfer in problem.transfers:
         cost = _priced(transfer.cost, transfer.memory, price)
         if not cost.any():
             continue
         scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
         if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
-            factors.append(_direct(transfer, cost, scope, sizes))
+            ends = [transfer.producer, *(use.choice for use in transfer.uses)]
+            key = (
+                id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
+                *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
+            )  # fmt: skip
+            if key not in known:
+                known[key] = _direct(transfer, cost, scope, sizes)
+            factors.append(Factor(scope, known[key]))
         elif not _through_layouts(transfer, cost, sizes, factors, known) and not _through_flags(
             transfer, cost, sizes, factors
         ):
@@ -91,7 +98,8 @@ def best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray])
     """
     total = np.zeros(1)
     for factor in factors:
-        table = np.moveaxis(factor.table, factor.scope.index(v), -1)
+        at = factor.scope.index(v)
+        table = factor.table.transpose(*range(at), *range(at + 1, len(factor.scope)), at)
         total = total + table[tuple(values[u] for u in factor.scope if u != v)]
     return total.argmin(axis=-1)
 
@@ -190,7 +198,7 @@ def _priced(cost: np.ndarray, memory: np.ndarray, price: float) -> np.ndarray:
     return cost + price * memory if price else np.asarray(cost, dtype=float)
 
 
-def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> Factor:
+def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
     """One table over the producer and the consumers themselves."""
     axis = {v: i for i, v in enumerate(scope)}
 

@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import product
 
 import numpy as np
-from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
@@ -233,4 +232,10 @@ def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
 
 def is_gather(source: DualLayout, target: DualLayout) -> bool:
     """True when some axis goes from a shard to the whole: the target is a copy that can be gathered again."""
-    return any(isinstance(s.value, Shard) and t.shard_dim is None for s, t in zip(source, target, strict=True))
+    return any(s.shard_dim is not None and t.shard_dim is None for s, t in zip(source, target, strict=True))
+
+
+def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
+    """[source, target] `is_gather`."""
+    cut, kept = (np.array([[p.shard_dim is not None for p in x] for x in layouts]) for layouts in (sources, targets))
+    return (cut[:, None] & ~kept[None]).any(axis=2)

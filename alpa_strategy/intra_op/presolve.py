@@ -47,7 +47,8 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
     With `memory_limit` inf, bytes only break ties. A choice that is left with no strategy means that no assignment has
     a finite cost.
     """
-    live = [np.flatnonzero(np.isfinite(choice.cost)) for choice in problem.choices]
+    finite = {id(x.cost): np.flatnonzero(np.isfinite(x.cost)) for x in problem.choices}
+    live = [finite[id(choice.cost)] for choice in problem.choices]
     if any(len(strategies) == 0 for strategies in live):
         return Presolved(restrict(problem, live), tuple(live))
     incident: list[list[int]] = [[] for _ in problem.choices]
@@ -81,23 +82,39 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
 
 
 def restrict(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the strategies `live[c]`, and transfers with only the layouts that these still name."""
-    choices = tuple(
-        Choice(x.name, np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k])
-        for x, k in zip(problem.choices, live, strict=True)
-    )
-    transfers = []
-    for transfer in problem.transfers:
-        sources, source = np.unique(np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True)
-        asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
-        targets = np.unique(np.concatenate(asked)) if asked else np.zeros(0, dtype=int)
-        cost = np.asarray(transfer.cost, float)[np.ix_(sources, targets)]
-        memory = np.asarray(transfer.memory, float)[np.ix_(sources, targets)]
-        if not cost.any() and not memory.any():
-            continue
-        uses = tuple(Use(u.choice, np.searchsorted(targets, a)) for u, a in zip(transfer.uses, asked, strict=True))
-        transfers.append(Transfer(transfer.name, transfer.producer, source, uses, cost, memory))
-    return replace(problem, choices=choices, transfers=tuple(transfers))
+    """The problem with only the strategies `live[c]`, and transfers with only the layouts that these still name.
+
+    What shares its arrays shares them afterwards.
+    """
+    known: dict[tuple[int, ...], tuple | None] = {}  # by the arrays' ids
+    choices, transfers = [], []
+    for x, k in zip(problem.choices, live, strict=True):
+        key = id(x.cost), id(x.memory), id(k)
+        if key not in known:
+            known[key] = np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k]
+        choices.append(Choice(x.name, *known[key]))
+    for t in problem.transfers:
+        ends = (t.source, live[t.producer], *(array for use in t.uses for array in (use.layout, live[use.choice])))
+        key = id(t.cost), id(t.memory), *map(id, ends)
+        if key not in known:
+            known[key] = _restrict_transfer(t, live)
+        if known[key] is not None:
+            source, layouts, cost, memory = known[key]
+            uses = tuple(Use(use.choice, layout) for use, layout in zip(t.uses, layouts, strict=True))
+            transfers.append(Transfer(t.name, t.producer, source, uses, cost, memory))
+    return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
+
+
+def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> tuple | None:
+    """Its (source, layouts of the uses, cost, memory); None where nothing is paid any more."""
+    sources, source = np.unique(np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True)
+    asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
+    targets = np.unique(np.concatenate(asked)) if asked else np.zeros(0, dtype=int)
+    cost = np.asarray(transfer.cost, float)[np.ix_(sources, targets)]
+    memory = np.asarray(transfer.memory, float)[np.ix_(sources, targets)]
+    if not cost.any() and not memory.any():
+        return None
+    return source, [np.searchsorted(targets, layout) for layout in asked], cost, memory
 
 
 class _Arrays:

@@ -11,7 +11,7 @@ is paid for once (design section 7, the y and z variables).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +80,25 @@ class Solution:
     def gap(self) -> float:
         """How much cheaper the optimum may be, as a share of `seconds`."""
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds > 0 else 0.0
+
+
+def with_shared_arrays(problem: Problem) -> Problem:
+    """The same problem, equal arrays one object: what is done with those of one layer serves the layers like it."""
+    known: dict[tuple, np.ndarray] = {}
+
+    def of(array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        return known.setdefault((array.shape, array.dtype.str, array.tobytes()), array)
+
+    choices = tuple(Choice(x.name, of(x.cost), of(x.memory)) for x in problem.choices)
+    transfers = tuple(
+        Transfer(
+            t.name, t.producer, of(t.source), tuple(Use(u.choice, of(u.layout)) for u in t.uses), of(t.cost),
+            of(t.memory),
+        )
+        for t in problem.transfers
+    )  # fmt: skip
+    return replace(problem, choices=choices, transfers=transfers)
 
 
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, po
 from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_program
 from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
 from alpa_strategy.intra_op.presolve import presolve
-from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
+from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, with_shared_arrays
 from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
@@ -42,7 +42,11 @@ class NotCheaper(Exception):
 
 
 def solve(
-    problem: Problem, time_limit: float = 60.0, gap_target: float = 1e-3, cutoff: float = float("inf")
+    problem: Problem,
+    time_limit: float = 60.0,
+    gap_target: float = 1e-3,
+    cutoff: float = float("inf"),
+    unlimited: Solution | None = None,
 ) -> Solution:
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
@@ -51,6 +55,7 @@ def solve(
         time_limit: seconds after which the best assignment found is returned, with the bound proved so far.
         gap_target: on large instances, a relative gap at which searching on is not worth the time.
         cutoff: seconds of something else that will be taken unless this is cheaper.
+        unlimited: what this function gave for the problem without its memory limit.
 
     Raises:
         NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
@@ -58,9 +63,13 @@ def solve(
             number of bytes that one can reach).
     """
     deadline = time.monotonic() + time_limit
+    problem = with_shared_arrays(problem)
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
-    free = _minimise(problem, deadline)
+    if unlimited is None:
+        free = _minimise(problem, deadline)
+    else:
+        free = _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
     if free is None or free.assignment is None:
         raise _forbidden(problem) if free is None or np.isposinf(free.bound) else _out_of_time(time_limit)
     if free.bound >= cutoff:

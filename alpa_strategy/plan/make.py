@@ -13,6 +13,7 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
+from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.solve import NotCheaper, solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
@@ -90,10 +91,10 @@ def plan_step(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None)
     seconds: dict[str, float] = {}
     failures: list[tuple[str, PlanError]] = []
     best: MeshSolution | None = None
-    for label, intra in _priced_meshes(task, pinned, seconds, failures):
+    for label, intra, free in _priced_meshes(task, pinned, seconds, failures):
         with task.progress(f"solve {label}"), _timed(seconds, f"solve {label}"):
             try:
-                best = solve_mesh(intra, task, best.objective if best else float("inf"))
+                best = solve_mesh(intra, task, best.objective if best else float("inf"), free)
             except NotCheaper:
                 continue
             except PlanError as error:
@@ -124,23 +125,23 @@ def _priced_meshes(
     pinned: Mapping[str, ParameterPlan] | None,
     seconds: dict[str, float],
     failures: list[tuple[str, PlanError]],
-) -> list[tuple[str, IntraOp]]:
-    """(name, problem) of every logical mesh, those first whose plans would be fastest if memory were free.
+) -> list[tuple[str, IntraOp, Solution]]:
+    """(name, problem, optimum) of every logical mesh, those first that would be fastest if memory were free.
 
     No plan on a mesh is faster than that: a mesh is left alone when it is slower than a plan on another one.
     """
     options = task.options
-    priced: list[tuple[float, str, IntraOp]] = []
+    priced: list[tuple[str, IntraOp, Solution]] = []
     for shape in logical_shapes(options, task.cluster):
         label = "x".join(map(str, shape))
         with task.progress(f"price {label}"), _timed(seconds, f"price {label}"):
             try:
                 intra = restrict(_problem(task, shape), options, task.optimizer, pinned)
-                least = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds).bound
-                priced.append((least, label, intra))
+                free = solve(replace(intra.problem, memory_limit=float("inf")), options.solver_seconds)
+                priced.append((label, intra, free))
             except PlanError as error:
                 failures.append((label, error))
-    return [(label, intra) for _, label, intra in sorted(priced, key=lambda entry: entry[:2])]
+    return sorted(priced, key=lambda entry: (entry[2].bound, entry[0]))
 
 
 def _problem(task: PlanTask, shape: tuple[int, ...]) -> IntraOp:
@@ -160,7 +161,9 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
         seconds[name] = time.perf_counter() - started
 
 
-def solve_mesh(intra: IntraOp, task: PlanTask, cutoff: float = float("inf")) -> MeshSolution:
+def solve_mesh(
+    intra: IntraOp, task: PlanTask, cutoff: float = float("inf"), free: Solution | None = None
+) -> MeshSolution:
     """The cheapest stage on one logical mesh that fits, short-lived memory included.
 
     The ILP's memory row holds what is kept; the largest working set depends on the solution, so it is reserved after
@@ -169,6 +172,7 @@ def solve_mesh(intra: IntraOp, task: PlanTask, cutoff: float = float("inf")) -> 
     Args:
         intra: restricted as the user wants it.
         cutoff: objective of a plan that will be taken unless this one is cheaper.
+        free: the optimum without a memory limit, where it is known.
 
     Raises:
         NotCheaper: than `cutoff`. PlanError: nothing fits.
@@ -177,7 +181,7 @@ def solve_mesh(intra: IntraOp, task: PlanTask, cutoff: float = float("inf")) -> 
     reserve = 0.0
     for _ in range(4):
         problem = replace(intra.problem, memory_limit=limit - reserve)
-        solution = solve(problem, task.options.solver_seconds, cutoff=cutoff)
+        solution = solve(problem, task.options.solver_seconds, cutoff=cutoff, unlimited=free)
         working = working_bytes(intra, solution.assignment)
         if solution.num_bytes + working <= limit:
             break
