@@ -78,13 +78,13 @@ def best_price(
         problem: with a finite memory limit.
         minimise: price -> (assignment, lower bound of seconds + price * bytes), None when it cannot tell.
         over: the optimum at price 0 (above the limit). under: any assignment within the limit.
-        deadline: time.monotonic() at which to stop.
+        deadline: time.process_time() at which to stop.
     """
     limit = problem.memory_limit
     best = Dual(0.0, over.seconds, over, under)
     for _ in range(max_rounds):
         price = (under.seconds - over.seconds) / (over.num_bytes - under.num_bytes)
-        if price <= 0 or time.monotonic() > deadline:
+        if price <= 0 or time.process_time() > deadline:
             break
         found = minimise(price)
         if found is None:

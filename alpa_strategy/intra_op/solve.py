@@ -52,7 +52,8 @@ def solve(
 
     Args:
         problem: choices and transfers, seconds and bytes.
-        time_limit: seconds after which the best assignment found is returned, with the bound proved so far.
+        time_limit: seconds of this process's work (how busy the machine is changes no plan) after which the best
+            assignment found is returned, with the bound proved so far.
         gap_target: on large instances, a relative gap at which searching on is not worth the time.
         cutoff: seconds of something else that will be taken unless this is cheaper.
         unlimited: what this function gave for the problem without its memory limit.
@@ -62,7 +63,7 @@ def solve(
         PlanError: when no assignment has a finite cost, or none fits into the memory limit (the message says the least
             number of bytes that one can reach).
     """
-    deadline = time.monotonic() + time_limit
+    deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
@@ -140,7 +141,7 @@ def _solve_limited(
     found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
     if _gap(problem, found) <= PROVED or np.isinf(found.bound):
         return found
-    if time.monotonic() > deadline:
+    if time.process_time() > deadline:
         return found
     reduced = presolve(problem)
     if _gap(problem, found) <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
@@ -153,11 +154,11 @@ def _solve_limited(
             core = reduced.restrict([np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess])
         if num_columns(core.problem) > MAX_COLUMNS:
             break
-        left = deadline - time.monotonic()
+        left = deadline - time.process_time()
         if left <= 0 or (_gap(problem, found) <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
             break
         patience = PATIENCE if _gap(problem, found) <= POOR else left
-        until = time.monotonic() + min(left, patience)
+        until = time.process_time() + min(left, patience)
         exact = _by_program(core.problem, until, core.contract(best.assignment))
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
@@ -182,14 +183,14 @@ def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
 def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None = None) -> _Found:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
-    relaxed = solve_program(program, integer=False, time_limit=deadline - time.monotonic())
+    relaxed = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if not relaxed.feasible:
         return _Found(None, np.inf, "lp")
     near = Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
     if incumbent is not None and _gap(problem, _Found(incumbent, relaxed.bound, "lp")) <= PROVED:
         return _Found(incumbent, relaxed.bound, "lp")
-    left = deadline - time.monotonic()
+    left = deadline - time.process_time()
     if left <= 0.2 and incumbent is not None:
         return _Found(incumbent, relaxed.bound, "lp")
     exact = solve_program(program, integer=True, time_limit=left, hint=incumbent)
@@ -250,7 +251,7 @@ def _out_of_time(time_limit: float) -> PlanError:
 
 def least_bytes(problem: Problem, time_limit: float = 60.0) -> float:
     """The fewest bytes of any finite-cost assignment."""
-    least, _ = _least(problem, time.monotonic() + time_limit)
+    least, _ = _least(problem, time.process_time() + time_limit)
     if least is None:
         raise _out_of_time(time_limit)
     return least.num_bytes
