@@ -207,7 +207,7 @@ def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes:
 
     source = along(transfer.producer, np.asarray(transfer.source))
     targets = [along(use.choice, np.asarray(use.layout)) for use in transfer.uses]
-    return Factor(scope, _paid_once(cost, source, targets, [sizes[v] for v in scope]))
+    return _paid_once(cost, source, targets, [sizes[v] for v in scope])
 
 
 def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
