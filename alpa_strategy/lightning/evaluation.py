@@ -26,7 +26,7 @@ from alpa_strategy.inter_op.stage import Cut
 from alpa_strategy.lightning.agree import any_rank, shared, world_size
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.loops import hooks_look, step_counters, why_uneven
+from alpa_strategy.lightning.loops import hooks_look, is_last_of_loader, step_counters, why_uneven
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import capture
@@ -181,7 +181,8 @@ class Evaluation:
         if self._runs_eagerly:
             return self._run_eagerly(eager, args)
         call = Call(name, *args, *(0, None)[len(args) - 1 :])
-        is_last = bool(self._home.module.trainer._active_loop.batch_progress.is_last_batch)
+        # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
+        is_last = is_last_of_loader(self._home.module.trainer, call.batch_idx, call.dataloader_idx)
         decision, all_are_last = self._decide(call, is_last)
         if decision == TURNS:
             output = self._take_turns(call)
@@ -212,7 +213,7 @@ class Evaluation:
         return output
 
     def _decide(self, call: Call | None, is_last: bool) -> tuple[int, bool]:
-        """The index of the program that runs this call, EAGER, or TURNS; whether it is the last one of every rank.
+        """The index of the program that runs this call, EAGER, or TURNS; whether all ranks' loaders end with it.
 
         call: None where this rank has no batch left.
         """

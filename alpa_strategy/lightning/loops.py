@@ -44,6 +44,15 @@ def why_uneven(trainer: Any) -> str | None:
     return None if len(set(found)) == 1 else f"the ranks have different numbers of batches: {', '.join(found)}"
 
 
+def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) -> bool:
+    """Whether this rank has no more batches of this batch's dataloader in the evaluation loop that runs."""
+    loop, loader = trainer._active_loop, dataloader_idx or 0
+    if loop.batch_progress.is_last_batch or loop._combined_loader._mode != "sequential":
+        return bool(loop.batch_progress.is_last_batch)
+    ahead = getattr(loop._data_fetcher, "batches", ())  # known where a loader has no length
+    return ahead[0][2] != loader if ahead else batch_idx + 1 >= loop.max_batches[loader]
+
+
 def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
     """What a step's guards and logs are asked about."""
     return {"batch_idx": batch_idx, "global_step": trainer.global_step, "current_epoch": trainer.current_epoch}

@@ -50,6 +50,7 @@ def prepare(
 ) -> Prepared:
     """Capture the first batch's step and find its plan. Collective."""
     step = capture(module, batch, batch_idx, job)
+    _check_divisible(step, job)
     cluster = job_cluster(job)
     return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None), cluster)
 
@@ -157,9 +158,7 @@ def find_or_make_plan(
         running: the stage that is already running, for a step of another shape: parameters stay as they lie.
     """
     options, pinned = job.options, None
-    if running is None:
-        _check_divisible(step, job)
-    else:
+    if running is not None:
         pinned = running.parameter_plans
         options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
         optimizer = replace(optimizer, steps_in_backward=running.steps_in_backward)

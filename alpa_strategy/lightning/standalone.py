@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.measure import device_memory_bytes
-from alpa_strategy.lightning.agree import RankZero, agree_on_seed, on_all_ranks
+from alpa_strategy.lightning.agree import RankZero, agree_on_seed, on_all_ranks, shared
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun
+from alpa_strategy.lightning.shape_key import shape_key
 
 
 def fits_one_device(module: torch.nn.Module, job: Job) -> bool:
@@ -47,6 +49,8 @@ def evaluation_run(
 ) -> TrainingRun:
     """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
 
+    Where the ranks' batches differ in shape, they will take turns: it is planned for rank 0's, evaluated by all.
+
     Args:
         sharding: context around what shards the module, see `Deferral.sharding`.
 
@@ -55,7 +59,11 @@ def evaluation_run(
     """
     seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
     batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
-    step = capture(module, batch, batch_idx, job, name, dataloader_idx)
+    capturing = job
+    if len(set(on_all_ranks(lambda: shape_key(batch), repr)[1])) > 1:
+        batch, batch_idx, dataloader_idx = shared((batch, batch_idx, dataloader_idx), 0, job.device)
+        capturing = replace(job, options=replace(job.options, batch_scope="global"))
+    step = capture(module, batch, batch_idx, capturing, name, dataloader_idx)
     cluster = job_cluster(job)
     plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero, None)
     if plan.is_pipelined:

@@ -298,8 +298,11 @@ class Predicting(Plain):
         return {"row": prediction, "pair": (prediction.T, [x.sum(1), "text"]), "loader": dataloader_idx}
 
 
-def evaluate_without_fit(root: str, strategy: dict[str, Any] | str | None, sizes: list[int]) -> dict[str, Any]:
-    """validate, test and predict of one trainer, on a model that was never trained."""
+def evaluate_without_fit(
+    root: str, strategy: dict[str, Any] | str | None, sizes: list[int], uneven: bool = False
+) -> dict[str, Any]:
+    """validate, test and predict of one trainer, on a model that was never trained; `uneven`: each rank has batches of
+    another size, from the first one on."""
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
     rank = 0 if strategy is None else torch.distributed.get_rank()
     torch.manual_seed(7)
@@ -307,6 +310,8 @@ def evaluate_without_fit(root: str, strategy: dict[str, Any] | str | None, sizes
     try:
         model = Predicting(d_in=64, d_hidden=64, num_layers=12)
         data = loaders(model, sizes, world_size, rank)
+        if uneven:
+            data = [DataLoader(loader.dataset, batch_size=4 - rank) for loader in data]
     finally:
         torch.set_default_dtype(torch.float32)
     parallel: dict[str, Any] = {"devices": 1}
@@ -354,3 +359,17 @@ def test_evaluation_of_a_model_that_was_never_trained(pool, tmp_path: Path, memo
             torch.testing.assert_close(torch.cat([o["row"] for o in own]), expected["row"], **same)
             torch.testing.assert_close(torch.cat([o["pair"][0] for o in own], dim=1), expected["pair"][0], **same)
             torch.testing.assert_close(torch.cat([o["pair"][1][0] for o in own]), expected["pair"][1][0], **same)
+
+
+def test_ranks_whose_first_batches_differ_take_turns(pool, tmp_path: Path) -> None:
+    """On a model that was never trained and does not fit: what each rank gets is what it would get alone."""
+    sizes = [13, 6]
+    expected = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True)
+    found = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True)
+    for run, other in zip(found, expected, strict=True):
+        assert all(size < NUM_ELEMENTS for size in run["seen"])
+        for number, metrics in enumerate(run["metrics"][1]):  # the others are not synchronised
+            name = f"test_loss/dataloader_idx_{number}"
+            assert metrics[name] == pytest.approx(other["metrics"][1][number][name], rel=TOLERANCE)
+        rows = [[step["row"] for loader in one["predictions"] for step in loader] for one in (run, other)]
+        torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)
