@@ -91,7 +91,8 @@ class PipelinedRun(TrainingRun):
         schedule: str | None,
         parameters: Mapping[int, StageParameters],
     ) -> PipelinedStep:
-        pipeline = build_pipeline(self.module, micro, stages, schedule, self._places, parameters)
+        held = [stage.parameter_plans for stage in self.plan.stages]
+        pipeline = build_pipeline(self.module, micro, stages, schedule, self._places, parameters, held)
         self._pipelines.append(pipeline)
         return PipelinedStep(micro, pipeline)
 

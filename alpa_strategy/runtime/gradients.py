@@ -3,7 +3,8 @@
 A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to its owner (ZeRO).
 Gradients of one kind share buckets, in the order in which the backward makes them; a bucket starts when its last
 gradient is there, and buckets start in one fixed order, the same on all devices. The first backward only observes:
-which parameters get gradients, and when, is then agreed upon between the devices.
+which parameters get gradients, and when, is then agreed upon between the devices. Another step may use others: what
+has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class GradientEntry:
         return holder is not None and holder.grad is not None
 
     def take_or_zeros(self) -> Tensor:
-        """Remove and return the local gradient; where other devices have one and this has not, it is zero."""
+        """Remove and return the local gradient; zeros in the place of one that is not there."""
         holder = self.holder()
         if holder is None or holder.grad is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -98,6 +99,7 @@ class GradientReducer:
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
         self._rest: list[GradientEntry] = []  # used, but not in a bucket
         self._unused: list[GradientEntry] = []
+        self._only_somewhere: frozenset[str] = frozenset()  # gradients that some devices had and others not
         self.enabled = True
         self.reset()
 
@@ -135,27 +137,25 @@ class GradientReducer:
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
+        new = [entry for entry in self._unused if entry.has_gradient()]
+        if new:  # all devices run the same step: they all see this
+            self._unused = [entry for entry in self._unused if not entry.has_gradient()]
+            self._build(new)
         for bucket in self._buckets[self._num_started :]:  # gradients that no hook announced
             bucket.start()
         for stage in range(max((len(bucket.stages) for bucket in self._buckets), default=0)):
             for bucket in self._buckets:
                 bucket.advance(stage)
         for entry in self._rest:
-            if entry.is_used_up():
+            if entry.is_used_up() or not (entry.has_gradient() or entry.name in self._only_somewhere):
                 continue
             entry.put(entry.reshard.gradients(entry.take_or_zeros()))
-        for entry in self._unused:
-            if entry.has_gradient():
-                raise RuntimeMismatchError(
-                    f"{entry.name} got a gradient, but got none in the first training step",
-                    "the step must use the same parameters in every batch",
-                )
         self.reset()
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and take the first device's order for all."""
+        self._buckets = []
         if not self._entries:  # a stage of frozen layers
-            self._buckets = []
             return
         last = len(self._entries)
         seen = {name: i for i, name in enumerate(self._seen)}
@@ -164,14 +164,17 @@ class GradientReducer:
             used.append(int(entry.has_gradient()))
             order.append(seen.get(entry.name, last + i))
         is_first = not any(self._mesh.coordinate)
-        table = torch.tensor([used, order if is_first else [-1] * len(order)], device=self._entries[0].device)
-        used, order = all_reduce_over(self._mesh, table, "max").tolist()
+        table = [used, [1 - here for here in used], order if is_first else [-1] * len(order)]
+        found = all_reduce_over(self._mesh, torch.tensor(table, device=self._entries[0].device), "max").tolist()
+        used, missing, order = found
+        both = zip(self._entries, used, missing, strict=True)
+        self._only_somewhere = frozenset(entry.name for entry, here, there in both if here and there)
         in_order = sorted(range(last), key=order.__getitem__)
         self._unused = [self._entries[i] for i in in_order if not used[i]]
         self._build([self._entries[i] for i in in_order if used[i]])
 
     def _build(self, entries: Iterable[GradientEntry]) -> None:
-        """Fill buckets, gradients of one kind together; order buckets by when their last gradient comes."""
+        """Add buckets, gradients of one kind together; order them by when their last gradient comes."""
         entries = list(entries)
         limit = bucket_limit(sum(entry.num_bytes for entry in entries), self._bucket_bytes)
         closed: list[tuple[int, _Bucket]] = []
@@ -179,7 +182,7 @@ class GradientReducer:
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
-            bucket = _Bucket(self._mesh, [entry for _, entry in members])
+            bucket = _Bucket(self._mesh, [entry for _, entry in members], self._only_somewhere)
             closed.append((members[-1][0], bucket))
 
         for position, entry in enumerate(entries):
@@ -193,7 +196,8 @@ class GradientReducer:
                 close(key)
         for key in list(open_buckets):
             close(key)
-        self._buckets = [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
+        assert self._buckets is not None
+        self._buckets += [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
 
 
 def bucket_stages(reshard: Reshard, num_axes: int, has_whole: bool) -> tuple[_Stage, ...]:
@@ -213,9 +217,10 @@ def bucket_stages(reshard: Reshard, num_axes: int, has_whole: bool) -> tuple[_St
 
 
 class _Bucket:
-    """Gradients that go through the same collectives together."""
+    """Gradients that go through the same collectives together; `needed`: those that are there after it in any case."""
 
-    def __init__(self, mesh: MeshComm, entries: list[GradientEntry]) -> None:
+    def __init__(self, mesh: MeshComm, entries: list[GradientEntry], needed: frozenset[str]) -> None:
+        self._needed = needed
         has_whole = hasattr(mesh, "whole")
         self._mesh = mesh
         self.entries = entries
@@ -223,9 +228,11 @@ class _Bucket:
         self.stages = self.stages_of[0]
         self.pending: Pending | None = None
         self._shapes: list[list[int]] = []
+        self._is_there: list[bool] = []
 
     def start(self) -> None:
         """Start the first collective; takes the local gradients."""
+        self._is_there = [entry.has_gradient() or entry.name in self._needed for entry in self.entries]
         self._launch(0, [entry.take_or_zeros() for entry in self.entries])
 
     def advance(self, stage: int) -> None:
@@ -239,8 +246,9 @@ class _Bucket:
             self._launch(stage + 1, grads)
             return
         self.pending = None
-        for entry, grad in zip(self.entries, grads, strict=True):
-            entry.put(grad)
+        for entry, grad, is_there in zip(self.entries, grads, self._is_there, strict=True):
+            if is_there:
+                entry.put(grad)
 
     def _axis(self, stage: int) -> AxisComm:
         index = self.stages[stage].axis

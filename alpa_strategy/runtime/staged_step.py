@@ -113,6 +113,7 @@ def build_pipeline(
     schedule: str | None,
     places: StagePlaces,
     stores: Mapping[int, StageParameters],
+    held: Sequence[Mapping[str, ParameterPlan]] | None = None,
 ) -> Pipeline:
     """The pipeline that runs `micro` under `stages`. Collective over the whole job.
 
@@ -123,11 +124,13 @@ def build_pipeline(
         stages: in order, covering the ops of `micro.graph`.
         schedule: None: forward only (`Pipeline.evaluate`).
         stores: this rank's stages -> their parameters.
+        held: per stage, name -> how it holds its parameters, this step's or not; by default those of `stages`.
     """
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
     values = {v for spec in specs for v in (*spec.received, *spec.escaping)}
+    shared = _shared(graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held)
     spec = PipelineSpec(
         stages=specs,
         metas={v: graph.values[v] for v in sorted(values)},
@@ -138,7 +141,7 @@ def build_pipeline(
         combine=micro.combine,
         cuts=micro.cuts,
         given=tuple(sorted(micro.given)),
-        shared=_shared(graphs, stages),
+        shared=shared,
         cluster=places.cluster,
     )
     own: dict[int, OwnStage] = {}
@@ -146,11 +149,12 @@ def build_pipeline(
         if mesh is None:
             continue
         program, recompute, derived = _program(index, graph, stage, places, stores[index])
+        names = {p.name for p in stage_graph.parameters} | {use[1] for s in shared for use in s.uses if use[0] == index}
         own[index] = OwnStage(
             program=program,
             store=stores[index],
             mesh=mesh,
-            parameters={p.name: module.get_parameter(p.name) for p in stage_graph.parameters},
+            parameters={name: module.get_parameter(name) for name in sorted(names)},
             buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
             recompute=recompute,
             derived=derived,
@@ -209,19 +213,19 @@ def _batch_tensor(graph: StepGraph, meta: TensorMeta, batch_dim: int | None, num
     return BatchTensor(whole, batch_dim, graph.batch_scope == "global")
 
 
-def _shared(graphs: Sequence[StepGraph], stages: Sequence[StagePlan]) -> tuple[SharedParameter, ...]:
-    """Trainable parameters that stages on different devices use."""
-    uses: dict[str, list[tuple[int, ParameterInput]]] = {}
-    for index, graph in enumerate(graphs):
-        for given in graph.parameters:
-            if given.meta.requires_grad:
-                uses.setdefault(given.name, []).append((index, given))
-    return tuple(
-        SharedParameter(
-            found[0][1].meta.shape,
-            found[0][1].meta.dtype,
-            tuple((index, name, stages[index].parameter_plans[name].layout) for index, _ in found),
+def _shared(
+    graphs: Sequence[StepGraph], stages: Sequence[StagePlan], held: Sequence[Mapping[str, ParameterPlan]]
+) -> tuple[SharedParameter, ...]:
+    """Trainable parameters of the step that stages on different devices hold, whether all of them use it or not."""
+    trained = {given.name: given for graph in graphs for given in graph.parameters if given.meta.requires_grad}
+    shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
+    for given in trained.values():
+        uses = tuple(
+            (index, name, plans[name].layout)
+            for index, plans in enumerate(held)
+            for name in given.names
+            if name in plans
         )
-        for name, found in uses.items()
-        if len({stage_ranks(stages[index]) for index, _ in found}) > 1
-    )
+        if len({stage_ranks(stages[index]) for index, _, _ in uses}) > 1:
+            shared.setdefault(uses, SharedParameter(given.meta.shape, given.meta.dtype, uses))
+    return tuple(shared.values())

@@ -295,3 +295,27 @@ def optimizer_that_calls_the_step_several_times(bench: Bench) -> Any:
 
 
 optimizer_that_calls_the_step_several_times.reference = "plain"  # DDP's ranks would search by their own losses
+
+
+class OtherParameters(Net):
+    """The second layer is used in some steps only, the whole net three times in some."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+
+        def loss(x: Any, second: bool) -> Any:
+            h = self.net[0](x)
+            return F.mse_loss(self.net[2](torch.tanh(h)) if second else h[:, : y.shape[1]], y)
+
+        total = loss(x, batch_idx % 2 == 0)
+        if batch_idx % 3 == 0:
+            total = total + loss(x + 1, True) + loss(2 * x, False)
+        self.log("train_loss", total, sync_dist=True)
+        return total
+
+
+def parameters_of_some_steps(bench: Bench) -> Any:
+    return bench.fit(OtherParameters, rows=48, max_epochs=2)
+
+
+parameters_of_some_steps.reference = "plain"  # DDP wants to be told that some parameters get no gradient
