@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.blame import user_frame
+from alpa_strategy.capture.blame import is_user_file, user_frame
 from alpa_strategy.capture.guards import Guard, compare
 from alpa_strategy.capture.numbers import STEP_NUMBER, CounterRef, calculate, dtype_beside
 from alpa_strategy.errors import CaptureError
@@ -47,9 +47,14 @@ class StepCounter:
         self.record(Guard(self.made, op, right[0], outcome))
         return outcome
 
+    @property
+    def seldom_changes(self) -> bool:
+        """Whether a graph may be good for one value."""
+        return self.made.counters == {"current_epoch"}
+
     def as_number(self) -> float:
         """The number as it is now: the graph is good for it alone. Only of one that seldom changes."""
-        if self.made.counters != {"current_epoch"}:
+        if not self.seldom_changes:
             self.refuse()
         self.record(Guard(self.made, "==", self.value, True))
         return self.value
@@ -59,7 +64,7 @@ class StepCounter:
         raise CaptureError(
             f"{' and '.join(sorted(self.made.counters))}: a number made of it stands where the captured graph would "
             f"keep the value of the first step forever ({user_frame()})",
-            "compute it with Python's operators and functions of `math` (no int(), float(), shapes or list items) and "
+            "compute it with Python's operators and functions of `math` (no shapes, list items or `range`) and "
             "use it element by element (`beta * x`, `x > threshold`), compare it (`if self.global_step % 100 == 0`), "
             "or keep the number in a registered buffer that the step or a callback updates",
         )
@@ -101,9 +106,11 @@ class StepCounter:
         return other // self, other % self
 
     def __int__(self) -> int:
+        _ask(sys._getframe(1))
         return int(self.as_number())
 
     def __float__(self) -> float:
+        _ask(sys._getframe(1))
         return float(self.as_number())
 
     def __index__(self) -> int:
@@ -120,16 +127,17 @@ class StepCounter:
         return number_of(ufunc, *args)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        args = tuple(tuple(arg) if type(arg) is list else arg for arg in args)
         return self.as_number() if kwargs else number_of(function, *args)
 
 
 def number_of(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` where some are StepCounters and the others numbers; a truth is guarded.
+    """`function(*args)` where some are StepCounters and the others numbers or tuples of such; a truth is guarded.
 
     NotImplemented where an argument or the result is nothing that a StepCounter can stand for.
     """
     counters = [arg for arg in args if type(arg) is StepCounter]
-    if not all(isinstance(arg, int | float) for arg in args):
+    if not all(isinstance(x, int | float) for arg in args for x in (arg if type(arg) is tuple else (arg,))):
         return NotImplemented
     result = calculate(function, *(arg.value if type(arg) is StepCounter else arg for arg in args))
     made = CounterRef.of(function, tuple(arg.made if type(arg) is StepCounter else arg for arg in args))
@@ -163,34 +171,31 @@ def _set_operators() -> None:
 _set_operators()
 
 
-@contextmanager
-def math_of_counters(modules: set[str]) -> Iterator[None]:
-    """Functions of `math` take StepCounters in the block, also under their names in the modules so called."""
+class NumberType(type):
+    """What stands for Python's `float` or `int` (`kind`) in the user's code: it takes StepCounters too."""
 
-    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(type(arg) is StepCounter for arg in args):
-                result = NotImplemented if kwargs else number_of(function, *args)
-                if result is not NotImplemented:
-                    return result
-            return function(*args, **kwargs)
+    kind: type
 
-        return call
+    def __call__(cls, *args: Any) -> Any:
+        return number_of(cls.kind, *args) if any(type(arg) is StepCounter for arg in args) else cls.kind(*args)
 
-    replaced = {function: taking(function) for name, function in vars(math).items() if callable(function)}
-    places = [vars(math), *(vars(sys.modules[name]) for name in modules)]
-    before = [(place, name, value) for place in places for name, value in place.items() if _is_of(replaced, value)]
-    for place, name, function in before:
-        place[name] = replaced[function]
-    try:
-        yield
-    finally:
-        for place, name, function in before:
-            place[name] = function
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.kind)
 
 
-def _is_of(functions: Mapping[Any, Any], value: Any) -> bool:
-    return type(value) is type(math.cos) and value in functions
+class FunctionsAsked(BaseException):
+    """A plain number is asked of a StepCounter in code with these globals: with functions that take StepCounters in
+    them, the trace may come further. No Exception: the user's own handlers are not meant."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        super().__init__()
+        self.namespace = namespace
+
+
+def _ask(frame: FrameType) -> None:
+    has_them = isinstance(frame.f_globals.get("float"), NumberType)
+    if not has_them and is_user_file(frame.f_code.co_filename):
+        raise FunctionsAsked(frame.f_globals)
 
 
 def made_of(value: Any) -> Any:

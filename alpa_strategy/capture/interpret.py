@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.numbers import with_values
+from alpa_strategy.capture.numbers import COUNTERS, at_counters
 from alpa_strategy.capture.step_graph import StepGraph
 
 
@@ -44,8 +43,7 @@ def run_step(
         values[constant.value] = constant.tensor.to(device)
     with device:
         for op in step.ops:
-            args, kwargs = with_values(op.call.args, buffers), with_values(op.call.kwargs, buffers)
-            out = replace(op.call, args=args, kwargs=kwargs).call(*(values[i] for i in op.operands))
+            out = at_counters(op.call, buffers.get(COUNTERS, {})).call(*(values[i] for i in op.operands))
             results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
             values.update(zip(op.results, results, strict=True))
     return values

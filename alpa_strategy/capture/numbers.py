@@ -6,15 +6,19 @@ dtypes and rounding are those of a plain number. Its value is computed when the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from alpa_strategy.sharding.op import OpCall
 
 COUNTERS = "<counters>"  # what a program's buffers call the values of the counters, by name
 
@@ -103,13 +107,6 @@ class LateNumber:
     def __repr__(self) -> str:
         return f"<{self.made!r}>"
 
-    def __truediv__(self, other: float) -> LateFloat:
-        return LateFloat(CounterRef.of(_divide, (self.made, other)))
-
-    def value(self, given: Mapping[str, Any]) -> Any:
-        """The number for the counters among a program's buffers."""
-        return self.made.value(given[COUNTERS])
-
 
 class LateFloat(LateNumber, float):
     """See `LateNumber`."""
@@ -123,20 +120,44 @@ class LateInt(LateNumber, int):
     example = 3
 
 
-def _divide(number: float, by: int) -> float:
-    return number / by
-
-
 def late(made: CounterRef, example: Any) -> LateInt | LateFloat:
     """The argument for a number made so, of the same type as `example`."""
     return LateInt(made) if isinstance(example, int) else LateFloat(made)
 
 
-def with_values(arg: Any, given: Mapping[str, Any]) -> Any:
-    """A nested argument of an op with the numbers that its late ones are, from a program's buffers."""
-    if isinstance(arg, tuple):
-        return tuple(with_values(a, given) for a in arg)
-    return arg.value(given) if isinstance(arg, LateNumber) else arg
+def _set_arithmetic() -> None:
+    """Arithmetic with a late number gives a late number."""
+
+    def made(function: Callable[..., Any], *args: Any) -> LateInt | LateFloat:
+        example = calculate(function, *(arg.example if isinstance(arg, LateNumber) else arg for arg in args))
+        return late(CounterRef.of(function, tuple(a.made if isinstance(a, LateNumber) else a for a in args)), example)
+
+    def set_both(name: str, function: Callable[..., Any]) -> None:
+        setattr(LateNumber, f"__{name}__", lambda self, other: made(function, self, other))
+        setattr(LateNumber, f"__r{name}__", lambda self, other: made(function, other, self))
+
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
+        set_both(name, getattr(operator, name))
+    LateNumber.__neg__ = lambda self: made(operator.neg, self)
+
+
+_set_arithmetic()
+
+
+def is_late(call: OpCall) -> bool:
+    """Whether an argument of the call is a late number."""
+    return any(isinstance(leaf, LateNumber) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+
+
+def at_counters(call: OpCall, counters: Mapping[str, int]) -> OpCall:
+    """The call with the numbers that its late ones are for these values of the counters."""
+    if not is_late(call):
+        return call
+
+    def value(arg: Any) -> Any:
+        return arg.made.value(counters) if isinstance(arg, LateNumber) else arg
+
+    return replace(call, args=pytree.tree_map(value, call.args), kwargs=pytree.tree_map(value, call.kwargs))
 
 
 # In the trace

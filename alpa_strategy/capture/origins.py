@@ -20,6 +20,7 @@ from alpa_strategy.capture.blame import user_frame, user_position
 from alpa_strategy.capture.checks import passing_answer
 from alpa_strategy.capture.counters import StepCounter, with_tensors
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
+from alpa_strategy.capture.numbers import late
 from alpa_strategy.capture.recorder import Recording
 from alpa_strategy.errors import CaptureError
 
@@ -141,13 +142,14 @@ class Origins(TorchFunctionMode):
         """The call with tensors in place of StepCounters; with their values where it takes no tensors there."""
 
         def as_tensors(tree: Any) -> Any:
-            return with_tensors(tree, self.record.numbers, self.device, exact=False)
+            return with_tensors(tree, self.record.numbers.made, self.device, exact=False)
 
         def as_number(arg: Any) -> Any:
             return arg.as_number() if type(arg) is StepCounter else arg
 
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], pytree.tree_map(as_number, args[1]), *args[2:])
+        checks = len(self.record.checks)
         position = _CREATIONS.get(func, len(args))
         try:
             if position < len(args) and type(args[position]) is StepCounter:
@@ -156,7 +158,31 @@ class Origins(TorchFunctionMode):
                 return self.__torch_function__(Tensor.fill_, types, as_tensors((made, args[position])))
             return self.__torch_function__(func, types, *as_tensors((args, kwargs)))
         except (TypeError, DataDependentOutputException):
+            del self.record.checks[checks:]
+            found, result = self._with_literal(func, types, args, kwargs)
+            if found:
+                return result
             return self.__torch_function__(func, types, *pytree.tree_map(as_number, (args, kwargs)))
+
+    def _with_literal(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether the call is an op of which a StepCounter becomes an argument, and if so, what it gives."""
+        counters = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is StepCounter]
+        proxy_mode = get_proxy_mode()
+        if len(counters) != 1 or counters[0].seldom_changes or proxy_mode is None:
+            return False, None
+        number = late(counters[0].made, counters[0].value)
+        root = proxy_mode.tracer.graph._root
+        last = root.prev
+        given = pytree.tree_map(lambda x: number.example if type(x) is StepCounter else x, (args, kwargs))
+        try:
+            result = self.__torch_function__(func, types, *given)
+        except (TypeError, DataDependentOutputException):
+            return False, None
+        nodes, node = [], root.prev
+        while node is not last:
+            nodes.append(node)
+            node = node.prev
+        return (True, result) if self.record.numbers.add_literal(nodes, number) else (False, None)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, or what capture puts in its place."""

@@ -104,7 +104,7 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: when the step set a global, or changed a container among globals and closures.
     """
-    files = {name: vars(sys.modules[name]) for name in class_modules(module)}
+    files = {name: vars(sys.modules[name]) for name in _class_modules(module)}
     before = {name: dict(values) for name, values in files.items()}
     containers = [(f"{where}.{name}", value) for where, old in before.items() for name, value in old.items()]
     containers += list(_closures(module))
@@ -168,7 +168,7 @@ def _user_classes(module: nn.Module) -> set[type]:
     return {kind for kind in kinds if _is_user_module(sys.modules.get(kind.__module__))}
 
 
-def class_modules(module: nn.Module) -> set[str]:
+def _class_modules(module: nn.Module) -> set[str]:
     """Names of the Python modules of the user's classes in the tree."""
     return {kind.__module__ for kind in _user_classes(module)}
 

@@ -5,25 +5,61 @@ Where an op takes tensors only, it gets a tensor that is made of the number.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.numbers import STEP_NUMBER, CounterRef, late
+from alpa_strategy.capture.numbers import STEP_NUMBER, CounterRef, LateNumber, late
 
 aten = torch.ops.aten
 
 
-def place_numbers(
-    graph: fx.Graph, numbers: Sequence[tuple[CounterRef, float]], origins: MutableMapping[fx.Node, tuple[str, str]]
-) -> None:
-    """Replace the calls of `step_number(i)`, which stand for `numbers[i]`: how it is made, and its value at capture."""
+@dataclass
+class TraceNumbers:
+    """The numbers of one trace: what `step_number(i)` stands for, and arguments of nodes that hold an example.
+
+    made: how a number is made, and its value at capture. literals: (node, argument's name, number).
+    """
+
+    made: list[tuple[CounterRef, float]] = field(default_factory=list)
+    literals: list[tuple[fx.Node, str, LateNumber]] = field(default_factory=list)
+
+    def add_literal(self, nodes: list[fx.Node], number: LateNumber) -> bool:
+        """One call was traced as `nodes` with the number's example; False unless that is an argument of one of them,
+        and no other number of the type is there: it could be made of the example.
+        """
+        kind = type(number.example)
+        found = [(node, x) for node in nodes for x in pytree.tree_leaves((node.args, node.kwargs)) if type(x) is kind]
+        if len(found) != 1 or found[0][1] != number.example:
+            return False
+        node = found[0][0]
+        if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+            return False
+        kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
+        place = next((name for name, arg in _named(node).items() if type(arg) is kind), None)
+        if place is None or not any(each in kinds[place] for each in ("number", "float")):
+            return False
+        self.literals.append((node, place, number))
+        return True
+
+
+def place_numbers(graph: fx.Graph, numbers: TraceNumbers, origins: MutableMapping[fx.Node, tuple[str, str]]) -> None:
+    """Put the numbers where the traced graph has something else in their place; calls that failed go."""
+    for node in reversed([node for node in graph.nodes if isinstance(node.target, OpOverload)]):
+        if "val" not in node.meta and not node.users:
+            graph.erase_node(node)
+    for node, name, number in numbers.literals:
+        given = {**_named(node), name: number}
+        node.kwargs = {n: given.pop(n) for n in node.kwargs}
+        node.args = tuple(given.values())
     for node in [node for node in graph.nodes if node.target is STEP_NUMBER]:
-        number = late(*numbers[node.args[0]])
+        number = late(*numbers.made[node.args[0]])
         for user in list(node.users):
             form = _with_numbers(user, node)
             if form is not None:
@@ -35,6 +71,12 @@ def place_numbers(
             made.meta, origins[made] = node.meta, origins.get(node, ("", ""))
             node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _swapped(arguments: Any, node: fx.Node, number: Any) -> Any:

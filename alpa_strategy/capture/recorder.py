@@ -20,12 +20,14 @@ from torchmetrics import Metric, MetricCollection
 from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.collectives import collectives_refused, refuse
-from alpa_strategy.capture.counters import StepCounter, made_of, math_of_counters, with_tensors
+from alpa_strategy.capture.counter_functions import functions_of_counters
+from alpa_strategy.capture.counters import StepCounter, made_of, with_tensors
 from alpa_strategy.capture.functions import apply_as_op
 from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
 from alpa_strategy.capture.lists import ListPlace, StandIns, lists_standing_in
 from alpa_strategy.capture.numbers import CounterRef
-from alpa_strategy.capture.outside import class_modules, is_value, outside_kept
+from alpa_strategy.capture.outside import is_value, outside_kept
+from alpa_strategy.capture.place_numbers import TraceNumbers
 from alpa_strategy.capture.step_graph import MetricRef
 from alpa_strategy.errors import CaptureError
 
@@ -39,7 +41,7 @@ class Recording:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
-    numbers: list[tuple[CounterRef, float]] = field(default_factory=list)  # those in the trace, and their values
+    numbers: TraceNumbers = field(default_factory=TraceNumbers)
     attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -144,10 +146,15 @@ def _refuse_logger(trainer: Any) -> None:
 
 
 @contextmanager
-def recording(module: LightningModule, device: torch.device, appended: Iterable[ListPlace] = ()) -> Iterator[Recording]:
+def recording(
+    module: LightningModule,
+    device: torch.device,
+    appended: Iterable[ListPlace] = (),
+    namespaces: Iterable[dict[str, Any]] = (),
+) -> Iterator[Recording]:
     """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit.
 
-    appended: lists of which it is known that the step appends to them.
+    appended: lists of which it is known that the step appends to them. namespaces: see `functions_of_counters`.
     """
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
@@ -155,7 +162,7 @@ def recording(module: LightningModule, device: torch.device, appended: Iterable[
         stack.enter_context(attributes_kept(module, record.stored, record.grown))
         record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
         stack.enter_context(outside_kept(module))
-        stack.enter_context(math_of_counters(class_modules(module)))
+        stack.enter_context(functions_of_counters(namespaces))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
@@ -324,7 +331,7 @@ def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
     def apply_function(cls: type, *args: Any, **_: Any) -> Any:
         if cls.__name__ == "CheckpointFunction":
             refusal("checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")()
-        return apply_as_op(cls, *with_tensors(args, record.numbers, device))
+        return apply_as_op(cls, *with_tensors(args, record.numbers.made, device))
 
     def note_hooks(hooks: Any) -> None:
         name = type(hooks).__name__

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.as_written import DataShapeError, NotAloneError, running_as_written
 from alpa_strategy.capture.attributes import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.collectives import check_no_collectives
-from alpa_strategy.capture.counters import StepCounter
+from alpa_strategy.capture.counters import FunctionsAsked, StepCounter
 from alpa_strategy.capture.known import KnownValues
 from alpa_strategy.capture.leaves import (
     UnreadLeaf,
@@ -94,6 +94,7 @@ class StepCall:
         context: see `capture_step`.
         appended: lists of which it is known that the step appends to them.
         as_written: paths of submodules that become one op each.
+        namespaces: globals of code that computes with counters, see `functions_of_counters`.
     """
 
     module: LightningModule
@@ -105,6 +106,7 @@ class StepCall:
     context: Callable[[], AbstractContextManager[Any]]
     appended: tuple[ListPlace, ...] = ()
     as_written: tuple[str, ...] = ()
+    namespaces: tuple[dict[str, Any], ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -117,6 +119,9 @@ def trace_step(call: StepCall) -> Trace:
     while True:
         try:
             return traced_with_leaves(call.batch, partial(_trace_once, replace(call, as_written=tuple(around))))
+        except FunctionsAsked as asked:
+            call = replace(call, namespaces=(*call.namespaces, asked.namespace))
+            continue
         except DataShapeError as error:
             candidates = tuple(path for path in error.modules if path not in around)
             refused = error
@@ -172,7 +177,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
 
     grad_mode = torch.enable_grad() if call.step == TRAINING else torch.no_grad()
     with (
-        recording(module, device, call.appended) as record,
+        recording(module, device, call.appended, call.namespaces) as record,
         rng_kept(call.step),
         clear_errors(call.step),
         compiled_as_written(),

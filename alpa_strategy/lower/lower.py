@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.numbers import COUNTERS, LateNumber
+from alpa_strategy.capture.numbers import COUNTERS, LateNumber, at_counters, is_late
 from alpa_strategy.capture.step_graph import Op, StepGraph
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
@@ -30,7 +30,7 @@ from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding import localize
 from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout, dual_layout_to_str, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot
+from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot
 
 LITERALS = (bool, int, float, str, type(None))
 
@@ -242,6 +242,9 @@ class _Writer:
         """The expression that calls the op on local operands."""
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
         function = f"f_{op.name}"
+        if local.implementation is not None and is_late(op.call):
+            self.namespace[function] = functools.partial(_run_late, op.call, strategies, local, self.mesh)
+            return f"{function}(counters, {', '.join(operands)})"
         if local.implementation is not None:
             self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
             return f"{function}({', '.join(operands)})"
@@ -333,6 +336,19 @@ class _Writer:
             self.step.sent,
             made,
         )
+
+
+def _run_late(
+    call: OpCall,
+    strategies: tuple[AxisStrategy, ...],
+    local: LocalCall,
+    mesh: MeshComm,
+    counters: Mapping[str, int],
+    *operands: Tensor,
+) -> Any:
+    """A local implementation whose arguments are known now."""
+    local = replace(local, call=at_counters(local.call, counters))
+    return build_local_op(at_counters(call, counters), strategies, local, mesh)(*operands)
 
 
 def _takes_device(call: OpCall) -> bool:

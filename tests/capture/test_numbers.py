@@ -60,6 +60,12 @@ def moving_average(self: Step, x: Tensor, i: int) -> Tensor:
     return (self.a(x) - self.mean).square().mean()
 
 
+def moving_average_at_once(self: Step, x: Tensor, i: int) -> Tensor:
+    decay = 1 - 1 / (1 + self.global_step)
+    self.mean.mul_(decay).add_(x.detach().mean(0), alpha=1 - decay)
+    return torch.addcmul(self.a(x), x, x, value=0.1 * self.global_step).square().sum()
+
+
 def teacher_forcing(self: Step, x: Tensor, i: int) -> Tensor:
     own = self.a(x)
     return torch.where(x.sigmoid() < 1.0 - self.global_step / 40, own, own.detach() * 2).square().mean()
@@ -101,6 +107,9 @@ FORMS: dict[str, Form] = {
     "cyclic": lambda self, x, i: self.a(x).sum() * ((self.global_step % 10) / 10) * abs(5 - self.global_step % 10),
     "rounded": lambda self, x, i: self.a(x).sum() * round(self.global_step / 7, 2) * math.floor(self.global_step / 7),
     "NumPy": lambda self, x, i: self.a(x).sum() * np.exp(-self.global_step / 10) * np.float64(3.0),
+    "turned into floats": lambda self, x, i: (
+        self.a(x).sum() * (float(self.global_step) / float(max(1, 7)) + int(i / 2))
+    ),
     "ramp": lambda self, x, i: self.a(x).sum() * self.ramp(),
     "power of a tensor": lambda self, x, i: (self.a(x).abs() ** (1 + self.global_step / 10)).sum(),
     "square": lambda self, x, i: (self.a(x) ** (self.global_step - self.global_step + 2)).sum(),
@@ -117,7 +126,12 @@ FORMS: dict[str, Form] = {
     "created": created,
     "stacked": stacked,
     "noise": lambda self, x, i: (self.a(x) + 0.0 * torch.randn_like(x) * (1 - self.global_step / 40)).sum(),
+    "noise left out": lambda self, x, i: F.dropout(self.a(x), self.global_step / 100, training=False).sum(),
+    "slope": lambda self, x, i: F.leaky_relu(self.a(x), 1 / (1 + self.global_step)).sum(),
+    "threshold of a loss": lambda self, x, i: F.huber_loss(self.a(x), x, delta=1 + self.global_step / 10),
+    "interpolated": lambda self, x, i: self.a(x).sum() * np.interp(self.global_step, [0, 10, 40], [0.0, 1.0, 0.3]),
     "moving average": moving_average,
+    "moving average at once": moving_average_at_once,
     "whole numbers": lambda self, x, i: self.a(x).sum() * ((x > 0).long() * self.global_step % 5).sum(),
     "logged": lambda self, x, i: (self.log("beta", self.ramp()), self.a(x).sum() * self.ramp())[1],
     "told": lambda self, x, i: (f"{self.ramp():.3f}", str(i), self.a(x).sum() * self.ramp())[2],
@@ -189,14 +203,6 @@ def by_item(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x).sum() * (1.0, 2.0, 3.0)[i]
 
 
-def as_int(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * int(self.global_step / 10)
-
-
-def as_float(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * float(self.global_step)
-
-
 def as_shape(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x)[:, : self.global_step].sum()
 
@@ -209,8 +215,8 @@ def as_index(self: Step, x: Tensor, i: int) -> Tensor:
     return self.a(x)[self.global_step].sum()
 
 
-def as_probability(self: Step, x: Tensor, i: int) -> Tensor:
-    return F.dropout(self.a(x), self.global_step / 100).sum()
+def as_scale(self: Step, x: Tensor, i: int) -> Tensor:
+    return F.interpolate(self.a(x)[None], scale_factor=1 + self.global_step).sum()
 
 
 def in_a_set(self: Step, x: Tensor, i: int) -> Tensor:
@@ -221,10 +227,9 @@ def turns(self: Step, x: Tensor, i: int) -> Tensor:
     return sum(self.a(x).sum() for _ in range(self.global_step))
 
 
-@pytest.mark.parametrize(
-    "form", [by_item, as_int, as_float, as_shape, as_size, as_index, as_probability, in_a_set, turns]
-)
+@pytest.mark.parametrize("form", [by_item, as_shape, as_size, as_index, as_scale, in_a_set, turns])
 def test_other_places_are_refused_with_the_line(form: Form) -> None:
     with pytest.raises(CaptureError, match=r"made of it stands where.*test_numbers\.py:\d+: return .*\n.*element by"):
         capture_step(Step(form), torch.randn(6, 4, dtype=torch.float64))
-    assert math.cos is cos
+    assert "float" not in globals()
+    assert type(cos) is type(math.cos) is type(len)
