@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -64,8 +64,8 @@ class StepCounter:
         raise CaptureError(
             f"{' and '.join(sorted(self.made.counters))}: a number made of it stands where the captured graph would "
             f"keep the value of the first step forever ({user_frame()})",
-            "compute it with Python's operators and functions of `math` (no shapes, list items or `range`) and "
-            "use it element by element (`beta * x`, `x > threshold`), compare it (`if self.global_step % 100 == 0`), "
+            "compute it with Python's operators and functions of `math` (no shapes, items of lists, sets or `range`) "
+            "and use it element by element (`beta * x`, `x > limit`), compare it (`if self.global_step % 100 == 0`), "
             "or keep the number in a registered buffer that the step or a callback updates",
         )
 
@@ -121,6 +121,10 @@ class StepCounter:
         """Of torch's functions only those that capture watches take a StepCounter."""
         return function(*pytree.tree_map_only(cls, cls.as_number, args), **(kwargs or {}))
 
+    def item(self) -> StepCounter:
+        """As NumPy's numbers: itself."""
+        return self
+
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs:
             return self.as_number()
@@ -169,6 +173,12 @@ def _set_operators() -> None:
 
 
 _set_operators()
+
+
+def alike(items: Sequence[Any]) -> list[Any]:
+    """Numbers, some of which are StepCounters, all of the type that a tensor of them has."""
+    kind = float if any(isinstance(item, float) for item in items) else int
+    return [number_of(kind, item) if type(item) is StepCounter else kind(item) for item in items]
 
 
 class NumberType(type):

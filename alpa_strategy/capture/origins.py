@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import ctc, grouped_mm
 from alpa_strategy.capture.blame import user_frame, user_position
 from alpa_strategy.capture.checks import passing_answer
-from alpa_strategy.capture.counters import StepCounter, with_tensors
+from alpa_strategy.capture.counters import StepCounter, alike, with_tensors
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
 from alpa_strategy.capture.numbers import late
 from alpa_strategy.capture.recorder import Recording
@@ -152,10 +152,14 @@ class Origins(TorchFunctionMode):
         checks = len(self.record.checks)
         position = _CREATIONS.get(func, len(args))
         try:
-            if position < len(args) and type(args[position]) is StepCounter:
-                empty = type(args[position].value)(0)
-                made = self.__torch_function__(func, types, (*args[:position], empty, *args[position + 1 :]), kwargs)
-                return self.__torch_function__(Tensor.fill_, types, as_tensors((made, args[position])))
+            if position < len(args):
+                before, content, after = args[:position], args[position], args[position + 1 :]
+                if isinstance(content, list | tuple):
+                    parts = [self.__torch_function__(func, types, (*before, x, *after), kwargs) for x in alike(content)]
+                    return self.__torch_function__(torch.stack, types, (parts,))
+                empty = type(content.value)(0)
+                made = self.__torch_function__(func, types, (*before, empty, *after), kwargs)
+                return self.__torch_function__(Tensor.fill_, types, as_tensors((made, content)))
             return self.__torch_function__(func, types, *as_tensors((args, kwargs)))
         except (TypeError, DataDependentOutputException):
             del self.record.checks[checks:]

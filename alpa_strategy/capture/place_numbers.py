@@ -58,13 +58,15 @@ def place_numbers(graph: fx.Graph, numbers: TraceNumbers, origins: MutableMappin
         given = {**_named(node), name: number}
         node.kwargs = {n: given.pop(n) for n in node.kwargs}
         node.args = tuple(given.values())
-    for node in [node for node in graph.nodes if node.target is STEP_NUMBER]:
-        number = late(*numbers.made[node.args[0]])
-        for user in list(node.users):
-            form = _with_numbers(user, node)
+    late_ones = {n: late(*numbers.made[n.args[0]]) for n in graph.nodes if n.target is STEP_NUMBER}
+    for user in dict.fromkeys(user for node in late_ones for user in node.users):
+        together = tuple(node for node in late_ones if node in user.args)
+        for nodes in (together, *((node,) for node in together)):
+            form = _with_numbers(user, nodes)
             if form is not None:
                 user.target = form
-                user.args, user.kwargs = _swapped(user.args, node, number), _swapped(user.kwargs, node, number)
+                user.args = fx.map_arg(user.args, lambda n, nodes=nodes: late_ones[n] if n in nodes else n)
+    for node, number in late_ones.items():
         if node.users:
             with graph.inserting_before(node):
                 made = graph.call_function(aten.full.default, ((), number), {"dtype": node.kwargs["dtype"]})
@@ -79,16 +81,13 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _swapped(arguments: Any, node: fx.Node, number: Any) -> Any:
-    return fx.map_arg(arguments, lambda n: number if n is node else n)
-
-
-def _with_numbers(user: fx.Node, node: fx.Node) -> OpOverload | None:
-    """The overload that the user's call would be if Python's number stood in place of `node`; None: none is."""
-    alone = all(n.target is STEP_NUMBER for n in user.all_input_nodes)
-    if not isinstance(user.target, OpOverload) or node in user.kwargs.values() or alone:
+def _with_numbers(user: fx.Node, nodes: tuple[fx.Node, ...]) -> OpOverload | None:
+    """The overload that the user's call would be if Python's numbers stood in place of `nodes`; None: none is."""
+    positions = tuple(i for i, arg in enumerate(user.args) if arg in nodes)
+    if not positions or not isinstance(user.target, OpOverload):
         return None
-    return _overload(user.target, tuple(i for i, arg in enumerate(user.args) if arg is node))
+    alone = all(node.target is STEP_NUMBER for node in user.all_input_nodes)
+    return None if alone else _overload(user.target, positions)
 
 
 @lru_cache(maxsize=256)
@@ -96,17 +95,13 @@ def _overload(target: OpOverload, positions: tuple[int, ...]) -> OpOverload | No
     """See `_with_numbers`. positions: of the arguments that are numbers."""
     packet, arguments = target._overloadpacket, target._schema.arguments
     if torch._C._should_allow_numbers_as_tensors(packet.__name__.rstrip("_")):
-        return target if positions else None
+        return target
     for other in (getattr(packet, name) for name in packet.overloads()):
         others = other._schema.arguments
         pairs = list(zip(arguments, others, strict=False))
-        if (
-            positions
-            and len(arguments) == len(others)
-            and all(
-                a.name == b.name and ("number" in str(b.type) if i in positions else a.type == b.type)
-                for i, (a, b) in enumerate(pairs)
-            )
+        if len(arguments) == len(others) and all(
+            a.name == b.name and ("number" in str(b.type) if i in positions else a.type == b.type)
+            for i, (a, b) in enumerate(pairs)
         ):
             return other
     return None

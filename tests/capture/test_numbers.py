@@ -117,6 +117,8 @@ FORMS: dict[str, Form] = {
     "threshold": lambda self, x, i: ((x > self.global_step / 20) * self.a(x)).sum() + (self.global_step / 30 < x).sum(),
     "clamped": lambda self, x, i: self.a(x).clamp(-self.global_step / 10, self.global_step / 10).sum(),
     "clamped below": lambda self, x, i: self.a(x).clamp(min=self.global_step / 40).sum(),
+    "clamped to both": lambda self, x, i: self.a(x).clamp(self.global_step / 90, self.global_step / 40).sum(),
+    "vector": lambda self, x, i: (torch.tensor([1, self.global_step / 9, self.ramp(), i]) * self.a(x)).sum(),
     "chosen": lambda self, x, i: torch.where(x > 0, self.a(x), self.global_step / 10).sum(),
     "masked": lambda self, x, i: self.a(x).masked_fill(x > 0, self.global_step / 10).sum(),
     "mixed": lambda self, x, i: torch.lerp(self.a(x), x, self.global_step / 40).sum(),
