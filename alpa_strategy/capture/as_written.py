@@ -199,6 +199,7 @@ def _op_of(call: _Call, operands: list[Tensor], pause: Pause) -> tuple[_Call, An
         _OWNERS[name] = call
         op = getattr(getattr(torch.ops, NAMESPACE), name).default
         op.is_whole, op.is_random = True, is_random  # for sharding/discover.py and localize.py
+        op.shared_name = f"{NAMESPACE}.{stem}.default"  # how many such modules live differs from process to process
         known[call.text] = call, op
     return known[call.text]
 

@@ -88,8 +88,10 @@ class OpCall:
 
 
 def target_name(target: Any) -> str:
-    """Stable printable name of an op target."""
+    """Stable printable name of an op target: `shared_name` where equal ops of several modules have one."""
     if isinstance(target, torch._ops.OpOverload):
+        if hasattr(target, "shared_name"):
+            return target.shared_name
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 

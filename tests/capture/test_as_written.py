@@ -105,6 +105,14 @@ def test_one_class_may_be_the_others_parent():
     assert Picks.forward.__qualname__ == "Picks.forward"  # as it was
 
 
+def test_the_steps_of_equal_modules_are_equal():
+    steps = [Step(Picks()), Step(Picks())]
+    captured = [capture_step(step, torch.randn(6, 4)) for step in steps]
+    assert captured[0].graph_digest == captured[1].graph_digest
+    targets = [next(op.call.target for op in c.ops if "Picks" in op.call.target_name) for c in captured]
+    assert targets[0] is not targets[1]
+
+
 def test_refusals_name_the_line():
     with pytest.raises(CaptureError, match="rows = "):
         capture_step(Step(Remembers()), torch.ones(8, 4))
