@@ -92,73 +92,33 @@ def _zeros_from(call: OpCall, operands: tuple[Tensor, ...]) -> Tensor | tuple[Te
     return results if call.returns_tuple else results[0]
 
 
-class _ZeroGradient(torch.autograd.Function):
-    """`result` as it is, and a gradient of zeros for an operand that another device uses in our place.
+class _OnFirst(torch.autograd.Function):
+    """An operand that counts on one device: itself there, zeros on the others, and its gradient likewise.
 
-    The operand is not saved: what is gathered again for the backward must be the same on every device.
+    A node of the graph on every device: the backward takes the same order everywhere, and with it what it communicates.
     """
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, unused: Tensor) -> Tensor:
-        ctx.unused = {"size": unused.shape, "dtype": unused.dtype, "device": unused.device}
-        return result.view_as(result)
+    def forward(ctx: Any, operand: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return operand.view_as(operand) if counts else torch.zeros_like(operand)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        return grad, torch.zeros(**ctx.unused) if ctx.needs_input_grad[1] else None
-
-
-_ADDING_OPS = {  # op -> what is left of it without the added operand
-    torch.ops.aten.addmm.default: torch.mm,
-    torch.ops.aten.addmv.default: torch.mv,
-    torch.ops.aten.baddbmm.default: torch.bmm,
-}
-
-
-def _bias_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    """Row parallel: the partial products sum up to the whole product, so the bias may be added on one device only."""
-    product = _ADDING_OPS.get(call.target)
-    bias = next(iter(bind(call).values())) if product else bind(call)["bias"]
-    if not isinstance(bias, Slot) or all(mesh.coordinate[axis] == 0 for axis in local.axes):
-        return local.call.call
-
-    def add(result: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
-        return _ZeroGradient.apply(result, operands[bias.index])
-
-    if product:
-        alpha = dict(call.kwargs).get("alpha", 1)
-
-        def run_product(_: Tensor, left: Tensor, right: Tensor, **__: Any) -> Tensor:
-            result = product(left, right)
-            return result if alpha == 1 else result * alpha
-
-        multiply = _with_target(local.call, run_product)
-        return lambda *operands: add(multiply(*operands), operands)
-
-    def without_bias(arg: Any) -> Any:
-        return None if arg == bias else arg
-
-    bare = OpCall(
-        local.call.target,
-        tuple(map(without_bias, local.call.args)),
-        tuple((name, without_bias(value)) for name, value in local.call.kwargs),
-        local.call.operands,
-        local.call.results,
-        local.call.returns_tuple,
-    )
-    return lambda *operands: add(bare.call(*operands), operands)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.counts else torch.zeros_like(grad), None
 
 
 def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    """index_add, scatter_add of the rows that we hold: the results sum up, so what is added to counts on one device."""
-    added = bind(call)["self"].index
-    if all(mesh.coordinate[axis] == 0 for axis in local.axes):
+    """Results that sum up, of which one operand must be part once: the bias of a row-parallel linear, or what addmm,
+    index_add or scatter_add adds to."""
+    bound = bind(call)
+    added = bound["bias"] if "bias" in bound else bound["self"]
+    if not isinstance(added, Slot):
         return local.call.call
+    counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
-    def run(*operands: Tensor) -> Tensor:
-        empty = torch.zeros_like(operands[added])
-        result = local.call.call(*(empty if i == added else operand for i, operand in enumerate(operands)))
-        return _ZeroGradient.apply(result, operands[added])
+    def run(*operands: Tensor) -> Any:
+        return local.call.call(*(_OnFirst.apply(x, counts) if i == added.index else x for i, x in enumerate(operands)))
 
     return run
 
@@ -223,7 +183,7 @@ def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: 
 
 _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {
     "fraction": _fraction,
-    "bias_on_first": _bias_on_first,
+    "bias_on_first": _added_on_first,
     "vocab_embedding": _vocab_embedding,
     "vocab_bags": _vocab_bags,
     "vocab_cross_entropy": _vocab_cross_entropy,

@@ -43,6 +43,16 @@ def assemble(parts, layout, shape, mesh_shape):
     return whole
 
 
+def backward_of(results):
+    """The nodes that a backward runs."""
+    left, names = [r.grad_fn for r in results if r.grad_fn is not None], []
+    while left:
+        node = left.pop()
+        names.append(node.name())
+        left += [given for given, _ in node.next_functions if given is not None]
+    return names
+
+
 def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
     """Run whole and sharded; compare results and gradients; return the ranks' collective records."""
     strategies = tuple(map(AxisStrategy.parse, texts))
@@ -80,6 +90,7 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = as_tuple(build_local_op(call, strategies, local, mesh)(*mine))
+        nodes = backward_of(results)
         for axis in mesh.axes:
             axis.record.append(("backward", 0))
         pairs = [
@@ -94,6 +105,7 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             [a.record for a in mesh.axes],
             saved,
             all(t.numel() for t in mine),
+            nodes,
         )
 
     ranks = run_on_threads(mesh_shape, work)
@@ -106,7 +118,9 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             assert all(r[1][i] is not None for r in ranks), f"operand {i} has no gradient on some rank"
             whole = assemble([r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape)
             torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
-    # A gathered parameter that is saved is gathered again in the backward, by all devices or by none.
+    # A gathered parameter that is saved is gathered again in the backward, by all devices or by none; and all devices
+    # run the same backward: one node less on one of them, and they communicate in another order.
+    assert all(r[5] == ranks[0][5] for r in ranks if r[4])
     saved = [r[3] for r in ranks if r[4]]  # parts without elements belong to no gathered parameter
     assert all(names == saved[0] for names in saved), "devices differ in the operands that they save for the backward"
     return [r[2] for r in ranks]
