@@ -74,6 +74,11 @@ class RankZero:
             self._run = self._store.add(f"alpa/rank_zero/runs/{self._rank}", 1)
             self._count = 0
 
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank works alone."""
+        return self._alone or self._rank == 0
+
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
         """`work()` of rank 0 (JSON data) on every rank; its AlpaError is raised on every rank.
 

@@ -105,6 +105,11 @@ class Checkpoints:
         restore_groups(optimizer, stored)
         self._optimizer_state = stored["state"]
 
+    @property
+    def running_plan(self) -> Mapping[str, Any] | None:
+        """The plan, as data, of the training that is taken up; rank 0 alone has it."""
+        return None if self._resume is None or self._resume.run is None else self._resume.run.get("plan")
+
     def restore(self, run: Any, optimizer: Optimizer) -> bool:
         """The run is sharded: read this rank's parts, and continue its random streams. Collective.
 

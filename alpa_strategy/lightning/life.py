@@ -90,7 +90,7 @@ class ModuleLife:
         info = with_early_step(inspect_optimizer(optimizers), module, optimizers[0], Surroundings.of(module.trainer))
         is_on_host = job.device.type == "cpu"
         with _own_randomness(job):
-            prepared = prepare(module, batch, batch_idx, job, info, rank_zero)
+            prepared = prepare(module, batch, batch_idx, job, info, rank_zero, self._checkpoints.running_plan)
             if is_on_host:
                 set_freed(freed_memory(prepared, job))
             if prepared.plan.is_pipelined:

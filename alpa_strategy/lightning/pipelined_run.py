@@ -28,7 +28,8 @@ from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import step_buffers
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
-from alpa_strategy.plan.plan import ParameterPlan, StagePlan
+from alpa_strategy.plan.fingerprint import is_for
+from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.runtime.comm import Pending
 from alpa_strategy.runtime.pipeline import Pipeline
 from alpa_strategy.runtime.random import ShardedRandom
@@ -64,25 +65,21 @@ class WholeStep:
 class PipelinedRun(TrainingRun):
     """See the module's docstring; made like a TrainingRun."""
 
-    def _set_up(self) -> PipelinedStep:
+    def _set_up(self) -> PipelinedStep | WholeStep:
         bucket_bytes, backend = self._job.limits.bucket_bytes, self._job.backend
         self._num_steps = 0
         self._pipelines: list[Pipeline] = []
         self._anchor = torch.zeros((), device=self._job.device, requires_grad=True)
-        micro = self._micro(self.step)
-        stages = self.plan.stages
+        stages, parameters = self.plan.stages, self.step.parameters
         meshes = stage_meshes(stages, backend=backend)
         randoms = stage_randoms(stages, meshes, self._seed)
         self._places = StagePlaces(meshes, randoms, self._job.device, self._cluster)
-        self._stores = stage_stores(self.module, micro.graph, stages, meshes, bucket_bytes)
+        self._stores = stage_stores(self.module, parameters, stages, meshes, bucket_bytes)
         world = build_mesh((world_size(),), backend=backend)
-        self.store = StagedParameters(self.module, micro.graph, stages, self._stores, world)
+        self.store = StagedParameters(self.module, parameters, stages, self._stores, world)
         self.store.shard(self._whole)
         shard_state(self._optimizer, self.store, self._whole)
-        return self._training_pipeline(micro, self.plan.stages)
-
-    def _micro(self, step: StepGraph) -> MicroStep:
-        return microbatch(step, self.plan.num_microbatches, world_size())
+        return self._lowered(self.step)
 
     def _pipelined(
         self,
@@ -96,12 +93,15 @@ class PipelinedRun(TrainingRun):
         self._pipelines.append(pipeline)
         return PipelinedStep(micro, pipeline)
 
-    def _training_pipeline(self, micro: MicroStep, stages: tuple[StagePlan, ...]) -> PipelinedStep:
-        schedule = self.plan.schedule if len(stages) > 1 else ONE_STAGE_SCHEDULE
-        return self._pipelined(micro, stages, schedule, self._stores)
+    def _training_pipeline(self, step: StepGraph, plan: Plan) -> PipelinedStep:
+        schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
+        micro = microbatch(step, plan.num_microbatches, world_size())
+        return self._pipelined(micro, plan.stages, schedule, self._stores)
 
-    def _lowered_again(self, step: StepGraph) -> PipelinedStep | WholeStep:
-        """The running stages for a batch of another shape; where they cannot run it, the step in one piece."""
+    def _lowered(self, step: StepGraph) -> PipelinedStep | WholeStep:
+        """The running stages, also for a batch of another shape; where they cannot run it, the step in one piece."""
+        if is_for(self.plan, step):
+            return self._training_pipeline(step, self.plan)
         try:
             plan = find_or_make_following_plan(
                 step, self.plan, _training_pins, self._job, self._cluster, self._optimizer_info, self._rank_zero
@@ -112,7 +112,7 @@ class PipelinedRun(TrainingRun):
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
             return WholeStep()
-        return self._training_pipeline(microbatch(step, plan.num_microbatches, world_size()), plan.stages)
+        return self._training_pipeline(step, plan)
 
     def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
         """As of a TrainingRun. The step's gradients are made in it, before the Trainer clears the last ones: these go

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,24 @@ class Prepared:
 
 
 def prepare(
-    module: Any, batch: Any, batch_idx: int, job: Job, optimizer: OptimizerInfo, rank_zero: RankZero
+    module: Any,
+    batch: Any,
+    batch_idx: int,
+    job: Job,
+    optimizer: OptimizerInfo,
+    rank_zero: RankZero,
+    resumed: Mapping[str, Any] | None,
 ) -> Prepared:
-    """Capture the first batch's step and find its plan. Collective."""
+    """Capture the first batch's step and find its plan. Collective.
+
+    Args:
+        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of another shape than
+            its first: it goes on under that plan where nothing but the shape differs.
+    """
     step = capture(module, batch, batch_idx, job)
     _check_divisible(step, job)
     cluster = job_cluster(job)
-    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None), cluster)
+    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None, resumed), cluster)
 
 
 def capture(
@@ -151,6 +162,7 @@ def find_or_make_plan(
     optimizer: OptimizerInfo,
     rank_zero: RankZero,
     running: StagePlan | None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that rank 0 solves.
 
@@ -163,7 +175,7 @@ def find_or_make_plan(
         options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
         optimizer = replace(optimizer, steps_in_backward=running.steps_in_backward)
     data = rank_zero.result_of(
-        lambda: _plan_on_rank_zero(step, job, cluster, options, optimizer, pinned).to_dict(), "planning"
+        lambda: _plan_on_rank_zero(step, job, cluster, options, optimizer, pinned, resumed).to_dict(), "planning"
     )
     return Plan.from_dict(data)
 
@@ -223,10 +235,14 @@ def _plan_on_rank_zero(
     options: PlanOptions,
     optimizer: OptimizerInfo,
     pinned: Mapping[str, ParameterPlan] | None,
+    resumed: Mapping[str, Any] | None,
 ) -> Plan:
     task = PlanTask(step, cluster, options, optimizer, progress=job.progress)
     wanted = task.fingerprint
     against = against_early_step(step, optimizer, options)
+    early = replace(task, optimizer=replace(optimizer, steps_in_backward=True)).fingerprint
+    if resumed is not None and _differs_in_shape(resumed, [wanted] if against is not None else [wanted, early]):
+        return Plan.from_dict(dict(resumed))
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
@@ -256,8 +272,13 @@ def _plan_on_rank_zero(
 
         return choose_plan(replace(task, costs=costs), pinned, stage_costs)
 
-    early = replace(task, optimizer=replace(optimizer, steps_in_backward=True))
-    return _stored(wanted, job, make, early.fingerprint if against is None else None)
+    return _stored(wanted, job, make, early if against is None else None)
+
+
+def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
+    """Whether a plan (as data) was made for batches of another shape, and for all else that is wanted."""
+    made_for = Fingerprint(**plan["fingerprint"])
+    return any({"batch"} <= set(made_for.differences(each)) <= {"batch", "graph"} for each in wanted)
 
 
 def _check_divisible(step: StepGraph, job: Job) -> None:

@@ -40,6 +40,7 @@ from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.plan.fingerprint import is_for
 from alpa_strategy.plan.plan import ParameterPlan
 from alpa_strategy.runtime.comm import Pending
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -136,19 +137,20 @@ class TrainingRun:
         self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
         self.mesh = build_mesh(self.stage.logical_mesh, backend=self._job.backend)
         self._random = ShardedRandom(self.mesh, self._seed)
-        lowered = lower(self.step, self.stage, self.mesh, self._job.device, self._random)
         plans = self.stage.parameter_plans
         stepping = StepInBackward(self._optimizer, bucket_bytes) if self.stage.steps_in_backward else None
         self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes, stepping)
         self.store.shard(self._whole)
         shard_state(self._optimizer, self.store, self._whole)
-        return lowered
+        return self._lowered(self.step)
 
-    def _lowered_again(self, step: StepGraph) -> Any:
-        """What runs a step of another shape or content under the running plan's parameters."""
-        plan = find_or_make_plan(
-            step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
-        )
+    def _lowered(self, step: StepGraph) -> Any:
+        """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
+        plan = self.plan
+        if not is_for(plan, step):
+            plan = find_or_make_plan(
+                step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
+            )
         return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
 
     def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
@@ -219,7 +221,8 @@ class TrainingRun:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
         randoms = {str(stage): random.state_dict() for stage, random in self._random_streams().items()}
-        return {"devices": self._devices(), "seed": self._seed, "randoms": randoms}
+        plan = self.plan.to_dict() if self._rank_zero.is_rank_zero else None
+        return {"devices": self._devices(), "seed": self._seed, "randoms": randoms, "plan": plan}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
@@ -270,7 +273,7 @@ class TrainingRun:
             step = capture(self.module, batch, batch_idx, self._job)
         lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
         if lowered is None:
-            lowered = self._lowered_again(step)
+            lowered = self._lowered(step)
         program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
         self._programs.add(key, program)
         return program

@@ -28,6 +28,11 @@ def fingerprint_of(
     )
 
 
+def is_for(plan: Plan, step: StepGraph) -> bool:
+    """Whether a plan was made for this very step: its strategies mean other ops otherwise."""
+    return (plan.fingerprint.graph, plan.fingerprint.batch) == (step.graph_digest, step.batch_digest)
+
+
 def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
     """PlanError unless a plan that a user gave (`source` names it) can run what `wanted` describes.
 

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.capture.step_graph import ParameterInput
 from alpa_strategy.plan.plan import StagePlan
 from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.runtime.parameter_data import replace_data
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.staged_step import stage_ranks
+from alpa_strategy.runtime.staged_step import stage_parameters, stage_ranks
 
 
 class StagedParameters:
@@ -26,7 +25,7 @@ class StagedParameters:
 
     Args:
         module: the user's module, whole until `shard`.
-        graph: the micro-batched step.
+        parameters: the step's.
         stores: this rank's stages -> store (`staged_step.stage_stores`), not sharded yet.
         mesh: of the whole job.
     """
@@ -34,7 +33,7 @@ class StagedParameters:
     def __init__(
         self,
         module: nn.Module,
-        graph: StepGraph,
+        parameters: Sequence[ParameterInput],
         stages: Sequence[StagePlan],
         stores: Mapping[int, ParameterStore],
         mesh: MeshComm,
@@ -48,7 +47,7 @@ class StagedParameters:
         self._owner: dict[nn.Parameter, ParameterStore] = {}  # of parameters that a stage of this rank owns
         self._held: dict[nn.Parameter, ParameterStore] = {}  # of all that this rank holds
         for index, stage in enumerate(stages):
-            for given in slice_stage(graph, *stage.ops).parameters:
+            for given in stage_parameters(parameters, stage):
                 parameter = module.get_parameter(given.name)
                 if parameter not in self._name:
                     self._name[parameter] = given.name

@@ -41,6 +41,11 @@ def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
     return tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
 
 
+def stage_parameters(parameters: Sequence[ParameterInput], stage: StagePlan) -> list[ParameterInput]:
+    """Those of a step's parameters that a stage holds."""
+    return [given for given in parameters if given.name in stage.parameter_plans]
+
+
 def stage_meshes(
     stages: Sequence[StagePlan], timeout: timedelta | None = None, backend: str = "auto"
 ) -> list[TorchMesh | None]:
@@ -50,12 +55,15 @@ def stage_meshes(
 
 def stage_stores(
     module: nn.Module,
-    graph: StepGraph,
+    parameters: Sequence[ParameterInput],
     stages: Sequence[StagePlan],
     meshes: Sequence[TorchMesh | None],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> dict[int, ParameterStore]:
     """Stage -> the store of its parameters, for this rank's stages; stages on one mesh share one. Not sharded yet.
+
+    Args:
+        parameters: those of a step; a stage has those of which its plan says how they are stored.
 
     Raises:
         PlanError: stages on one mesh store a parameter that both use in different ways.
@@ -66,7 +74,7 @@ def stage_stores(
     for stage, mesh in zip(stages, meshes, strict=True):
         if mesh is None:
             continue
-        for given in slice_stage(graph, *stage.ops).parameters:
+        for given in stage_parameters(parameters, stage):
             plan = stage.parameter_plans[given.name]
             if users.setdefault(given.name, (id(mesh), plan)) != (id(mesh), plan):
                 raise PlanError(

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.runs import (
     ONE_STAGE,
     PIPELINE,
+    ROWS_PER_STEP,
     Keep,
     assert_bitwise,
     checkpoint_at,
@@ -18,7 +20,7 @@ from checkpoint.runs import (
     make_model,
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from alpa_strategy.checkpoint.directory import is_checkpoint
 
@@ -102,6 +104,39 @@ def resume_the_others(root: str) -> bool:
 
 def test_whenever_it_was_saved(pool, tmp_path: Path) -> None:
     assert pool.run(2, resume_the_others, str(tmp_path)) == [True, True]
+
+
+class Lengths(Dataset):
+    """Batches of two lengths in turn, on all ranks alike."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        length = (4, 7)[index // ROWS_PER_STEP % 2]
+        return tuple(each[:length] for each in self.rows[index])
+
+
+def resume_at_another_length(root: str, options: dict[str, Any]) -> bool:
+    """The first batch after the resumption has another shape than the one that was planned for."""
+    data = Lengths(make_loader(make_model(), 2).dataset)
+
+    def loader() -> DataLoader:
+        sampler = DistributedSampler(data, 2, dist.get_rank(), shuffle=False)
+        return DataLoader(data, batch_size=ROWS_PER_STEP // 2, sampler=sampler)
+
+    _, _, expected = fit(root, options, 2, 5, callbacks=[Keep(f"{root}/kept", 1)], loader=loader())
+    _, _, steps = fit(root, options, 2, 5, ckpt_path=checkpoint_at(root, 1), loader=loader())
+    assert_bitwise(steps, {step: expected[step] for step in range(2, 6)})
+    return True
+
+
+@pytest.mark.parametrize("case", ["tensor", "pipeline"])
+def test_resumed_under_the_same_plan_at_a_batch_of_another_length(pool, tmp_path: Path, case: str) -> None:
+    assert pool.run(2, resume_at_another_length, str(tmp_path), CASES[case]) == [True, True]
 
 
 class Noisy(Dataset):

@@ -99,7 +99,7 @@ def random_stages(graph, places, rng, remat=False):
 def prepare(module, micro, stages, schedule):
     """(pipeline, one store per mesh), ready to step."""
     meshes = stage_meshes(stages)
-    stores = stage_stores(module, micro.graph, stages, meshes)
+    stores = stage_stores(module, micro.graph.parameters, stages, meshes)
     distinct = list({id(s): s for s in stores.values()}.values())
     for store in distinct:
         store.shard()
@@ -238,7 +238,7 @@ def run_in_half(places, remat):
     micro = microbatch(step, 4, 2)
     stages = random_stages(micro.graph, places, python_random.Random(3), remat)
     meshes = stage_meshes(stages)
-    stores = stage_stores(module, micro.graph, stages, meshes)
+    stores = stage_stores(module, micro.graph.parameters, stages, meshes)
     for store in {id(s): s for s in stores.values()}.values():
         store.shard()
     leaves = torch.utils._pytree.tree_leaves(mine)
