@@ -74,10 +74,28 @@ class Overflows(Tiny):
         return loss
 
 
+class SaveAt(pl.Callback):
+    """A checkpoint after one step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def train(
-    kind: str, plan: dict[str, Any] | None, precision: str, root: str, steps: int = STEPS, **arguments: Any
+    kind: str,
+    plan: dict[str, Any] | None,
+    precision: str,
+    root: str,
+    steps: int = STEPS,
+    clipping: str = "norm",
+    save_at: int | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
-    """Train on two ranks; `plan=None` is DDP."""
+    """Train on two ranks; `plan=None` is DDP; `resume`: from what was saved after step `save_at`."""
     torch.manual_seed(5)
     optimizer = "sgd" if precision == "16-true" else "adamw"  # Adam's eps is 0 in fp16, for DDP as well
     module = {"Tiny": Tiny, "Overflows": Overflows}[kind](optimizer)
@@ -86,7 +104,7 @@ def train(
     plugins = []
     if precision == "16-mixed":  # with the name alone, Lightning takes bf16 on CPUs
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
-    losses = Losses()
+    losses, path = Losses(), f"{root}/saved.ckpt"
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -95,13 +113,13 @@ def train(
         plugins=plugins,
         max_steps=steps,
         max_epochs=-1,
-        callbacks=[losses],
-        gradient_clip_val=1.0,
+        callbacks=[losses, SaveAt(save_at or -1, path)],
+        gradient_clip_val=1.0 if clipping == "norm" else 1e-3,
+        gradient_clip_algorithm=clipping,
         **QUIET,
         default_root_dir=root,
-        **arguments,
     )
-    trainer.fit(module, DataLoader(data, batch_size=4))
+    trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=path if resume else None)
     dtypes = {str(p.dtype) for p in module.parameters()}
     return {"losses": losses.seen, "scales": losses.scales, "dtypes": dtypes}
 
@@ -136,12 +154,19 @@ def test_losses_of_50_steps_are_those_of_ddp(pool, ddp, tmp_path, precision: str
     assert reference["losses"][-1] < 0.9 * reference["losses"][0]
 
 
-@pytest.mark.parametrize("plan", ["zero3", "pipelined"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, plan: str) -> None:
-    expected = pool.run(2, train, "Overflows", None, "16-mixed", str(tmp_path), 6)[0]
+    """Gradients are clipped by value without the scale; the scaler's state is resumed."""
+    given = ("16-mixed", str(tmp_path), 6, "value")
+    expected = pool.run(2, train, "Overflows", None, *given)[0]
     assert expected["scales"] == [4096.0] * 3 + [2048.0] * 3
-    for run in pool.run(2, train, "Overflows", PLANS[plan], "16-mixed", str(tmp_path), 6):
+    runs = pool.run(2, train, "Overflows", PLANS[plan], *given, 4)
+    resumed = pool.run(2, train, "Overflows", PLANS[plan], *given, 4, True)
+    for run, rest in zip(runs, resumed, strict=True):
         assert run["scales"] == expected["scales"]
+        for mine, theirs in zip(run["losses"][4:], expected["losses"][4:], strict=True):
+            assert math.isclose(mine, theirs, rel_tol=TOLERANCES["16-mixed"])
+        assert (rest["scales"], rest["losses"]) == (run["scales"][4:], run["losses"][4:])
 
 
 def test_plans_follow_the_precision() -> None:
