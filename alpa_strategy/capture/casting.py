@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from alpa_strategy.capture import as_written, functions
 from alpa_strategy.capture.autocast import AutocastState, casts_around, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder
+from alpa_strategy.capture.numbers import is_late
 from alpa_strategy.capture.step_graph import ValueRef
 from alpa_strategy.errors import CaptureError
 
@@ -71,7 +72,14 @@ class Autocast:
         if state is None or not self._is_composite(target):
             return None
         call, operands = self.builder.call_of(target, args, kwargs)
-        return (decomposed(call, state), operands) if operands and casts_around(call, state) is None else None
+        if not operands or casts_around(call, state) is not None:
+            return None
+        if is_late(call):  # its ops would be traced with the example
+            raise CaptureError(
+                f"{target} under autocast ({self.builder.source}) takes a number made of the step's counters",
+                "call it under torch.autocast(..., enabled=False), or multiply its result by the number",
+            )
+        return decomposed(call, state), operands
 
     def operands(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -248,7 +248,7 @@ def numbers_of_the_step(bench: Bench) -> Any:
     first, trainer = bench.module(Scheduled), bench.trainer(**arguments)
     trainer.fit(first, bench.loader(), bench.evaluation_loader(16, 4))
     trainer.save_checkpoint(path)
-    module, trainer = bench.module(Scheduled, seed=8), bench.trainer(max_epochs=3, **arguments)
+    module, trainer = bench.module(Scheduled, seed=8), bench.trainer(max_epochs=2, **arguments)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4), ckpt_path=path)
     return bench.outcome(trainer, module, numbers=numbers)
 
