@@ -72,7 +72,22 @@ def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | Non
             call.call(*operands)
 
     run_fake(call, run, state.device_type)
-    return tuple(watcher.casts.get(i) for i in range(len(call.operands)))
+    casts = watcher.casts
+    if state.dtype in casts.values():  # other casts are of the op's own making: attention adds up in fp32
+        casts = {i: dtype for i, dtype in casts.items() if dtype == state.dtype}
+    elif casts and _is_same_without(call, state):
+        casts = {}
+    return tuple(casts.get(i) for i in range(len(call.operands)))
+
+
+def _is_same_without(call: OpCall, state: AutocastState) -> bool:
+    """Whether the call computes the same where nothing is cast."""
+    as_they_are = (None,) * len(call.operands)
+    try:
+        with _refusals_unlogged():
+            return _work(call, state, as_they_are, True) == _work(call, state, as_they_are, False)
+    except RuntimeError:  # operands of several dtypes
+        return False
 
 
 Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
