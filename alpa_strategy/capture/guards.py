@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from alpa_strategy.capture.numbers import CounterRef
+from alpa_strategy.capture.step_numbers import CounterRef
 
 _COMPARISON: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.numbers import COUNTERS, at_counters
 from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.capture.step_numbers import COUNTERS, at_counters
 
 
 def run_step(

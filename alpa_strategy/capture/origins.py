@@ -20,8 +20,8 @@ from alpa_strategy.capture.blame import user_frame, user_position
 from alpa_strategy.capture.checks import passing_answer
 from alpa_strategy.capture.counters import StepCounter, alike, with_tensors
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
-from alpa_strategy.capture.numbers import late
 from alpa_strategy.capture.recorder import Recording
+from alpa_strategy.capture.step_numbers import late
 from alpa_strategy.errors import CaptureError
 
 _TRUTH = Tensor.__bool__

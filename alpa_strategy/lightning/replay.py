@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from alpa_strategy.capture.numbers import COUNTERS, CounterRef
 from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.capture.step_numbers import COUNTERS, CounterRef
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.metric_state import MetricStates

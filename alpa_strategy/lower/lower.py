@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.numbers import COUNTERS, LateNumber, at_counters, is_late
 from alpa_strategy.capture.step_graph import Op, StepGraph
+from alpa_strategy.capture.step_numbers import COUNTERS, LateNumber, at_counters, is_late
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout

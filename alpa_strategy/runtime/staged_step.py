@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from alpa_strategy.capture.numbers import COUNTERS
 from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
+from alpa_strategy.capture.step_numbers import COUNTERS
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.channels import StageSpec

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.guards import attributes_hold
-from alpa_strategy.capture.numbers import CounterRef
 from alpa_strategy.capture.step_graph import ValueRef
+from alpa_strategy.capture.step_numbers import CounterRef
 from alpa_strategy.errors import CaptureError
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.interpret import run_step
-from alpa_strategy.capture.numbers import COUNTERS
 from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.capture.step_numbers import COUNTERS
 from alpa_strategy.errors import CaptureError
 
 Form = Callable[[Any, Tensor, int], Any]
