@@ -7,11 +7,14 @@ columns; they were not measured on V100s. The shares of each plan are printed be
 from __future__ import annotations
 
 SCORES = (
-    "the paper's attention writes its scores (16 heads x 1024 of fp16 a token and layer, 14 passes with recomputation "
-    "and backward: 1.3 s of this step on 8 devices), which fused attention here does not; and each GPU's all-to-alls "
-    "send 9.7 GB a step to the three of its seven peers that no NVLink reaches (p3.16xlarge is a hybrid cube mesh), 1 "
-    "to 1.9 s over PCIe at 5 to 10 GB/s, which is priced at NVLink's rate here (0.2 s in all): 2.3 to 3.2 s of the 3.2 "
-    "s between the two figures"
+    "of the 3.5 s between the two figures 1.7 to 2.6 s follow from counts. The paper's attention writes its scores (16 "
+    "heads x 1024 of fp16 a token and layer, 14 passes with recomputation and backward: 1.3 s of this step on 8 "
+    "devices, and 0.2 s of products), attention is priced at 0.6 s here; and each GPU's all-to-alls send 9.7 GB a step "
+    "to the three of its seven peers that no NVLink reaches (p3.16xlarge is a hybrid cube mesh), 1 to 1.9 s over PCIe "
+    "at 5 to 10 GB/s, which is priced at NVLink's rate here (0.2 s in all). The rest the paper's figures do not tell: "
+    "its GPUs reach 44 TFLOP/s each on 8 and on 16 where those of its GPT reach 59; the step's products take 7.1 of "
+    "its 14.3 s at the rate that fits GPT, and what its program does in the others is not published (priced here "
+    "beside products and attention: casts 2, GELU 0.5, all else 0.7 s)"
 )
 MEGATRON = (
     "the best of all grids and cuts is taken here; the paper's manual plan for 8 devices is slower than its own "
@@ -33,15 +36,11 @@ MOE_ONE_DEVICE_STAGES = (
     "a stage on one device keeps the masks and one-hot products of whole MoE layers, which XLA fuses and PyTorch's ops "
     "write out"
 )
-ONE_ROW = (
-    "micro-batches of one row: fp32 weights are read and cast to fp16 for each of them, which the paper's fp16 copies "
-    "do not need, and products of one row reach less of the peak (39B on 64, all ops divided evenly: 90 s a step, 16 s "
-    "of them casts and 71 s products, which take 44 s at the peak); the plan's stages split products further"
-)
 ROUND_TRIP = (
     "stages of whole nodes hand on the fp32 residual stream (70B on 64: 134 MB a micro-batch, 86 ms each way at half "
-    "of 25 Gbit/s, beside 205 ms of compute); with as many micro-batches in flight as 1F1B has, a round trip through 7 "
-    "boundaries takes (8 x 205 + 14 x 86) / 8 = 355 ms a micro-batch; the paper sends fp16"
+    "of 25 Gbit/s, beside 123 to 189 ms of work a stage, 1.19 s in all); with as many micro-batches in flight as 1F1B "
+    "has, a round trip through 7 boundaries takes (1190 + 14 x 86) / 8 = 299 ms a micro-batch; the paper sends fp16, "
+    "which would make it 224 ms and the throughput about 2.2"
 )
 FEW_ROWS = (
     "every column has the solved plan's number of micro-batches: 8 rows (15B) or one (39B) for all devices, which only "
@@ -49,6 +48,7 @@ FEW_ROWS = (
     "micro-batches its runs had"
 )
 REMARKS = (
+    "PP-DP (whole parameters in every stage) is out of memory where no cut into stages of any sizes fits.",
     "wide_resnet 8 is one stage, the paper's are two: under 1F1B with 24 micro-batches two stages take at least "
     "25 / 24 of the work, 69.8 s of 67.0 with equal halves and free messages; one stage takes 67.4 s, 0.4 of them "
     "communication. (The best two found: 72.1 s, three 74.4; 16 blocks make halves uneven.) The paper's own gain over "
@@ -56,18 +56,14 @@ REMARKS = (
     "wide_resnet 16 is three stages, as the paper's: 8, 4 and 4 devices (there 4, 4 and 8). The node boundary carries "
     "0.2 to 0.8 GB of fp32 images each way a micro-batch, beside the work as far as other micro-batches are there: the "
     "stage DP counts that (sender_share, inter_op/dp.py); with messages as work of their sender it took one stage.",
-    "All cells: what a stage makes of its parameters alone (casts of fp32 weights) is priced once a micro-batch here. "
-    "Since commit ef49c0c it is made once a step, which takes up to 17 % off steps of one-row micro-batches (gpt 64); "
-    "the table has not been priced again since.",
+    "gpt 32 and 64, intra-op only and Megatron-style: casts of weights are priced once a micro-batch there, as in all "
+    "cells before commit ef49c0c; once a step takes 2 % (32) and 9 % (64) off the solved plans.",
 )
 REASONS: dict[tuple[str, str, str], str] = {
     ("gpt", "megatron", "fast"): MEGATRON,
     ("gpt", "intra", "fast"): ACROSS_NODES,
     ("gpt", "intra", "slow"): FEW_ROWS,
     ("gpt", "inter", "out of memory"): ONE_DEVICE_STAGES,
-    ("gpt", "solved", "slow"): ONE_ROW,
-    ("gpt", "megatron", "slow"): ONE_ROW,
-    ("gpt", "inter", "slow"): ONE_ROW,
     ("moe", "solved", "fast"): SCORES,
     ("moe", "solved", "slow"): ROUND_TRIP,
     ("moe", "intra", "fast"): SCORES,
@@ -79,7 +75,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("moe", "inter", "out of memory"): MOE_ONE_DEVICE_STAGES,
     ("wide_resnet", "intra", "fast"): ACROSS_NODES,
     ("wide_resnet", "pp_dp", "fast"): (
-        "the best of all cuts with data parallelism inside stages is taken here, parameters sharded where that fits"
+        "the best of all cuts with data parallelism inside stages is taken here: seven stages of unequal sizes, so "
+        "that whole parameters fit"
     ),
     ("wide_resnet", "pp_dp", "fits"): "stages may have any size here, so that those with most parameters are small",
 }
