@@ -8,6 +8,7 @@ that views are found too.
 from __future__ import annotations
 
 import contextvars
+import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -116,15 +117,14 @@ class Regather:
         if id(tensor) in self._parameters:
             return True
         node = tensor.grad_fn
-        if getattr(node, "is_made_of_parameters", False):  # runtime/derived.py
-            return True
-        for _ in range(MAX_DERIVATIONS):
-            inputs = [] if node is None else [given for given, _ in node.next_functions if given is not None]
-            if len(inputs) != 1:
-                return False
-            node = inputs[0]
+        for _ in range(MAX_DERIVATIONS + 1):
             if hasattr(node, "variable"):
                 return id(node.variable) in self._parameters
+            if getattr(node, "is_made_of_parameters", False):  # runtime/derived.py
+                return True
+            if node is None or len(node.next_functions) != 1 or _keeps_tensors(type(node)):
+                return False
+            node = node.next_functions[0][0]
         return False
 
     def __enter__(self) -> Regather:
@@ -144,6 +144,13 @@ class Regather:
         if gathered is None:
             return tensor
         return _View.of(gathered, tensor)
+
+
+@functools.cache
+def _keeps_tensors(node: type) -> bool:
+    """Whether autograd's nodes of this kind save tensors for their backward. Views and casts save none; what also reads
+    another tensor (the ids of an embedding) does, if only one of its operands is differentiated."""
+    return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 def _unpack(saved: Any) -> Tensor:

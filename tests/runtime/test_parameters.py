@@ -23,7 +23,7 @@ from alpa_strategy.runtime.gradients import GradientReducer
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.runtime.torch_comm import build_mesh
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE
+from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, shard
 from alpa_strategy.sharding.op import TensorMeta
 from alpa_strategy.sharding.thread_mesh import run_on_threads
 
@@ -259,6 +259,36 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
     kept, dropped = (run_on_threads((2,), lambda mesh, again=again: gradient(mesh, again)) for again in (False, True))
     for mine, theirs in zip(dropped, kept, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def _rows(weight):
+    return F.embedding(torch.tensor([1, 0, 1]), weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "gathers"),
+    [(torch.t, 2), (lambda w: w.bfloat16().unsqueeze(0), 2), (_rows, 1), (torch.relu, 1), (lambda w: w + 1, 1)],
+)
+def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
+    """What an op makes of a parameter is an activation: the plan has it kept, and its gathering paid once."""
+
+    def work(mesh):
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+        given = ParameterInput(0, ("weight",), TensorMeta((4, 6), torch.float64, True))
+        store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
+        store.shard()
+        made = make(module.weight.detach())
+        gather = Reshard((shard(0),), (REPLICATE,), (2 * made.shape[0], *made.shape[1:]), mesh)
+        before = len(mesh.axes[0].record)
+        with store.regather_hooks():
+            whole = gather(make(module.weight))
+            x = torch.ones_like(whole, requires_grad=True)
+            loss = (x * whole).sum()
+        torch.autograd.grad(loss, x)
+        return len(mesh.axes[0].record) - before
+
+    assert run_on_threads((2,), work) == [gathers, gathers]
 
 
 def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
