@@ -6,8 +6,8 @@
 
 Every column is priced by the same costs under the same memory limit, with the paper's batch, number of micro-batches
 and recomputation everywhere (its authors' suites set `use_remat` for all models), its stages solved exactly and timed
-on the simulated clock. `free` is the solved plan where recomputation is solved as well. Results are kept cell by cell
-(docs/paper_table.json) and stage costs as they come, so an interrupted run goes on.
+on the simulated clock. Results are kept cell by cell (docs/paper_table.json) and stage costs as they come, so an
+interrupted run goes on.
 
 PFLOPS are the paper's: the work of a step as its authors count it (alpa/util.py: forward, backward, and one more
 forward for recomputation, whether a plan recomputes or not) by the step's seconds: throughput in other words.
@@ -43,7 +43,6 @@ TITLES = {
     "megatron": "Megatron-style",
     "deepspeed": "DeepSpeed-style",
     "pp_dp": "PP-DP",
-    "free": "free",
 }
 COLUMNS = tuple(TITLES)
 WHENCE = (
@@ -100,13 +99,6 @@ class Planner:
         from alpa_strategy.inter_op.make import plan_job
 
         return plan_job(self.job, self.meshes, self.store)
-
-    def free(self) -> Plan:
-        """Recomputation is solved as well."""
-        from alpa_strategy.inter_op.make import plan_job
-
-        job = replace(self.job, options=replace(self.job.options, remat=None), remat=None)
-        return plan_job(job, self.meshes, self.store)
 
     def stages(self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object) -> Plan:
         """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows.
@@ -210,7 +202,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> Iterator[dict]:
-    """{column: its entry, or None where nothing fits}, after each column; one device has only solved and free.
+    """{column: its entry, or None where nothing fits}, after each column; one device has only solved.
 
     All columns have the same number of micro-batches: the paper's, or, where nothing at all fits with that, twice,
     four or eight times as many.
@@ -235,13 +227,11 @@ def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict
 def at_least_as_good(entry: dict) -> dict:
     """What the search can express, it may take: where a restricted plan is faster, it is the solved plan (`from`)."""
     entry = dict(entry)
-    for column, others in (("solved", COLUMNS[1:-1]), ("free", COLUMNS[:-1])):
-        if column not in entry:
-            continue
-        for other in others:
-            value, best = entry.get(other), entry[column]
+    if "solved" in entry:
+        for other in COLUMNS[1:]:
+            value, best = entry.get(other), entry["solved"]
             if value is not None and (best is None or value["seconds"] < best["seconds"]):
-                entry[column] = value | {"from": other}
+                entry["solved"] = value | {"from": other}
     return entry
 
 
@@ -249,7 +239,7 @@ def _column(cell: Cell, planner: Planner, column: str) -> dict | None:
     from alpa_strategy.errors import PlanError
 
     started = time.perf_counter()
-    entry = None
+    entry, shown = None, ""
     try:
         plan = getattr(planner, column)()
         plan.save(planner.plan_dir / f"{cell.family}_{cell.num_devices}_{column}.json")  # for `alpa show`
@@ -264,10 +254,10 @@ def _column(cell: Cell, planner: Planner, column: str) -> dict | None:
             "peak_bytes": p.peak_bytes,
             "gap": plan.gap,
         }
-    except PlanError:
-        pass  # out of memory: an answer of its own
+        shown = f"{entry['pflops']:.4f} PFLOPS  {entry['plan']}"
+    except PlanError as error:  # an answer of its own
+        shown = f"out of memory: {error.problem}"
     spent = time.perf_counter() - started
-    shown = "out of memory" if entry is None else f"{entry['pflops']:.4f} PFLOPS  {entry['plan']}"
     count = planner.job.num_microbatches
     print(f"{cell.key:16} {TITLES[column]:16} B={count}: {shown}  ({spent:.0f} s)", flush=True)
     return entry
@@ -295,7 +285,7 @@ def rows_of(results: dict) -> Iterator[list[str]]:
             if column in cell.paper:
                 text += f" ({cell.paper[column]:.3g})" if cell.paper[column] else " (OOM)"
             row.append(text)
-        row += [(entry.get(column) or {}).get("plan", "") for column in ("solved", "free")]
+        row.append((entry.get("solved") or {}).get("plan", ""))
         yield row
 
 
@@ -303,10 +293,9 @@ def complaints(results: dict) -> Iterator[str]:
     """Cells more than a quarter off the paper's figure, each with its reason, and baselines that the search missed."""
     for cell in cells():
         entry = results.get(cell.key, {})
-        for column in ("solved", "free"):
-            value = entry.get(column)
-            if value is not None and "from" in value:
-                yield f"{cell.key}: {TITLES[column]}: the search itself found less than {TITLES[value['from']]}"
+        solved = entry.get("solved")
+        if solved is not None and "from" in solved:
+            yield f"{cell.key}: the search itself found less than {TITLES[solved['from']]}"
         for column, paper in cell.paper.items():
             if column not in entry:
                 continue
@@ -320,7 +309,7 @@ def report(results: dict, file: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    header = ["model", "V100", "size", "micro-batches", *TITLES.values(), "solved plan", "free plan"]
+    header = ["model", "V100", "size", "micro-batches", *TITLES.values(), "solved plan"]
     table = Table(title="PFLOPS (the paper's in brackets)")
     for name in header:
         table.add_column(name)
@@ -362,7 +351,7 @@ def main() -> int:
         known = {} if args.again else results.get(cell.key, {})
         columns = tuple(c for c in args.columns if c not in known)
         if cell.num_devices == 1:
-            columns = tuple(c for c in columns if c in ("solved", "free"))
+            columns = tuple(c for c in columns if c == "solved")
         if not columns:
             continue
         for entry in plan_cell(cell, columns, args.store, known):

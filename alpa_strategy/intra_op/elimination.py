@@ -1,6 +1,6 @@
 """Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with dense numpy tables.
 
-It minimises seconds + price * bytes; the memory limit itself is not seen here (see solve.py for the price).
+It minimises seconds; the memory limit is not seen here (solve.py puts a price on bytes).
 The order (ordering.py) is planned on sizes alone, so an instance that is too wide costs little time to decline.
 """
 
@@ -38,13 +38,13 @@ class Network:
     num_choices: int
 
 
-def network_of(problem: Problem, price: float = 0.0) -> Network | None:
-    """The factors of seconds + `price` (s/byte) * bytes; None where a value has too many users for a table."""
+def network_of(problem: Problem) -> Network | None:
+    """The factors of a problem's seconds; None where a value has too many users for a table."""
     sizes = [len(choice.cost) for choice in problem.choices]
-    factors = [Factor((c,), _priced(x.cost, x.memory, price)) for c, x in enumerate(problem.choices)]
+    factors = [Factor((c,), np.asarray(x.cost, dtype=float)) for c, x in enumerate(problem.choices)]
     known: dict[tuple, np.ndarray] = {}  # tables of equal transfers, made once
     for transfer in problem.transfers:
-        cost = _priced(transfer.cost, transfer.memory, price)
+        cost = np.asarray(transfer.cost, dtype=float)
         if not cost.any():
             continue
         scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
@@ -192,10 +192,6 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
         total = total + left.pop(widths.index(min(widths)))
     whole = tuple(sizes[v] for v in scope)
     return total if total.shape == whole else np.broadcast_to(total, whole).copy()
-
-
-def _priced(cost: np.ndarray, memory: np.ndarray, price: float) -> np.ndarray:
-    return cost + price * memory if price else np.asarray(cost, dtype=float)
 
 
 def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
