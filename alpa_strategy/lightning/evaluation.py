@@ -155,6 +155,11 @@ class Evaluation:
                 self._refusals.append(module.register_forward_pre_hook(refuse))
 
     @property
+    def fits(self) -> bool:
+        """Whether the whole parameters fit into every device."""
+        return self._against_whole is None
+
+    @property
     def is_whole(self) -> bool:
         """Whether the module holds whole parameters now."""
         return self._whole is not None

@@ -21,6 +21,7 @@ from alpa_strategy.lightning.agree import RankZero, agree_on_seed, world_size
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.deferral import Deferral
 from alpa_strategy.lightning.meta import stays_sharded
+from alpa_strategy.lightning.same_loaders import SameLoaders
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.evaluation import Evaluation
@@ -53,6 +54,7 @@ class ModuleLife:
         self.deferral = Deferral()
         self._is_accumulating = False
         self._shards_for_evaluation = False
+        self._loaders: SameLoaders | None = None
 
     # Training
 
@@ -153,6 +155,8 @@ class ModuleLife:
             self.evaluation.start(kind)
         elif world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
             self._shards_for_evaluation = not self.fits_one_device(module)
+        together = self._shards_for_evaluation if self.evaluation is None else not self.evaluation.fits
+        self._loaders = SameLoaders(module.trainer, together)
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
@@ -170,7 +174,10 @@ class ModuleLife:
         """
         if self.evaluation is None and self._shards_for_evaluation:
             self._shard_for_evaluation(module, name, args)
-        return eager(*args, **kwargs) if self.evaluation is None else self.evaluation.step(name, args, eager)
+        output = eager(*args, **kwargs) if self.evaluation is None else self.evaluation.step(name, args, eager)
+        if self._loaders is not None:
+            self._loaders.after_step(*args[1:])
+        return output
 
     def _shard_for_evaluation(self, module: Any, name: str, args: tuple[Any, ...]) -> None:
         from alpa_strategy.lightning.standalone import evaluation_run

@@ -53,6 +53,20 @@ def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) 
     return ahead[0][2] != loader if ahead else batch_idx + 1 >= loop.max_batches[loader]
 
 
+def next_loader(trainer: Any, loader: int) -> int | None:
+    """The dataloader of this rank's first batch after those of `loader` (-1: of all) in the evaluation loop that runs,
+    None where it has none left."""
+    loop = trainer._active_loop
+    fetcher = loop._data_fetcher
+    if fetcher.done:
+        return None
+    if loop._combined_loader._mode != "sequential":
+        return 0
+    if fetcher.batches:
+        return fetcher.batches[0][2]
+    return next(index for index, number in enumerate(loop.max_batches) if index > loader and number > 0)
+
+
 def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
     """What a step's guards and logs are asked about."""
     return {"batch_idx": batch_idx, "global_step": trainer.global_step, "current_epoch": trainer.current_epoch}

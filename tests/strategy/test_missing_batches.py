@@ -1,0 +1,76 @@
+"""A rank that has no batch of a dataloader, in an evaluation of several: an error on all ranks instead of a hang."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from models import MLP
+from quiet import QUIET
+from torch.utils.data import DataLoader, IterableDataset
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.errors import RuntimeMismatchError
+
+SECOND = ((2, 2, 1), (2, 0, 1))  # rows in each loader, by rank
+FIRST = ((1, 2), (0, 2))
+
+
+class Rows(IterableDataset):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self):
+        return iter(torch.ones(self.number, 8))
+
+
+class Logging(MLP):
+    def __init__(self, sync: bool) -> None:
+        super().__init__(d_in=8, d_out=8)
+        self.sync = sync
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("loss", self.net(batch).square().mean(), sync_dist=self.sync)
+
+
+def evaluate(root: str, rows: tuple, sync: bool, limit: float, trains: bool) -> list[str] | str:
+    """Names of what was logged on this rank, or the error."""
+    strategy = AlpaStrategy(cluster="pcie_8gpu", parallel="zero3", memory_limit=limit, plan_dir=root, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        num_sanity_val_steps=0,
+        max_epochs=1,
+        default_root_dir=root,
+        **QUIET,
+    )
+    model = Logging(sync)
+    loaders = [DataLoader(Rows(number)) for number in rows[torch.distributed.get_rank()]]
+    try:
+        if trains:
+            trainer.fit(model, DataLoader(torch.ones(4, 8)), loaders)
+        else:
+            trainer.validate(model, loaders, verbose=False)
+    except RuntimeMismatchError as error:
+        return error.problem
+    return sorted(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["validate", "fit"])
+@pytest.mark.parametrize(("rows", "loader"), [(SECOND, 1), (FIRST, 0)], ids=["second", "first"])
+def test_a_rank_without_a_batch_of_a_loader(pool, tmp_path, rows: tuple, loader: int, trains: bool) -> None:
+    """Nothing is synchronised: as under DDP. Otherwise every rank says who lacks what."""
+    args = (str(tmp_path), rows)
+    names = pool.run(2, evaluate, *args, False, float("inf"), trains)
+    assert [f"loss/dataloader_idx_{loader}" in found for found in names] == [True, False]
+    for found in pool.run(2, evaluate, *args, True, float("inf"), trains):
+        assert found == f"ranks [1] have no batch of dataloader {loader} in this evaluation, the others have"
+
+
+def test_ranks_that_take_turns_must_all_have_batches(pool, tmp_path) -> None:
+    for found in pool.run(2, evaluate, str(tmp_path), FIRST, False, 1e3, False):
+        assert "ranks [1] have no batch of dataloader 0" in found
