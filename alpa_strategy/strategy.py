@@ -25,7 +25,13 @@ from typing_extensions import override
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning.agree import broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
-from alpa_strategy.lightning.checks import check_callbacks, check_module, check_optimizers, check_precision
+from alpa_strategy.lightning.checks import (
+    check_callbacks,
+    check_module,
+    check_optimizers,
+    check_precision,
+    check_shapes,
+)
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.life import ModuleLife
@@ -194,6 +200,8 @@ class AlpaStrategy(ParallelJob):
         deferral = self._life.deferral
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_precision(self.precision_plugin)
+        if fitting or self.world_size > 1:
+            check_shapes(self.lightning_module)
         if fitting:
             check_callbacks(trainer)
             check_module(trainer, self.lightning_module)

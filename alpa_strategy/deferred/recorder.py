@@ -30,6 +30,8 @@ from alpa_strategy.errors import CaptureError
 
 MIN_BYTES = 64 * 2**10
 COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may change afterwards
+# Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas do not say.
+NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 # In-place ops whose result does not depend on what was there.
 OVERWRITING = frozenset(
     [
@@ -102,7 +104,7 @@ class Recorder:
         if key not in self._numbers:
             self._adopt(tensor)
         return View(
-            self._numbers[key], tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+            self._numbers[key], tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
         )
 
     def _adopt(self, tensor: Tensor, device: torch.device | None = None) -> None:
@@ -250,15 +252,21 @@ class _LooksReal(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            before = _key(args[0])
-            result = func(*args, **(kwargs or {}))
-            self._recorder.new_data(args[0], before)
-            return result
+            target, data = args
+            before = _key(target)
+            if target.is_meta == data.is_meta:
+                func(target, data)
+            else:  # which `data = ...` refuses; the object stays the same
+                other = data.detach().requires_grad_(target.requires_grad)
+                torch._C._swap_tensor_impl(target, other)  # type: ignore[attr-defined]
+            self._recorder.new_data(target, before)
+            return None
         return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunction():  # a lazy module's parameters refuse to be asked before they have a shape
+        return tensor.untyped_storage()._cdata
 
 
 def _to_meta(leaf: Any) -> Any:
@@ -295,6 +303,8 @@ def _device_arguments(kwargs: dict[str, Any]) -> dict[str, DeviceArgument]:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
     """(tensor that the op changes in place, whether without reading it)."""
     found = []
+    if func._schema.name in NORMS and args[5]:
+        found = [(statistic, False) for statistic in args[3:5] if statistic is not None]
     overwrites = func._schema.name.partition("::")[2] in OVERWRITING
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

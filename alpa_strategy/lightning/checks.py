@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import (
     XLAPrecision,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from alpa_strategy.errors import AlpaError
@@ -41,6 +42,16 @@ def check_module(trainer: Any, module: Any) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise AlpaError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
+
+
+def check_shapes(module: Any) -> None:
+    """AlpaError for lazy layers that have seen no batch."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise AlpaError(
+                f"{name} has no shape before the first batch, and what the ranks share and plan is made from shapes",
+                "call the lazy layers on an example batch in __init__ or configure_model, or give them their sizes",
+            )
 
 
 def check_callbacks(trainer: Any) -> None:

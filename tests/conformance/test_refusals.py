@@ -106,6 +106,12 @@ class Prunes(Net):
         return [ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])]
 
 
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.LazyLinear(3)
+
+
 REFUSED = {
     Manual: "manual optimization",
     Skips: "returned None",
@@ -118,6 +124,7 @@ REFUSED = {
     Frozen: "no trainable parameters",
     LooksAtAll: "Trusts",
     Prunes: "ModelPruning",
+    Lazy: "more.weight has no shape",
 }
 
 

@@ -92,6 +92,16 @@ class Exotic(nn.Module):
         self.register_buffer("halved", torch.randn(7, 3).to(torch.bfloat16))
 
 
+class Lazy(nn.Module):
+    """Sees its sizes in a batch, which also moves running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(30))
+        self.norm = nn.BatchNorm1d(30)
+        self.norm(self.net(torch.randn(5, 2, 7)))
+
+
 def build(make, min_bytes):
     """(module built as it is, the same built under a recorder, the recorder); the generators stand alike afterwards."""
     torch.manual_seed(3)
@@ -118,7 +128,7 @@ def assert_equal(plain: nn.Module, deferred: nn.Module, recorder: Recorder) -> N
 
 
 @pytest.mark.parametrize("min_bytes", [1, 300])
-@pytest.mark.parametrize("make", [GPTStyle, Exotic, *MODELS.values()], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", [GPTStyle, Exotic, Lazy, *MODELS.values()], ids=lambda m: m.__name__)
 def test_values_are_those_of_a_device(make, min_bytes: int) -> None:
     plain, deferred, recorder = build(make, min_bytes)
     if min_bytes == 1 and make is GPTStyle:
