@@ -98,7 +98,7 @@ class Experts(nn.Module):
         index_GAD = place_GA.unsqueeze(-1).expand_as(sorted_GAD)
         inputs_GQD = torch.zeros_like(x_GSD[:, :1]).expand(-1, N * P, -1).scatter(1, index_GAD, sorted_GAD)
         inputs_GNPD = inputs_GQD.view(G, N, P, -1)
-        # An einsum brings the weights: its backward is a product too, where that of `fc[expert_GN]` sums one by one.
+        # An einsum brings the weights: its letters say how experts may be cut, which indices of `fc` do not.
         chosen_GNE = F.one_hot(expert_GN, E).to(self.fc.dtype)
         fc_GNDF = torch.einsum("gne,edf->gndf", chosen_GNE, self.fc)
         proj_GNFD = torch.einsum("gne,efd->gnfd", chosen_GNE, self.proj)
