@@ -56,8 +56,6 @@ REMARKS = (
     "wide_resnet 16 is three stages, as the paper's: 8, 4 and 4 devices (there 4, 4 and 8). The node boundary carries "
     "0.2 to 0.8 GB of fp32 images each way a micro-batch, beside the work as far as other micro-batches are there: the "
     "stage DP counts that (sender_share, inter_op/dp.py); with messages as work of their sender it took one stage.",
-    "gpt 32, intra-op only, and gpt 32 and 64, Megatron-style: casts of weights are priced once a micro-batch, as in "
-    "all cells before commit ef49c0c; once a step takes 2 % (32) and 9 % (64) off the solved plans.",
 )
 REASONS: dict[tuple[str, str, str], str] = {
     ("gpt", "megatron", "fast"): MEGATRON,
