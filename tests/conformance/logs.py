@@ -74,9 +74,11 @@ def logs_of_validation(bench: Bench) -> Any:
     class Logs(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
-            loss = F.mse_loss(self.net(x), y)
+            rows = F.mse_loss(self.net(x), y, reduction="none").mean(1)
+            loss = rows.mean()
+            # What is logged is the whole batch's: it is DDP's where the step reduces rows as `reduce_fx` does ranks.
             for name in ("min", "max", "sum", "mean"):
-                self.log(name, loss, reduce_fx=name, sync_dist=True)
+                self.log(name, getattr(rows, name)(), reduce_fx=name, sync_dist=True)
             self.log("on_step", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
             self.log_dict({"a": loss, "b": 2 * loss}, prog_bar=True, logger=False, sync_dist=True)
             self.log("number", float(batch_idx), sync_dist=True)
