@@ -23,15 +23,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.errors import OptionError
+from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.agree import broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
-from alpa_strategy.lightning.checks import (
-    check_callbacks,
-    check_module,
-    check_optimizers,
-    check_precision,
-    check_shapes,
-)
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.life import ModuleLife
@@ -199,12 +193,12 @@ class AlpaStrategy(ParallelJob):
         self.accelerator.setup(trainer)
         deferral = self._life.deferral
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_precision(self.precision_plugin)
+        checks.check_precision(self.precision_plugin)
         if fitting or self.world_size > 1:
-            check_shapes(self.lightning_module)
+            checks.check_shapes(self.lightning_module)
         if fitting:
-            check_callbacks(trainer)
-            check_module(trainer, self.lightning_module)
+            checks.check_callbacks(trainer)
+            checks.check_module(trainer, self.lightning_module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
         if is_on_meta(self.lightning_module):
@@ -221,7 +215,7 @@ class AlpaStrategy(ParallelJob):
         with deferral.recording():
             if fitting:
                 self.setup_optimizers(trainer)
-                check_optimizers(self.optimizers)
+                checks.check_optimizers(self.optimizers)
             self.setup_precision_plugin()
             if fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
