@@ -264,6 +264,8 @@ class Evaluation:
             with torch.inference_mode(False), self._paused(), shapes_only(home.store):
                 step = capture(module, call.batch, call.batch_idx, job, call.name, call.dataloader_idx)
                 step = without_unused_parameters(step)
+            if call.in_turn:
+                _check_logs_in_turn(step)
             with self._paused():
                 cuts = row_cuts(step, world_size())
                 lowered = home.lower_evaluation(step)
@@ -318,4 +320,16 @@ class Evaluation:
             rank_zero_warn(
                 f"alpa: {name} runs as it is written, each rank on its own rows with whole parameters, which takes "
                 f"memory for them, and time to gather them at every evaluation: {why}"
+            )
+
+
+def _check_logs_in_turn(step: StepGraph) -> None:
+    """AlpaError where a step logs what the ranks would have to synchronise while one of them logs."""
+    for record in step.logs:
+        kwargs = dict(record.kwargs)
+        if kwargs.get("on_step") and kwargs.get("sync_dist"):
+            raise AlpaError(
+                f"self.log({record.name!r}, on_step=True, sync_dist=True) synchronises the ranks at every step, and "
+                "their batches differ in shape or number",
+                "leave on_step or sync_dist out",
             )

@@ -373,3 +373,29 @@ def test_ranks_whose_first_batches_differ_take_turns(pool, tmp_path: Path) -> No
             assert metrics[name] == pytest.approx(other["metrics"][1][number][name], rel=TOLERANCE)
         rows = [[step["row"] for loader in one["predictions"] for step in loader] for one in (run, other)]
         torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class LogsSteps(Predicting):
+    """Logs what ranks would have to synchronise while one of them logs."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("level", self.net(batch[0]).mean(), on_step=True, sync_dist=True)
+
+
+def logs_steps_in_turn(root: str) -> str:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(7)
+    model = LogsSteps(d_in=64, d_hidden=64, num_layers=12)
+    data = DataLoader(loaders(model, [13], 2, rank)[0].dataset, batch_size=4 - rank)
+    strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=165_000)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(AlpaError, match="whole parameters"):
+            trainer.validate(model, data, verbose=False)
+    assert rank > 0 or any("on_step=True" in str(w.message) for w in caught)
+    return "refused"
+
+
+def test_logs_that_synchronise_steps_are_refused_where_ranks_take_turns(pool, tmp_path: Path) -> None:
+    assert pool.run(2, logs_steps_in_turn, str(tmp_path)) == ["refused"] * 2
