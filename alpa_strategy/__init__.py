@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from alpa_strategy.checkpoint.export import export_checkpoint
     from alpa_strategy.checkpoint.loading import open_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
-    from alpa_strategy.plan.make import make_plan
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.planner.make import make_plan
 
 __all__ = [
     "AlpaError",
@@ -39,11 +39,11 @@ __all__ = [
 
 _LAZY = {
     "ClusterSpec": "alpa_strategy.cluster.spec",
-    "Plan": "alpa_strategy.plan.plan",
+    "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.export",
-    "make_plan": "alpa_strategy.plan.make",
+    "make_plan": "alpa_strategy.planner.make",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
 }
 

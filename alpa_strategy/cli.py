@@ -135,8 +135,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
     from alpa_strategy.inter_op.stage_costs import CostStore
-    from alpa_strategy.optimizer_info import optimizer_info_of
-    from alpa_strategy.plan.make import make_plan
+    from alpa_strategy.planner.make import make_plan
+    from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
@@ -181,7 +181,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from alpa_strategy.display import plan_html, plan_svg, plan_table
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.ir.plan import Plan
 
     plan = Plan.load(arguments.plan)
     Console().print(plan_table(plan))
@@ -197,7 +197,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _ops(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from alpa_strategy.coverage.report import op_table
+    from alpa_strategy.tools.report import op_table
 
     Console().print(op_table(arguments.pattern))
     return 0

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.agree import broadcast_states
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
@@ -35,7 +35,7 @@ from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.ir.plan import Plan
 
 
 class AlpaStrategy(ParallelJob):

@@ -139,7 +139,7 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.ir.plan import Plan
 
     console = Console(width=150)
     ratios: dict[str, float] = {}

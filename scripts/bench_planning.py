@@ -44,7 +44,7 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.ir.plan import Plan
     from alpa_strategy.units import format_seconds
 
     table = Table(title="recipe to plan, no devices")

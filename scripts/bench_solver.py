@@ -14,7 +14,7 @@ from rich.table import Table
 
 from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solve import least_bytes, solve
-from alpa_strategy.intra_op.synthetic import gpt_like
+from alpa_strategy.tools.synthetic import gpt_like
 
 
 def main() -> None:

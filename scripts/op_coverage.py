@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from alpa_strategy.coverage.judge import judge
-from alpa_strategy.coverage.report import STORED, load, merged, save, summary
-from alpa_strategy.coverage.samples import NotCaptured, captured_calls, database
+from alpa_strategy.tools.judge import judge
+from alpa_strategy.tools.report import STORED, load, merged, save, summary
+from alpa_strategy.tools.samples import NotCaptured, captured_calls, database
 
 
 def main(given: Sequence[str] | None = None) -> int:

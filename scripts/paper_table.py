@@ -32,7 +32,7 @@ from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.plan.plan import Plan
+    from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "paper_table.json"
@@ -68,11 +68,11 @@ class Planner:
         from alpa_strategy.cost.flops import op_flops
         from alpa_strategy.cost.roofline import RooflineCosts
         from alpa_strategy.inter_op.layers import cluster_layers
-        from alpa_strategy.inter_op.microbatch import microbatch
         from alpa_strategy.inter_op.stage_costs import CostJob, CostStore
         from alpa_strategy.inter_op.submeshes import submeshes
-        from alpa_strategy.optimizer_info import optimizer_info_of
+        from alpa_strategy.microbatch.transform import microbatch
         from alpa_strategy.options import PlanOptions
+        from alpa_strategy.planner.optimizer_info import optimizer_info_of
         from alpa_strategy.recipe import build_data, build_model, load_recipe
 
         overrides = [f"data.batch_size={cell.rows}"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from alpa_strategy.capture.builder import Builder
-from alpa_strategy.capture.step_graph import ValueRef
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import ValueRef
 
 aten = torch.ops.aten
 

@@ -21,8 +21,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alpa_strategy.capture.step_graph import stable_text
 from alpa_strategy.errors import CaptureError, RuntimeMismatchError
+from alpa_strategy.ir.graph import stable_text
 
 NAMESPACE = "alpa_as_written"
 MAX_ELEMENTS = 2**28  # of what one trial run, which finds the shapes of the results, may allocate

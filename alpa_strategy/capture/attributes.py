@@ -1,6 +1,6 @@
 """Attributes of the module tree while the step is captured: which it reads, what they were; it must change none.
 
-What is read is frozen into the captured graph, so each becomes an AttributeGuard (capture/guards.py). Parameters and
+What is read is frozen into the captured graph, so each becomes an AttributeGuard (ir/guards.py). Parameters and
 buffers are inputs of the graph and need none.
 """
 
@@ -31,9 +31,10 @@ from alpa_strategy.capture.containers import (
     restore_items,
     same_items,
 )
-from alpa_strategy.capture.guards import AttributeGuard
-from alpa_strategy.capture.lists import ListPlace, StandIns
+from alpa_strategy.capture.lists import StandIns
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import ListPlace
+from alpa_strategy.ir.guards import AttributeGuard
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.builder import run_fake
-from alpa_strategy.sharding.op import OpCall
+from alpa_strategy.ir.op import OpCall
 
 aten = torch.ops.aten
 _fake_log = logging.getLogger("torch._subclasses.fake_tensor")

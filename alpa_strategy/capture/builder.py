@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.step_graph import Op, ValueRef
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.graph import Op, ValueRef
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from alpa_strategy.capture.attributes import SetAttribute, changed_attributes, i
 from alpa_strategy.capture.batch_types import know_types
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.segment import segment_fused_linears
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.capture.trace import TRAINING, StepCall, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
+from alpa_strategy.ir.graph import StepGraph
 
 
 def capture_step(

@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 from alpa_strategy.capture import as_written, functions
 from alpa_strategy.capture.autocast import AutocastState, casts_around, decomposed, has_policy, operand_casts
 from alpa_strategy.capture.builder import Builder
-from alpa_strategy.capture.step_graph import ValueRef
-from alpa_strategy.capture.step_numbers import is_late
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.counters import is_late
+from alpa_strategy.ir.graph import ValueRef
 
 aten = torch.ops.aten
 

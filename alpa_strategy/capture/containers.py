@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alpa_strategy.capture.lists import ListPlace, grown, new_lists
+from alpa_strategy.capture.lists import grown, new_lists
+from alpa_strategy.ir.graph import ListPlace
 
 KEPT = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")

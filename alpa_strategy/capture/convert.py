@@ -21,10 +21,10 @@ from alpa_strategy.capture.casting import Autocast
 from alpa_strategy.capture.mutation import Write, as_written, new_value, write_of
 from alpa_strategy.capture.number import number
 from alpa_strategy.capture.results import check_loss, loss_of, results_of
-from alpa_strategy.capture.step_graph import ConstantInput, StepGraph, ValueRef, tensor_digest
 from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest
+from alpa_strategy.ir.op import TensorMeta
 
 aten = torch.ops.aten
 

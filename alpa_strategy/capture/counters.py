@@ -1,7 +1,7 @@
 """StepCounter: what the step's Python sees of batch_idx, global_step and current_epoch while it is captured.
 
 Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where it meets a tensor,
-its number becomes an argument of the graph that is computed at every step (capture/step_numbers.py).
+its number becomes an argument of the graph that is computed at every step (ir/counters.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.blame import is_user_file, user_frame
-from alpa_strategy.capture.guards import Guard, compare
-from alpa_strategy.capture.step_numbers import STEP_NUMBER, CounterRef, calculate, dtype_beside
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.counters import STEP_NUMBER, CounterRef, calculate, dtype_beside
+from alpa_strategy.ir.guards import Guard, compare
 
 
 class StepCounter:

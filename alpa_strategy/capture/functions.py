@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.capture.step_graph import stable_text
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import stable_text
 
 NAMESPACE = "alpa_function"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

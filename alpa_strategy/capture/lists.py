@@ -18,36 +18,10 @@ from torch import nn
 from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.capture.counters import StepCounter
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import ListPlace
 
 Keys = tuple[Any, ...]
 _MISSING = object()
-
-
-@dataclass(frozen=True)
-class ListPlace:
-    """A list: `keys` lead to it from attribute `name` of the submodule at `module`."""
-
-    module: str
-    name: str
-    keys: Keys = ()
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}".lstrip(".") + "".join(f"[{key!r}]" for key in self.keys)
-
-    def find(self, module: nn.Module) -> list[Any]:
-        """The list as it is now; a defaultdict on the way makes it."""
-        found = getattr(module.get_submodule(self.module), self.name)
-        for key in self.keys:
-            found = found[key]
-        return found
-
-
-@dataclass(frozen=True)
-class AppendRecord:
-    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
-
-    place: ListPlace
-    items: tuple[Any, ...]
 
 
 def grown(old: Any, new: Any) -> bool:

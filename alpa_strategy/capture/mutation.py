@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 
 from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.rewrite import bound_arguments
-from alpa_strategy.capture.step_graph import ValueRef
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.graph import ValueRef
+from alpa_strategy.ir.op import TensorMeta
 
 aten = torch.ops.aten
 Detached = Callable[[], ValueRef]  # makes the old value without its gradient

@@ -9,7 +9,8 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.builder import Builder
 from alpa_strategy.capture.results import Results
-from alpa_strategy.capture.step_graph import (
+from alpa_strategy.capture.trace import Trace, TracedInput
+from alpa_strategy.ir.graph import (
     BatchInput,
     BufferInput,
     ConstantInput,
@@ -18,8 +19,7 @@ from alpa_strategy.capture.step_graph import (
     StepGraph,
     ValueRef,
 )
-from alpa_strategy.capture.trace import Trace, TracedInput
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta
 
 
 def number(

@@ -21,8 +21,8 @@ from alpa_strategy.capture.checks import passing_answer
 from alpa_strategy.capture.counters import StepCounter, alike, with_tensors
 from alpa_strategy.capture.known import UNKNOWN, KnownValues
 from alpa_strategy.capture.recorder import Recording
-from alpa_strategy.capture.step_numbers import late
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.counters import late
 
 _TRUTH = Tensor.__bool__
 _CREATIONS = {  # what makes tensors of one number -> its position

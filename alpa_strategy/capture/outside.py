@@ -20,8 +20,8 @@ from alpa_strategy.capture.attributes import is_plain, snapshot
 from alpa_strategy.capture.blame import is_user_file
 from alpa_strategy.capture.code_reads import closure_values, code_names, is_user_code, reached_functions
 from alpa_strategy.capture.containers import has_fields, restore_items, same_items
-from alpa_strategy.capture.guards import OutsideGuard
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.guards import OutsideGuard
 
 _MISSING = object()
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.step_numbers import STEP_NUMBER, CounterRef, LateNumber, late
+from alpa_strategy.ir.counters import STEP_NUMBER, CounterRef, LateNumber, late
 
 aten = torch.ops.aten
 

@@ -23,13 +23,13 @@ from alpa_strategy.capture.collectives import collectives_refused, refuse
 from alpa_strategy.capture.counter_functions import functions_of_counters
 from alpa_strategy.capture.counters import StepCounter, made_of, with_tensors
 from alpa_strategy.capture.functions import apply_as_op
-from alpa_strategy.capture.guards import AttributeGuard, Guard, OutsideGuard
-from alpa_strategy.capture.lists import ListPlace, StandIns, lists_standing_in
+from alpa_strategy.capture.lists import StandIns, lists_standing_in
 from alpa_strategy.capture.outside import is_value, outside_kept
 from alpa_strategy.capture.place_numbers import TraceNumbers
-from alpa_strategy.capture.step_graph import MetricRef
-from alpa_strategy.capture.step_numbers import CounterRef
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.counters import CounterRef
+from alpa_strategy.ir.graph import ListPlace, MetricRef
+from alpa_strategy.ir.guards import AttributeGuard, Guard, OutsideGuard
 
 _NO_DIMS = torch.Size()
 

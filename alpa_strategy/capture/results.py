@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.lists import AppendRecord
 from alpa_strategy.capture.recorder import Recording
-from alpa_strategy.capture.step_graph import Check, LogRecord, MetricRecord, ValueRef
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.graph import AppendRecord, Check, LogRecord, MetricRecord, ValueRef
+from alpa_strategy.ir.op import TensorMeta
 
 
 @dataclass(frozen=True)

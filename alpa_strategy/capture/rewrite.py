@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import ops
 from alpa_strategy.capture.builder import Builder, map_refs
-from alpa_strategy.capture.step_graph import ValueRef
+from alpa_strategy.ir.graph import ValueRef
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2

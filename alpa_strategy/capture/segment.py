@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from alpa_strategy.capture.ops import segmented_linear
-from alpa_strategy.capture.step_graph import Op, StepGraph
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)

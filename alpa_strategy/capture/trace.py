@@ -36,14 +36,13 @@ from alpa_strategy.capture.leaves import (
     traced_with_leaves,
     value_text,
 )
-from alpa_strategy.capture.lists import ListPlace
 from alpa_strategy.capture.origins import Origins
 from alpa_strategy.capture.outside import outside_guards, trainer_guards
 from alpa_strategy.capture.place_numbers import place_numbers
 from alpa_strategy.capture.recorder import Recording, recording
-from alpa_strategy.capture.step_graph import LeafRef
 from alpa_strategy.capture.surroundings import clear_errors, compiled_as_written, rng_kept
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import LeafRef, ListPlace
 
 TRAINING = "training_step"  # every other step is an evaluation
 

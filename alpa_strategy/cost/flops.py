@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 
 @dataclass(frozen=True)

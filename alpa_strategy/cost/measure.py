@@ -1,7 +1,7 @@
 """Timing real ops and the device itself, on the device that will run them. Needs no process group.
 
 Times are minima over a few repetitions: noise only ever adds. All loops end by a budget, so that measuring takes
-seconds whatever the model. The links between devices are measured by `runtime/measure.py`.
+seconds whatever the model. The links between devices are measured by `comm/measure.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from alpa_strategy.cluster.spec import DeviceSpec
 from alpa_strategy.cost.flops import is_view, op_work
 from alpa_strategy.cost.table import OpTable
-from alpa_strategy.sharding.op import OpCall, TensorMeta
+from alpa_strategy.ir.op import OpCall, TensorMeta
 
 logger = logging.getLogger(__name__)
 

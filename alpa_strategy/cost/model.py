@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.op import OpCall
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from alpa_strategy.cost.flops import Work, is_view, op_work, product_kind
 from alpa_strategy.cost.model import Saved
 from alpa_strategy.cost.saved import ask_saved
 from alpa_strategy.cost.table import OpTable, call_family
+from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.op import OpCall
 
 # Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall back to float16:
 # devices without bfloat16 units (V100) emulate it in float32.

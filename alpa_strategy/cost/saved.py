@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cost.flops import ATTENTION, DROPOUTS, is_view, op_base_name
 from alpa_strategy.cost.model import Saved
-from alpa_strategy.sharding.op import OpCall
+from alpa_strategy.ir.op import OpCall
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_strategy.cost.flops import Work, op_work
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan
 
 Shape = tuple[int, ...]
 

@@ -11,7 +11,7 @@ import math
 import re
 from html import escape
 
-from alpa_strategy.plan.plan import Plan, StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan
 
 PRODUCTS = re.compile(r"^(conv|convolution|linear|segmented_linear|einsum|bmm|matmul|mm|addmm|baddbmm|scaled_dot)")
 COLOURS = {"batch": "#5b8db8", "out": "#d08c60", "in": "#b57fc0", "other": "#74b38c", "repeated": "#d5dbe1"}

@@ -10,7 +10,7 @@ from alpa_strategy.display.ops_strip import ops_strip_svg
 from alpa_strategy.display.stages import proof_of, recomputes, short_layers, waiting_seconds
 from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
-from alpa_strategy.plan.plan import Plan, StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
 WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from alpa_strategy.display.groups import collapse_indices, parameter_groups
 from alpa_strategy.display.timeline import plan_timeline
-from alpa_strategy.plan.plan import Plan, StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
 

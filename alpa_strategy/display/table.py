@@ -20,7 +20,7 @@ from alpa_strategy.display.stages import (
     waiting_seconds,
 )
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
-from alpa_strategy.plan.plan import Collective, Plan, StagePlan
+from alpa_strategy.ir.plan import Collective, Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40

@@ -14,8 +14,8 @@ import torch
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, best_transfer, plan_transfer
-from alpa_strategy.sharding.layout import Layout
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import Layout
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Every destination device needs the box that its layout says. That box is cut into the grid of its intersections with
 the source devices' boxes; each piece is sent once, by the least loaded of the devices that hold it (Alpa, section 6).
 Destination devices that hold the same box may each receive a part of it and gather the rest among themselves ("local
-all-gather"). No process groups here: `runtime/transfer.py` carries plans out.
+all-gather"). No process groups here: `comm/messages.py` carries plans out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
-from alpa_strategy.sharding.layout import Layout
+from alpa_strategy.ir.placement import Layout
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
 

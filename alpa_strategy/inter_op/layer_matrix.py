@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.inter_op.spans import PER_STEP
 from alpa_strategy.inter_op.stage_problem import Parts, StageProblem, weigh
 from alpa_strategy.inter_op.wide_layer import Pairs, price_pairs
@@ -22,7 +21,8 @@ from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.ordering import order_within
 from alpa_strategy.intra_op.presolve import presolve, restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
-from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.placement import REPLICATE, DualLayout, shard
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second

@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import last_readers, makers
+from alpa_strategy.ir.graph import StepGraph
 
 EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
 MAX_LAYERS = 64

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
@@ -24,16 +23,17 @@ from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.counts import Look, Submeshes, climb
 from alpa_strategy.inter_op.explain import largest_need
 from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
-from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.pins import check_pins, least_stages
 from alpa_strategy.inter_op.schedules import rank_of
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.submeshes import submeshes
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.plan import ParameterPlan, Plan, Predicted
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.plan.plan import ParameterPlan, Plan, Predicted
-from alpa_strategy.plan.replicated import replicated_notes
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.sharding.replicated import replicated_notes
 from alpa_strategy.units import format_bytes
 
 KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised
@@ -256,7 +256,7 @@ def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Pla
 
 
 def _no_fingerprint():
-    from alpa_strategy.plan.plan import Fingerprint
+    from alpa_strategy.ir.plan import Fingerprint
 
     return Fingerprint("", "", "", "", "", "")
 

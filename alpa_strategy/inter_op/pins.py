@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.schedules import ONE_STAGE, SCHEDULES, stages_per_rank, why_not
 from alpa_strategy.inter_op.stage_costs import is_allowed
 from alpa_strategy.inter_op.submeshes import submeshes
 from alpa_strategy.intra_op.presets import matching
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
 
 _Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending

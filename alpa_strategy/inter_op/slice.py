@@ -14,8 +14,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.lists import AppendRecord
-from alpa_strategy.capture.step_graph import LogRecord, MetricRecord, StepGraph, ValueRef
+from alpa_strategy.ir.graph import AppendRecord, LogRecord, MetricRecord, StepGraph, ValueRef
 
 
 def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.inter_op.layer_matrix import (
@@ -42,8 +41,9 @@ from alpa_strategy.inter_op.slice import crossing_values, last_readers, stage_on
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.presets import restrict
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.placement import REPLICATE
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.sharding.layout import REPLICATE
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.inter_op.spans import PER_STEP, Spans
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem
+from alpa_strategy.ir.graph import StepGraph
 
 
 @dataclass(frozen=True)

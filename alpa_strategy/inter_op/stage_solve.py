@@ -17,7 +17,7 @@ from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.solve import solve
-from alpa_strategy.plan.plan import Collective, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes
 
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit

@@ -12,7 +12,6 @@ from itertools import product
 
 import numpy as np
 
-from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.cost.model import OpCosts
@@ -28,10 +27,11 @@ from alpa_strategy.intra_op.options import (
 )
 from alpa_strategy.intra_op.per_step import PerStep
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.placement import REPLICATE, DualLayout, shard
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.layout import REPLICATE, DualLayout, shard
 from alpa_strategy.sharding.localize import is_random
-from alpa_strategy.sharding.op import OpCall, TensorMeta
 from alpa_strategy.sharding.redistribute import reshard_table
 
 

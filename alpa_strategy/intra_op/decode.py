@@ -15,9 +15,9 @@ from alpa_strategy.intra_op.options import (
     step_collectives_of,
 )
 from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
+from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, waiting_limit
-from alpa_strategy.plan.plan import Collective, Predicted, StagePlan
-from alpa_strategy.sharding.layout import DualLayout, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
 OPTIMIZER_TEMPORARIES = 2  # Adam's denominator, before and after it is scaled

@@ -15,11 +15,11 @@ import numpy as np
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
+from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.ir.placement import DualLayout, value_layout
+from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
-from alpa_strategy.plan.plan import ParameterPlan, source_layout
 from alpa_strategy.sharding import localize, op_strategies
-from alpa_strategy.sharding.layout import DualLayout, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
 

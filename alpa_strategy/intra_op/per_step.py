@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cost.flops import is_view
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.sharding.localize import is_random
 
 

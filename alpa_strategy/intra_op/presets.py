@@ -16,10 +16,10 @@ from alpa_strategy.errors import OptionError, PlanError, ShardingError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import DualLayout, placement_from_str
+from alpa_strategy.ir.plan import ParameterPlan, shift_mode
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.plan import ParameterPlan, shift_mode
-from alpa_strategy.sharding.layout import DualLayout, placement_from_str
-from alpa_strategy.sharding.op import TensorMeta
 
 RUNNING = "the running plan"
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.lightning.meta import is_on_meta, skip_sanity_check
 from alpa_strategy.runtime.host_memory import Freed, set_freed
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
 from alpa_strategy.lightning.hooks import hook_owners, is_overridden
-from alpa_strategy.optimizer_info import steps_parameter_by_parameter
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.planner.optimizer_info import steps_parameter_by_parameter
 
 _BETWEEN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _OF_THE_STEP = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")

@@ -19,11 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from alpa_strategy.capture.guards import AttributeCheck
-from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.comm.collectives import any_rank, shared, world_size
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.inter_op.stage import Cut
-from alpa_strategy.lightning.agree import any_rank, shared, world_size
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.lightning.evaluation_stage import without_unused_parameters
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import hooks_look, is_last_of_loader, step_counters, why_uneven
@@ -35,6 +34,7 @@ from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_re
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.whole import WholeParameters, shapes_only
+from alpa_strategy.microbatch.micro_step import Cut
 
 MAX_SHAPES = 32  # of batches of which programs are kept
 MAX_PROGRAMS = 16  # of one shape

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.step_graph import ParameterInput, StepGraph
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.runtime.parameters import ParameterStore
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.step_graph import Op, StepGraph
-from alpa_strategy.inter_op.microbatch_states import States
+from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.microbatch.states import States
 
 aten = torch.ops.aten
 UNKNOWN = 99

@@ -16,18 +16,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
+from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.lightning.agree import RankZero, agree_on_seed, world_size
 from alpa_strategy.lightning.checkpoints import Checkpoints
 from alpa_strategy.lightning.deferral import Deferral
 from alpa_strategy.lightning.meta import stays_sharded
 from alpa_strategy.lightning.same_loaders import SameLoaders
 
 if TYPE_CHECKING:
+    from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.evaluation import Evaluation
     from alpa_strategy.lightning.job import Job
     from alpa_strategy.lightning.run import TrainingRun
-    from alpa_strategy.plan.plan import Plan
 
 
 class ModuleLife:
@@ -84,7 +84,7 @@ class ModuleLife:
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.lightning.process import process_bytes
-        from alpa_strategy.optimizer_info import inspect_optimizer
+        from alpa_strategy.planner.optimizer_info import inspect_optimizer
         from alpa_strategy.runtime.host_memory import set_freed, trim
 
         seed, job = agree_on_seed(), self._make_job()

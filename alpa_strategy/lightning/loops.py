@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.comm.collectives import world_size
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 

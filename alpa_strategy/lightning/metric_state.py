@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from alpa_strategy.capture.attributes import outermost_metrics
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.comm.collectives import world_size
 
 
 class MetricStates:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.step_graph import Op, StepGraph, ValueRef
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.inter_op.microbatch_run import cut
-from alpa_strategy.inter_op.microbatch_states import States, ancestors, find_states
 from alpa_strategy.inter_op.slice import values_of
-from alpa_strategy.inter_op.stage import Cut
+from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.lightning.extent import counts_rows, grows_with_rows
+from alpa_strategy.microbatch.micro_step import Cut
+from alpa_strategy.microbatch.run import cut
+from alpa_strategy.microbatch.states import States, ancestors, find_states
 
 aten = torch.ops.aten
 _APART = {  # ops that give some of a dim, and where the dim is in their arguments

@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from typing_extensions import override
 
+from alpa_strategy.comm.failure import FailureWatch, job_store
+from alpa_strategy.comm.rendezvous import fresh_store, store_is_reused
+from alpa_strategy.comm.torch_comm import broadcast_object
 from alpa_strategy.lightning.launcher import Launcher
-from alpa_strategy.runtime.failure import FailureWatch, job_store
-from alpa_strategy.runtime.rendezvous import fresh_store, store_is_reused
-from alpa_strategy.runtime.torch_comm import broadcast_object
 
 
 class ParallelJob(ParallelStrategy):

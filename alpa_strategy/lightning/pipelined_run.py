@@ -13,13 +13,15 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from alpa_strategy.capture.interpret import run_step
-from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
-from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
-from alpa_strategy.inter_op.stage import MicroStep
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.hooks import clears_gradients_unseen
 from alpa_strategy.lightning.optimizer_state import shard_state
@@ -28,21 +30,13 @@ from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import step_buffers
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
-from alpa_strategy.plan.fingerprint import is_for
-from alpa_strategy.plan.plan import ParameterPlan, Plan, StagePlan
-from alpa_strategy.runtime.comm import Pending
-from alpa_strategy.runtime.pipeline import Pipeline
-from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.stage_call import StageParameters
+from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
+from alpa_strategy.pipeline.pipeline import Pipeline
+from alpa_strategy.pipeline.stage_call import StageParameters
+from alpa_strategy.planner.fingerprint import is_for
 from alpa_strategy.runtime.staged_parameters import StagedParameters
-from alpa_strategy.runtime.staged_step import (
-    StagePlaces,
-    build_pipeline,
-    stage_meshes,
-    stage_randoms,
-    stage_stores,
-)
-from alpa_strategy.runtime.torch_comm import build_mesh
 from alpa_strategy.sharding.localize import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]

@@ -13,22 +13,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.blame import user_line
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
-from alpa_strategy.lightning.agree import RankZero, on_all_ranks, world_size
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.early_step import against_early_step
-from alpa_strategy.plan.fingerprint import check_fits
-from alpa_strategy.plan.plan import Fingerprint, ParameterPlan, Plan, StagePlan
-from alpa_strategy.plan.store import PlanStore
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.early_step import against_early_step
+from alpa_strategy.planner.fingerprint import check_fits
+from alpa_strategy.planner.store import PlanStore
+from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.host_memory import Freed
 
 if TYPE_CHECKING:
-    from alpa_strategy.inter_op.follow import Pins
+    from alpa_strategy.planner.replan import Pins
 
 TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
@@ -140,8 +140,8 @@ def job_cluster(job: Job) -> ClusterSpec:
     if job.cluster is not None:
         spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
         return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
-    from alpa_strategy.runtime.measure import ClusterStore, measure_cluster
-    from alpa_strategy.runtime.torch_comm import build_mesh
+    from alpa_strategy.comm.measure import ClusterStore, measure_cluster
+    from alpa_strategy.comm.torch_comm import build_mesh
 
     with job.progress("cluster"):
         return measure_cluster(
@@ -191,7 +191,7 @@ def find_or_make_following_plan(
 ) -> Plan:
     """The plan of another step on the stages of `running` (see `follow_plan`), stored or new. Collective."""
     from alpa_strategy.cost.roofline import RooflineCosts
-    from alpa_strategy.inter_op.follow import follow_fingerprint, follow_plan
+    from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
 
     def work() -> dict[str, Any]:
         wanted = follow_fingerprint(step, running, cluster, job.options, optimizer)
@@ -256,7 +256,7 @@ def _plan_on_rank_zero(
         return plan
 
     def make() -> Plan:
-        from alpa_strategy.plan.choose import choose_plan
+        from alpa_strategy.planner.choose import choose_plan
 
         if not cluster.measured:
             return choose_plan(task, pinned)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.runtime.clip import clip_by_norm
 
 

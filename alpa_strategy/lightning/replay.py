@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from alpa_strategy.capture.step_graph import LeafRef, MetricRef, StepGraph, ValueRef
-from alpa_strategy.capture.step_numbers import COUNTERS, CounterRef
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.ir.counters import COUNTERS, CounterRef
+from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.lightning.metric_state import MetricStates
 
 

@@ -14,9 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.guards import AttributeCheck
-from alpa_strategy.capture.step_graph import StepGraph
-from alpa_strategy.lightning.agree import RankZero
+from alpa_strategy.comm.collectives import RankZero
+from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.torch_comm import build_mesh
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.loops import step_counters
@@ -40,13 +44,9 @@ from alpa_strategy.lightning.whole import WholeParameters, shapes_only
 from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.fingerprint import is_for
-from alpa_strategy.plan.plan import ParameterPlan
-from alpa_strategy.runtime.comm import Pending
+from alpa_strategy.planner.fingerprint import is_for
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.random import ShardedRandom
 from alpa_strategy.runtime.step_in_backward import StepInBackward
-from alpa_strategy.runtime.torch_comm import build_mesh
 
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept

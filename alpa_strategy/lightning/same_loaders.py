@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.agree import world_size
 from alpa_strategy.lightning.loops import is_last_of_loader, next_loader, why_uneven
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from alpa_strategy.comm.collectives import RankZero, all_texts, world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.agree import RankZero, all_texts, world_size
 from alpa_strategy.lightning.shape_key import shapes_text
 
 MEET_SECONDS = 60.0

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint.loading import read_held
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
-from alpa_strategy.lightning.agree import world_size
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.lightning.staged_optimizer_state import described_states
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 

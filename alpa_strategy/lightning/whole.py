@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alpa_strategy.lightning.agree import any_rank
+from alpa_strategy.comm.collectives import any_rank
 
 
 class WholeParameters:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.capture.grouped_mm import groups_between
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.errors import ShardingError
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
+from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_batch_norm import batch_norm_sync
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
-from alpa_strategy.runtime.comm import MeshComm
 from alpa_strategy.sharding.binding import bind
-from alpa_strategy.sharding.layout import value_layout
-from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.runtime.comm import AxisComm
+from alpa_strategy.comm.mesh import AxisComm
 
 
 def _check_ids(valid: Tensor, what: str) -> None:

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.step_graph import Op, StepGraph
-from alpa_strategy.capture.step_numbers import COUNTERS, LateNumber, at_counters, is_late
+from alpa_strategy.comm.mesh import MeshComm, Pending
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
+from alpa_strategy.ir.counters import COUNTERS, LateNumber, at_counters, is_late
+from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
+from alpa_strategy.ir.placement import REPLICATE, DualLayout, dual_layout, dual_layout_to_str, value_layout
+from alpa_strategy.ir.plan import StagePlan, source_layout
 from alpa_strategy.lower.lines import before_first_use, begin_first, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.lower.order import made_of_the_batch
-from alpa_strategy.plan.plan import StagePlan, source_layout
-from alpa_strategy.runtime.comm import MeshComm, Pending
-from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.reshard import Reshard
 from alpa_strategy.sharding import localize
-from alpa_strategy.sharding.layout import REPLICATE, DualLayout, dual_layout, dual_layout_to_str, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot
 
 LITERALS = (bool, int, float, str, type(None))
 

@@ -6,7 +6,7 @@ devices would wait for the slowest; begun first, it is there long before.
 
 from __future__ import annotations
 
-from alpa_strategy.capture.step_graph import StepGraph
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.sharding.localize import is_random
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from alpa_strategy.runtime.comm import MeshComm, all_reduce_over
+from alpa_strategy.comm.mesh import MeshComm, all_reduce_over
 
 
 class Gradients(Protocol):

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.options import bucket_limit
-from alpa_strategy.runtime.comm import (
+from alpa_strategy.comm.mesh import (
     AxisComm,
     MeshComm,
     Pending,
@@ -26,8 +24,10 @@ from alpa_strategy.runtime.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.sharding.layout import chunk_sizes
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.ir.placement import chunk_sizes
+from alpa_strategy.options import bucket_limit
 
 WHOLE_MESH = -1  # stands for all axes at once
 

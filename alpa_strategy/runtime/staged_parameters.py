@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.capture.step_graph import ParameterInput
-from alpa_strategy.plan.plan import StagePlan
-from alpa_strategy.runtime.comm import MeshComm
+from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.plan import StagePlan, stage_parameters, stage_ranks
 from alpa_strategy.runtime.parameter_data import replace_data
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.staged_step import stage_parameters, stage_ranks
 
 
 class StagedParameters:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.comm.mesh import MeshComm, Pending
+from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
-from alpa_strategy.plan.plan import ParameterPlan, source_layout
-from alpa_strategy.runtime.comm import MeshComm, Pending
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.sharding.layout import REPLICATE, Layout, shard, value_layout
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.placement import REPLICATE, Layout, shard, value_layout
+from alpa_strategy.ir.plan import ParameterPlan, source_layout
 
 
 @dataclass

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from alpa_strategy.ir.op import AxisStrategy, OpCall
+from alpa_strategy.ir.placement import REPLICATE
 from alpa_strategy.sharding.code_numbers import numbers_in_code
 from alpa_strategy.sharding.discover_experiment import MIN_TRIALS, SUMMAND, WHOLE, Experiment, Split
 from alpa_strategy.sharding.discover_trials import (
@@ -35,9 +37,7 @@ from alpa_strategy.sharding.discover_trials import (
 )
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.isolation import tried
-from alpa_strategy.sharding.layout import REPLICATE
 from alpa_strategy.sharding.localize import is_random
-from alpa_strategy.sharding.op import AxisStrategy, OpCall
 from alpa_strategy.sharding.splits import rounds_sums
 
 MAX_HYPOTHESES = 1500

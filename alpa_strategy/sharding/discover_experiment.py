@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.discover_trials import SHARED_KINDS, Trial, accepts_shapes, run_call
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, TensorMeta
 
 MIN_TRIALS = 3  # that a verdict needs
 WHOLE, SUMMAND = Replicate(), Partial("sum")

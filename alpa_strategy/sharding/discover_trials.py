@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.sharding.isolation import tried
-from alpa_strategy.sharding.op import OpCall, TensorMeta
 
 MAX_ELEMENTS = 300_000  # of all operands and results together, in the largest trials
 SMALLEST_SIZE = 5  # of a shrunk dim: up to 5 chunks, none of them empty

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from alpa_strategy.sharding.op import OpCall, Slot
+from alpa_strategy.ir.op import OpCall, Slot
 
 _FORMAT = 1
 _log = logging.getLogger(__name__)

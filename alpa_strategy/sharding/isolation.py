@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 
-from alpa_strategy.sharding.op import OpCall, target_name
+from alpa_strategy.ir.op import OpCall, target_name
 
 T = TypeVar("T")
 

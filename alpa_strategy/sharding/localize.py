@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.sharding.binding import bind, rebuild
 from alpa_strategy.sharding.discover_trials import draws_random_numbers
-from alpa_strategy.sharding.layout import DualLayout, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
 from alpa_strategy.sharding.views import RESHAPES
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ along is parallel; a dim that is summed is contracted.
 
 from __future__ import annotations
 
+from alpa_strategy.ir.op import OpCall, Slot
 from alpa_strategy.sharding.binding import bind, dims_of, flat_tensor_arguments, slots
-from alpa_strategy.sharding.op import OpCall, Slot
 from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
 
 # Bytes sent by a device per byte of the full tensor, for n devices (design section 6): only orders steps, no times.
 _VOLUME = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.ir.op import AxisStrategy, OpCall, target_name
 from alpa_strategy.sharding.localize import localize
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, target_name
 from alpa_strategy.sharding.pointwise import aligned
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.sharding.table import FAMILIES, NOTATION, POINTWISE_LINEAR, UNTAGGED_POINTWISE, Family

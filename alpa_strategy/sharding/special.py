@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot
+from alpa_strategy.ir.placement import REPLICATE, DualPlacement, shard
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
-from alpa_strategy.sharding.layout import REPLICATE, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.op import AxisStrategy, InnerCollective, OpCall, Slot
 from alpa_strategy.sharding.pointwise import aligned
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 

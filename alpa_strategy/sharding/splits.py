@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, DualPlacement, shard
-from alpa_strategy.sharding.op import AxisStrategy, InnerCollective, OpCall
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall
+from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, DualPlacement, shard
 
 SUM = "P"  # result marker: every device holds a term of the sum
 WHOLE = "R"  # result marker: every device ends up with the whole result

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from alpa_strategy.ir.op import OpCall
 from alpa_strategy.sharding import pointwise, special, views
 from alpa_strategy.sharding.binding import bind
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.op import OpCall
 from alpa_strategy.sharding.pointwise import linear_sets
 from alpa_strategy.sharding.splits import Found
 from alpa_strategy.sharding.table_batched import BATCHED

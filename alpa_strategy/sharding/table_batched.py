@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from alpa_strategy.ir.op import OpCall, Slot
 from alpa_strategy.sharding.binding import bind
-from alpa_strategy.sharding.op import OpCall, Slot
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _OTHER_MATRIX, _THIRD_MATRIX = "[*b, k!, l!]", "[*b, m!, n!]"

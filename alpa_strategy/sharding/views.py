@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
+from alpa_strategy.ir.op import OpCall
 from alpa_strategy.sharding.binding import bind, dims_of, slots
-from alpa_strategy.sharding.op import OpCall
 from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]

@@ -19,7 +19,7 @@ from models import GPT
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.guards import AttributeCheck, attributes_hold
+from alpa_strategy.ir.guards import AttributeCheck, attributes_hold
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.leaves import leaves_hold
-from alpa_strategy.capture.step_graph import LeafRef, StepGraph
+from alpa_strategy.ir.graph import LeafRef, StepGraph
 
 
 class Reading(MLP):

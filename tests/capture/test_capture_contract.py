@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics.classification import MulticlassAccuracy
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.step_graph import LogRecord, MetricRef, StepGraph, ValueRef
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import LogRecord, MetricRef, StepGraph, ValueRef
 
 
 class Step(LightningModule):

@@ -10,8 +10,8 @@ from test_capture_equality import Step, assert_same_step, example
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.guards import attributes_hold
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.guards import attributes_hold
 
 
 def test_mask_of_constants_decides() -> None:

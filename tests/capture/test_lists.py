@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.guards import attributes_hold
-from alpa_strategy.capture.step_graph import ValueRef
-from alpa_strategy.capture.step_numbers import CounterRef
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.counters import CounterRef
+from alpa_strategy.ir.graph import ValueRef
+from alpa_strategy.ir.guards import attributes_hold
 
 
 class Keeps(LightningModule):

@@ -16,8 +16,8 @@ from capture.outside_settings import Defaults
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.guards import attributes_hold
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.guards import attributes_hold
 
 WEIGHT = 0.5
 NOT_READ = 7

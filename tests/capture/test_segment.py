@@ -10,8 +10,8 @@ from models import GPT
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.capture.segment import segment_fused_linears
+from alpa_strategy.ir.interpret import run_step
 
 
 class Fused(pl.LightningModule):

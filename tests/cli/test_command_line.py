@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alpa_strategy.cli import main
-from alpa_strategy.plan.plan import Plan
+from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "gpt_tiny.yaml")

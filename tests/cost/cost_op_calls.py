@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 
 def tensor(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,8 +16,8 @@ from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.cost.roofline import RooflineCosts, optimizer_seconds, peak_flops
 from alpa_strategy.cost.table import OpTable
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
 DEVICE = DeviceSpec("toy", 10**9, 1e9, (("float32", 1e12), ("float16", 8e12)), 0.0, 0.5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from alpa_strategy.cli import main
-from alpa_strategy.coverage.judge import NONE_EXISTS, divides, judge, refutation
-from alpa_strategy.coverage.report import load, merged, op_table, summary
-from alpa_strategy.coverage.samples import CapturedCall, captured_calls, database
 from alpa_strategy.errors import OptionError
+from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.sharding import axis_strategies
-from alpa_strategy.sharding.op import AxisStrategy
+from alpa_strategy.tools.judge import NONE_EXISTS, divides, judge, refutation
+from alpa_strategy.tools.report import load, merged, op_table, summary
+from alpa_strategy.tools.samples import CapturedCall, captured_calls, database
 
 pytest.importorskip("expecttest")
 

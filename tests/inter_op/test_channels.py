@@ -7,8 +7,8 @@ import torch
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.channels import StageSpec, plan_channels
-from alpa_strategy.sharding.layout import Layout
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import Layout
 
 ROWS, WHOLE = Layout.parse("S0"), Layout.parse("R")
 METAS = {1: TensorMeta((8, 4), torch.float32, True), 2: TensorMeta((8,), torch.int64)}

@@ -20,7 +20,7 @@ from alpa_strategy.inter_op.cross_mesh import (
     plan_transfer,
     transfer_seconds,
 )
-from alpa_strategy.sharding.layout import Layout
+from alpa_strategy.ir.placement import Layout
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (6,), (2, 3), (3, 2), (8,), (2, 4), (4, 2)]
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.interpret import run_step
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.microbatch import microbatch
-from alpa_strategy.inter_op.microbatch_run import cut, joined, run_microbatches
-from alpa_strategy.inter_op.stage import Cut, MicroStep
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.microbatch.micro_step import Cut, MicroStep
+from alpa_strategy.microbatch.run import cut, joined, run_microbatches
+from alpa_strategy.microbatch.transform import microbatch
 
 ROWS = 8
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.slice import crossing_values, shared_parameters, slice_stage, slice_stages
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.placement import Layout, dual_layout, value_layout
+from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted, source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.plan import Fingerprint, Plan, Predicted, source_layout
-from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.sharding.layout import Layout, dual_layout, value_layout
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 ADAM = OptimizerInfo(state_bytes=16)
 CLUSTER = ClusterSpec.load("pcie_8gpu").with_devices(2)

@@ -20,7 +20,6 @@ from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.make import plan_pipeline
-from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.schedules import in_flight, why_not
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.spans import Spans, balanced_groups
@@ -32,9 +31,10 @@ from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.plan import Plan
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()
 SIZES = {

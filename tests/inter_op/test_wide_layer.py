@@ -14,7 +14,6 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.make import plan_pipeline
-from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import stage_on
 from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
@@ -24,9 +23,10 @@ from alpa_strategy.intra_op.local_search import Neighbourhood, descend
 from alpa_strategy.intra_op.many_assignments import ManyAssignments
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solve import solve
-from alpa_strategy.intra_op.synthetic import gpt_like
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.tools.synthetic import gpt_like
 
 ADAM = OptimizerInfo()
 CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)

@@ -20,8 +20,8 @@ from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.make import plan_step
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.make import plan_step
+from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops as capture_ops
 from alpa_strategy.errors import ShardingError
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall
+from alpa_strategy.ir.placement import Layout, grad_layout, value_layout
 from alpa_strategy.lower.local_ops import build_local_op
-from alpa_strategy.sharding.layout import Layout, grad_layout, value_layout
-from alpa_strategy.sharding.op import AxisStrategy, LocalCall, OpCall
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 aten = torch.ops.aten
 

@@ -12,18 +12,18 @@ import torch
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.interpret import run_step
-from alpa_strategy.capture.step_graph import StepGraph
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.placement import Layout, value_layout
+from alpa_strategy.ir.plan import source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.plan.plan import source_layout
-from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.sharding.layout import Layout, value_layout
-from alpa_strategy.sharding.thread_mesh import ThreadMesh, run_on_threads
+from alpa_strategy.tools.thread_mesh import ThreadMesh, run_on_threads
 
 CASES = {
     "mlp": {},

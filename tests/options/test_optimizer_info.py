@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.optimizer_info import (
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.planner.optimizer_info import (
     _ELEMENT_WISE,
     experiment,
     inspect_optimizer,
     optimizer_info_of,
     steps_parameter_by_parameter,
 )
-from alpa_strategy.options import OptimizerInfo
 
 
 def parameter() -> list[torch.nn.Parameter]:

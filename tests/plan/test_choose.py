@@ -13,9 +13,9 @@ from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.choose import MARGIN, choose_plan, hidden_seconds
-from alpa_strategy.plan.make import make_plan
-from alpa_strategy.plan.task import PlanTask
+from alpa_strategy.planner.choose import MARGIN, choose_plan, hidden_seconds
+from alpa_strategy.planner.make import make_plan
+from alpa_strategy.planner.task import PlanTask
 
 
 def cluster(bandwidth: float) -> ClusterSpec:

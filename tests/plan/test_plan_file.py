@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.plan.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.plan.store import PlanStore
+from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.planner.store import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
 MODES = st.sampled_from(["R", "R*", "S0", "S1", "G0", "G12"])

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.torch_comm import build_stage_meshes
 from alpa_strategy.inter_op.channels import StageSpec
-from alpa_strategy.inter_op.pipeline_spec import BatchTensor, PipelineSpec, SharedParameter
-from alpa_strategy.plan.plan import ParameterPlan
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
+from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.pipeline.pipeline import OwnStage, Pipeline
+from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.pipeline import OwnStage, Pipeline
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.runtime.torch_comm import build_stage_meshes
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
-from alpa_strategy.sharding.op import TensorMeta
 
 WIDTH, ROWS = 6, 144
 IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202

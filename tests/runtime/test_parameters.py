@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from alpa_strategy.capture.step_graph import ParameterInput
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
-from alpa_strategy.plan.plan import ParameterPlan, source_layout
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import BROADCAST, REPLICATE, shard
+from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.runtime.torch_comm import build_mesh
-from alpa_strategy.sharding.layout import BROADCAST, REPLICATE, shard
-from alpa_strategy.sharding.op import TensorMeta
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 ROWS = 12
 

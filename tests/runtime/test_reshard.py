@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.runtime.reshard import Reshard
-from alpa_strategy.runtime.torch_comm import build_mesh
-from alpa_strategy.sharding.layout import (
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.torch_comm import build_mesh
+from alpa_strategy.ir.placement import (
     BROADCAST,
     PARTIAL,
     REPLICATE,
@@ -26,7 +26,7 @@ from alpa_strategy.sharding.layout import (
     shard,
     value_layout,
 )
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def coordinates(mesh_shape):

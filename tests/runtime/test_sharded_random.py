@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from alpa_strategy.runtime.random import ShardedRandom
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def draw(mesh, seed, axes_per_call):

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import linear
 
-from alpa_strategy.runtime.split_backward import SplitBackward
+from alpa_strategy.pipeline.split_backward import SplitBackward
 
 
 def chain(x, w):

@@ -16,21 +16,21 @@ from models import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.interpret import run_step
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.torch_comm import broadcast_object
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.make import plan_pipeline
-from alpa_strategy.inter_op.microbatch import microbatch
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.plan.plan import ParameterPlan
-from alpa_strategy.plan.task import PlanTask
-from alpa_strategy.runtime.staged_step import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
-from alpa_strategy.runtime.torch_comm import broadcast_object
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
+from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo(state_bytes=16)
 CASES = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from alpa_strategy.comm.mesh import all_reduce_over
+from alpa_strategy.comm.torch_comm import all_equal, broadcast_object, build_mesh, build_meshes
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.runtime.comm import all_reduce_over
-from alpa_strategy.runtime.torch_comm import all_equal, broadcast_object, build_mesh, build_meshes
-from alpa_strategy.sharding.layout import chunk_range
+from alpa_strategy.ir.placement import chunk_range
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 SHAPES = ((4, 8), (5, 3), (1, 7), (3, 2, 5), (2,))

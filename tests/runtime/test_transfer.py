@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from alpa_strategy.comm.messages import Outbox, Transfer, exchange
+from alpa_strategy.comm.torch_comm import build_stage_meshes
 from alpa_strategy.inter_op.cross_mesh import MeshSide, plan_transfer
-from alpa_strategy.runtime.torch_comm import build_stage_meshes
-from alpa_strategy.runtime.transfer import Outbox, Transfer, exchange
-from alpa_strategy.sharding.layout import Layout
+from alpa_strategy.ir.placement import Layout
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 
 def call_and_operands(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, list[torch.Tensor]]:

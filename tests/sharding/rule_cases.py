@@ -10,7 +10,7 @@ from rule_cases_batched import batched_cases
 from torch import Tensor
 
 from alpa_strategy.capture import ops
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
 

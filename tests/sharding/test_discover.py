@@ -4,9 +4,9 @@ import pytest
 import torch
 from sharding.calls import make_call
 
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.sharding.discover import discover
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
-from alpa_strategy.sharding.op import OpCall, Slot, TensorMeta
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rule_cases import CASES, Case, aten, call_of, f
 
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.sharding import axis_strategies, localize, op_strategies
-from alpa_strategy.sharding.layout import value_layout
-from alpa_strategy.sharding.op import AxisStrategy
 
 
 def _strategies(*texts: str) -> tuple[AxisStrategy, ...]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.cluster.spec import LogicalMesh
-from alpa_strategy.sharding.layout import BROADCAST, PARTIAL, REPLICATE, dual_layout, shard
-from alpa_strategy.sharding.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, dual_layout, shard
 from alpa_strategy.sharding.redistribute import reshard_seconds, reshard_steps, reshard_table, step_collectives
 
 DUALS = [REPLICATE, BROADCAST, PARTIAL, shard(0), shard(1)]

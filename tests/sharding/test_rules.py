@@ -14,10 +14,10 @@ from rule_cases import CASES, aten, c, call_of, f, i, m
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import ShardingError
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta
 from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
 from alpa_strategy.sharding.notation import parse
-from alpa_strategy.sharding.op import AxisStrategy, OpCall, Slot, TensorMeta
-from alpa_strategy.sharding.prove import prove
+from alpa_strategy.tools.prove import prove
 
 sizes = st.integers(1, 7)
 axis_sizes = st.integers(2, 4)

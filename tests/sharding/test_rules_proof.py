@@ -6,7 +6,7 @@ import pytest
 from rule_cases import CASES, Case
 
 from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
-from alpa_strategy.sharding.prove import prove
+from alpa_strategy.tools.prove import prove
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from alpa_strategy.sharding.layout import chunk_range
-from alpa_strategy.sharding.thread_mesh import run_on_threads
+from alpa_strategy.ir.placement import chunk_range
+from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def _chunk(tensor, dim, axis):

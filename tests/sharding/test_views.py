@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rule_cases import aten, call_of, f
 
 from alpa_strategy.sharding import axis_strategies, op_strategies
-from alpa_strategy.sharding.prove import prove
 from alpa_strategy.sharding.views import dim_groups
+from alpa_strategy.tools.prove import prove
 
 
 @st.composite

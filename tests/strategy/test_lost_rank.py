@@ -16,8 +16,8 @@ import os, signal, sys, time
 import lightning.pytorch as pl
 import torch
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.lightning.agree import RankZero
-from alpa_strategy.runtime.stage_worker import StageWorker
+from alpa_strategy.comm.collectives import RankZero
+from alpa_strategy.pipeline.stage_worker import StageWorker
 from models import MLP
 
 root, lost, world, options, moment = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4]), sys.argv[5]

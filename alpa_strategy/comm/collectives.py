@@ -1,0 +1,175 @@
+"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised on all of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from alpa_strategy import errors
+from alpa_strategy.comm.failure import job_store
+from alpa_strategy.comm.torch_comm import broadcast_object
+from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    """Run `work` on every rank; an AlpaError on any rank is raised on all. Collective.
+
+    Returns this rank's result, and `summary(result)` (small, picklable) of every rank.
+    """
+    result: T | None = None
+    own_error: AlpaError | None = None
+    try:
+        result = work()
+        report: tuple[Any, tuple[str, str, str] | None] = (summary(result), None)
+    except AlpaError as error:
+        own_error, report = error, (None, _to_data(error))
+    reports = [report]
+    if world_size() > 1:
+        reports = [None] * world_size()
+        dist.all_gather_object(reports, report)
+    failed = [(rank, error) for rank, (_, error) in enumerate(reports) if error is not None]
+    if failed:
+        # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
+        first = _from_data(failed[0][1])
+        raise first from own_error
+    return result, [value for value, _ in reports]
+
+
+def all_texts(text: str, device: torch.device, max_bytes: int = 256) -> list[str]:
+    """`text`, cut to `max_bytes`, of every rank: one small collective."""
+    if world_size() == 1:
+        return [text]
+    own = torch.zeros(max_bytes, dtype=torch.uint8)
+    data = text.encode()[:max_bytes]
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own = own.to(device)
+    found = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(found, own)
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
+
+
+class RankZero:
+    """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._alone = world_size() == 1
+        if not self._alone:
+            self._store = job_store().clone()
+            self._rank = dist.get_rank()
+            self._run = self._store.add(f"alpa/rank_zero/runs/{self._rank}", 1)
+            self._count = 0
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank works alone."""
+        return self._alone or self._rank == 0
+
+    def result_of(self, work: Callable[[], Any], what: str) -> Any:
+        """`work()` of rank 0 (JSON data) on every rank; its AlpaError is raised on every rank.
+
+        Args:
+            what: for the error when rank 0 takes longer than the timeout.
+        """
+        if self._alone:
+            return work()
+        self._count += 1
+        key = f"alpa/rank_zero/{self._run}/{self._count}"
+        if self._rank == 0:
+            try:
+                result = work()
+                self._store.set(key, json.dumps({"value": result}))
+            except AlpaError as error:
+                self._store.set(key, json.dumps({"error": _to_data(error)}))
+                raise
+            return result
+        self._wait_for(key, what)
+        message = json.loads(self._store.get(key))
+        if "error" in message:
+            raise _from_data(message["error"])
+        return message["value"]
+
+    def _wait_for(self, key: str, what: str) -> None:
+        """In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
+        who joins a thread does."""
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                self._store.wait([key], timedelta(seconds=self._timeout_seconds))
+            except RuntimeError as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True, name="alpa-rank-zero")
+        waiting.start()
+        waiting.join()
+        if failures:
+            raise RuntimeMismatchError(
+                f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
+            ) from failures[0]
+
+    def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
+        """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""
+        if self._alone:
+            return {0: text}
+        keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(world_size())]
+        self._store.set(keys[self._rank], text)
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_seconds))
+        except RuntimeError:  # some ranks do not come: the caller sees which
+            pass_by = [key for key in keys if self._store.check([key])]
+            return {keys.index(key): self._store.get(key).decode() for key in pass_by}
+        return {rank: self._store.get(key).decode() for rank, key in enumerate(keys)}
+
+
+def agree_on_seed() -> int:
+    """Rank 0's `torch.initial_seed()` on every rank. Collective."""
+    return broadcast_object(torch.initial_seed())
+
+
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Which flags are set on at least one rank. Collective."""
+    votes = torch.tensor(flags, dtype=torch.uint8)
+    if world_size() > 1:
+        if dist.get_backend() == "nccl":
+            votes = votes.cuda()
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes.tolist()]
+
+
+def shared(value: Any, source: int, device: torch.device) -> Any:
+    """Rank `source`'s value, a pytree of tensors and picklable leaves, on every rank. Collective."""
+    given = broadcast_object(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value), source)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
+
+
+def broadcast_states(module: torch.nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, as DDP does, except those without memory. Collective."""
+    if world_size() == 1:
+        return
+    tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if tensors:
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, 0)
+
+
+def _to_data(error: AlpaError) -> tuple[str, str, str]:
+    return type(error).__name__, error.problem, error.fix
+
+
+def _from_data(data: Any) -> AlpaError:
+    name, problem, fix = data
+    return getattr(errors, name, AlpaError)(problem, fix)

@@ -1,0 +1,271 @@
+"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and a store that keeps the findings.
+
+All ranks go through the same loops in the same order: every count is a constant or agreed on by a maximum over the
+ranks, never by one rank's clock. What comes out is therefore the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from alpa_strategy.cluster.mesh import crossing_groups, factorisations, strides, volume_factor, without_outliers
+from alpa_strategy.cluster.spec import NOMINAL, ClusterSpec, CommTable, DeviceSpec, Link
+from alpa_strategy.comm.mesh import AxisComm, MeshComm
+from alpa_strategy.cost.measure import device_name, measure_device
+from alpa_strategy.cost.table import write_json_atomically
+from alpa_strategy.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
+ROUNDS = 8
+NO_SLOWDOWN = 1.1  # up to here it is noise
+
+
+def measure_collectives(
+    mesh: MeshComm,
+    kinds: Iterable[str] = KINDS,
+    sizes_bytes: Iterable[int] = SIZES_BYTES,
+    budget_seconds: float = 1.5,
+    device: torch.device | str = "cpu",
+    axes: Iterable[int] | None = None,
+) -> list[CommTable]:
+    """Time each collective on each mesh axis (of more than one device), all groups of the axis at the same time.
+
+    Seconds are the slowest rank's, the best of several rounds: one round times everything once, so that a burst of
+    other load does not spoil all the repetitions of one collective. Sizes are those of the full tensor on the axis;
+    larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this alike.
+    """
+    device = torch.device(device)
+    kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
+    all_strides = strides(mesh.shape)
+    tables = []
+    for index in range(len(mesh.shape)) if axes is None else axes:
+        axis = mesh.axes[index]
+        if axis.size == 1:
+            continue
+        clock = _AgreedClock(mesh, device)
+        best: dict[tuple[str, int], float] = {}
+        for size in sizes:  # the first round warms up: connections are made lazily
+            for kind in kinds:
+                best[kind, size] = clock.time(_collective(axis, kind, size, device))
+            if clock.elapsed > budget_seconds / 2 and len(best) >= 2 * len(kinds):
+                break
+        for round_index in range(ROUNDS):
+            for kind, size in best:
+                best[kind, size] = min(best[kind, size], clock.time(_collective(axis, kind, size, device)))
+            if clock.elapsed > budget_seconds and round_index > 0:
+                break
+        for kind in kinds:
+            points = [(_exact_bytes(axis.size, size), best[kind, size]) for size in sizes if (kind, size) in best]
+            tables.append(CommTable(kind, axis.size, all_strides[index], without_outliers(points)))
+    return tables
+
+
+def measure_cluster(
+    name: str,
+    num_nodes: int,
+    devices_per_node: int,
+    make_mesh: Callable[[tuple[int, ...]], MeshComm],
+    device: torch.device | str = "cpu",
+    budget_seconds: float = 1.5,
+    store: ClusterStore | None = None,
+    backend: str = "gloo",
+) -> ClusterSpec:
+    """The running job's cluster as a measured ClusterSpec, equal on all ranks; from `store` where every rank finds it.
+
+    Args:
+        make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape on all ranks alike.
+        budget_seconds: per mesh axis.
+    """
+    device = torch.device(device)
+    shapes = factorisations(num_nodes * devices_per_node)
+    whole = make_mesh(shapes[0])
+    found = store.load(name, device_name(device), num_nodes, devices_per_node, backend) if store else None
+    if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:
+        assert found is not None
+        return found
+    spec = _agreed_device(whole, measure_device(device, devices_per_node), device)
+    spec = replace(spec, slowdown=measure_slowdown(whole, device))
+    tables: list[CommTable] = []
+    done: set[tuple[int, int]] = set()
+    for shape in shapes:
+        axes = [a for a, key in enumerate(zip(shape, strides(shape), strict=True)) if key not in done]
+        if not axes or shape == (1,):
+            continue
+        mesh = whole if shape == shapes[0] else make_mesh(shape)
+        tables += measure_collectives(mesh, budget_seconds=budget_seconds, device=device, axes=axes)
+        done.update(zip(shape, strides(shape), strict=True))
+    cluster = ClusterSpec(
+        name=name,
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device=spec,
+        intra_node=_fit_link(tables, num_nodes, devices_per_node, across=False) or NOMINAL.intra_node,
+        inter_node=_fit_link(tables, num_nodes, devices_per_node, across=True) or NOMINAL.inter_node,
+        tables=tuple(tables),
+        measured=True,
+    )
+    if store is not None:
+        store.save(cluster, backend)
+    return cluster
+
+
+class ClusterStore:
+    """Measured clusters in a folder (`.alpa/costs`), one JSON file per device model, counts, backend, torch version.
+
+    Host names are no part of the key: the next job on the same kind of machines need not measure again.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def path(self, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:
+        """The file that holds such a cluster."""
+        key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        return self.folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
+
+    def load(
+        self, name: str, device: str, num_nodes: int, devices_per_node: int, backend: str = "gloo"
+    ) -> ClusterSpec | None:
+        """The stored cluster under the name `name`; None when there is none that can be read."""
+        path = self.path(device, num_nodes, devices_per_node, backend)
+        if not path.exists():
+            return None
+        try:
+            return replace(ClusterSpec.from_dict(json.loads(path.read_text()), str(path)), name=name)
+        except (OSError, ValueError, ClusterError) as error:
+            logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
+            return None
+
+    def save(self, cluster: ClusterSpec, backend: str = "gloo") -> None:
+        """Keep a measured cluster. A folder that cannot be written to costs the next job its time, not this one."""
+        path = self.path(cluster.device.name, cluster.num_nodes, cluster.devices_per_node, backend)
+        try:
+            write_json_atomically(path, cluster.to_dict())
+        except OSError as error:
+            logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
+
+
+def _exact_bytes(n: int, size: int) -> int:
+    """Bytes of a float32 tensor [n, multiple of n] of about `size` bytes."""
+    return 4 * n * n * max(1, round(size / (4 * n * n)))
+
+
+def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> Callable[[], object]:
+    """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
+    n = axis.size
+    columns = _exact_bytes(n, size) // (4 * n)
+    match kind:
+        case "all_reduce":
+            whole = torch.ones(n, columns, device=device)
+            return lambda: axis.all_reduce(whole)
+        case "reduce_scatter":
+            whole = torch.ones(n, columns, device=device)
+            return lambda: axis.reduce_scatter(whole, 0)
+        case "all_gather":
+            row = torch.ones(1, columns, device=device)
+            return lambda: axis.all_gather(row, 0, n)
+        case "all_to_all":
+            row = torch.ones(1, columns, device=device)
+            return lambda: axis.all_to_all(row, 0, n, 1)
+    raise ValueError(f"cannot measure {kind!r}: one of {', '.join(KINDS)}")
+
+
+class _AgreedClock:
+    """Times on which all ranks of a mesh agree: each is the slowest rank's. `elapsed`: seconds since it was made."""
+
+    def __init__(self, mesh: MeshComm, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        self.elapsed = 0.0
+        self._made = time.perf_counter()
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Seconds of one run. The agreement before it makes all ranks start together."""
+        _agreed_max(self.mesh, [0.0], self.device)
+        started = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        seconds, self.elapsed = _agreed_max(self.mesh, [now - started, now - self._made], self.device)
+        return seconds
+
+
+def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
+    """Element-wise maximum over all ranks of the mesh."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    for axis in mesh.axes:
+        tensor = axis.all_reduce(tensor, "max")
+    return tensor.tolist()
+
+
+def measure_slowdown(mesh: MeshComm, device: torch.device | str = "cpu", seconds: float = 0.2) -> float:
+    """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or one machine.
+
+    Rates over a whole window each, not best times: ranks that take turns on a core are fast for moments. 1 on GPUs.
+    """
+    device = torch.device(device)
+    if device.type != "cpu" or math.prod(mesh.shape) == 1:
+        return 1.0
+    matrix = torch.rand(256, 256)
+
+    def rate() -> float:
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            matrix @ matrix
+            count += 1
+        return count / (time.perf_counter() - started)
+
+    first = not any(mesh.coordinate)
+    alone, together = 0.0, 0.0
+    for _ in range(2):  # the better of two: a burst of other load passes
+        alone = max(alone, _agreed_max(mesh, [rate() if first else 0.0], device)[0])
+        _agreed_max(mesh, [0.0], device)
+        together = max(together, -_agreed_max(mesh, [-rate()], device)[0])
+    found = max(1.0, alone / together)
+    return found if found > NO_SLOWDOWN else 1.0
+
+
+def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:
+    """The weakest of the ranks' devices in every figure: all wait for it."""
+    dtypes = [dtype for dtype, _ in spec.peak_flops]
+    rates = [spec.memory_bytes, spec.memory_bandwidth, *(peak for _, peak in spec.peak_flops)]
+    agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
+    memory, bandwidth, *peaks = [-value for value in agreed[1:]]
+    return replace(
+        spec,
+        memory_bytes=int(memory),
+        memory_bandwidth=bandwidth,
+        peak_flops=tuple(zip(dtypes, peaks, strict=True)),
+        launch_seconds=agreed[0],
+    )
+
+
+def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool) -> Link | None:
+    """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or inside them.
+
+    Latency is the fastest small one's; bandwidth (of the whole node across, shared by the groups that cross) is what
+    the best large one reached after it.
+    """
+    latency, bandwidth = float("inf"), 0.0
+    for table in tables:
+        groups, _ = crossing_groups(table.size, table.stride, num_nodes * devices_per_node, devices_per_node)
+        if table.kind != "all_reduce" or (groups > 0) != across:
+            continue
+        first, (num_bytes, seconds) = min(time for _, time in table.points), table.points[-1]
+        latency = min(latency, first)
+        moved = volume_factor("all_reduce", table.size) * num_bytes
+        bandwidth = max(bandwidth, moved / max(seconds - first, 0.05 * seconds) * max(groups, 1))
+    return Link(latency, bandwidth) if bandwidth else None

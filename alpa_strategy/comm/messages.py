@@ -1,0 +1,329 @@
+"""Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per pair of ranks.
+
+What is sent where was decided in `inter_op/cross_mesh.py`. Receives are posted early and waited for when they are
+needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL
+ignores tags, so there every channel and direction has a group of its own (`torch_comm.message_groups`).
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Shard
+
+from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.errors import LostRankError
+from alpa_strategy.inter_op.cross_mesh import Box, Piece, TransferPlan
+from alpa_strategy.ir.placement import REPLICATE, DualLayout, Layout, shard
+
+ALIGNMENT = 16  # bytes: tensors of any dtype may begin there
+HELD_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where piece `piece` of tensor `value` lies in a message."""
+
+    value: int
+    piece: Piece
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Sent:
+    work: Any
+    tensor: Tensor
+    peer: int
+
+
+class Outbox:
+    """Sends under way: keeps their buffers until they have left, without holding up the sender.
+
+    gloo tells that a send is done only to who waits for it: once buffers add up, a thread waits for them. Other
+    backends are asked.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[_Sent] = deque()
+        self._held_bytes = 0
+        self._queue: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Condition()
+        self._num_waiting = 0
+        self._error: BaseException | None = None
+
+    def send(self, ops: Sequence[dist.P2POp]) -> None:
+        """Start all sends."""
+        for op in ops:
+            self._held.append(_Sent(_begin(op), op.tensor, op.peer))
+            self._held_bytes += op.tensor.numel()
+            if dist.get_backend(op.group) != "gloo":
+                while self._held and self._held[0].work.is_completed():
+                    self._held_bytes -= self._held.popleft().tensor.numel()
+            elif self._held_bytes > HELD_BYTES:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the thread wait for all that is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, daemon=True, name="alpa-outbox")
+            self._thread.start()
+        with self._idle:
+            self._num_waiting += len(self._held)
+        for sent in self._held:
+            self._queue.put(sent)
+        self._held.clear()
+        self._held_bytes = 0
+
+    def _wait_for_all(self) -> None:
+        while (sent := self._queue.get()) is not None:
+            try:
+                _named(sent.peer, "a message to", sent.work.wait)
+            except LostRankError as error:
+                self._error = self._error or error
+            del sent  # the buffer with it
+            with self._idle:
+                self._num_waiting -= 1
+                self._idle.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything has left. LostRankError when a receiver is gone."""
+        while self._held:
+            sent = self._held.popleft()
+            _named(sent.peer, "a message to", sent.work.wait)
+        self._held_bytes = 0
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_waiting == 0)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+
+
+class Transfer:
+    """One bundle of tensors from one mesh to another, as often as wanted.
+
+    Args:
+        plans: one per tensor; all between the same two meshes.
+        dtypes: one per tensor.
+        rank: this process's global rank.
+        mesh: the target's mesh where `rank` is on it and a plan gathers, else None.
+        group: process group of the messages.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[TransferPlan],
+        dtypes: Sequence[torch.dtype],
+        rank: int,
+        device: torch.device,
+        mesh: MeshComm | None = None,
+        group: Any = None,
+    ) -> None:
+        self._plans, self._dtypes = tuple(plans), tuple(dtypes)
+        self._rank, self._device, self._group = rank, device, group
+        self._outgoing = self._slots(lambda piece: piece.target if piece.source == rank else None)
+        self._incoming = self._slots(lambda piece: piece.source if piece.target == rank else None)
+        self._kept = [
+            (value, piece)
+            for value, plan in enumerate(plans)
+            for piece in plan.pieces
+            if piece.source == piece.target == rank
+        ]
+        self._kept_parts: dict[int, deque[list[Tensor]]] = {}  # tag -> parts that stay on this device
+        self._is_target = bool(plans) and rank in plans[0].received_boxes
+        self._gathers = [
+            Reshard(_dual(plan.received), _dual(plan.target.layout), plan.shape, mesh)
+            if plan.gathers and mesh is not None and self._is_target
+            else None
+            for plan in plans
+        ]
+
+    def _slots(self, peer_of: Callable[[Piece], int | None]) -> dict[int, list[_Slot]]:
+        """Peer -> the slots of its message; both ends make the same list from the same plans."""
+        messages: dict[int, list[_Slot]] = {}
+        ends: dict[int, int] = {}
+        for value, (plan, dtype) in enumerate(zip(self._plans, self._dtypes, strict=True)):
+            for piece in plan.pieces:
+                peer = peer_of(piece)
+                if peer is None or peer == self._rank:
+                    continue
+                offset, size = ends.get(peer, 0), piece.num_elements * dtype.itemsize
+                messages.setdefault(peer, []).append(_Slot(value, piece, offset, size))
+                ends[peer] = offset + -(-size // ALIGNMENT) * ALIGNMENT
+        return dict(sorted(messages.items()))
+
+    def send_ops(self, tensors: Sequence[Tensor | None], tag: int) -> list[dist.P2POp]:
+        """Messages with this rank's parts of `tensors` (local tensors; None stands for zeros).
+
+        Parts that stay on this device are kept until `receive` with the same tag asks for them.
+        """
+        if not self._outgoing and not self._kept:
+            return []
+        local = [self._source_tensor(value, tensor) for value, tensor in enumerate(tensors)]
+        if self._kept:
+            parts = [self._part(local[value], value, piece) for value, piece in self._kept]
+            self._kept_parts.setdefault(tag, deque()).append(parts)
+        ops = []
+        for peer, slots in self._outgoing.items():
+            parts = [self._part(local[slot.value], slot.value, slot.piece) for slot in slots]
+            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
+        return ops
+
+    def receive(self, tag: int, start: bool = True) -> Receipt:
+        """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
+        ops = []
+        for peer, slots in self._incoming.items():
+            buffer = torch.empty(slots[-1].offset + slots[-1].num_bytes, dtype=torch.uint8, device=self._device)
+            ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
+        receipt = Receipt(self, ops, tag)
+        if start:
+            receipt.works = [_begin(op) for op in ops]
+        return receipt
+
+    def forget(self) -> None:
+        """Drop parts that were kept for a receive that never came (a step that was broken off)."""
+        self._kept_parts.clear()
+
+    def assemble(self, buffers: Sequence[Tensor], tag: int) -> list[Tensor]:
+        """This rank's local tensors in the target's layouts from its messages."""
+        if not self._is_target:
+            return []
+        found: list[list[tuple[Piece, Tensor]]] = [[] for _ in self._plans]
+        if self._kept:
+            parts = self._kept_parts[tag].popleft()
+            for (value, piece), part in zip(self._kept, parts, strict=True):
+                found[value].append((piece, part))
+        for buffer, slots in zip(buffers, self._incoming.values(), strict=True):
+            for slot in slots:
+                raw = buffer[slot.offset : slot.offset + slot.num_bytes]
+                shape = [stop - start for start, stop in slot.piece.box]
+                found[slot.value].append((slot.piece, raw.view(self._dtypes[slot.value]).view(shape)))
+        results = []
+        for value, plan in enumerate(self._plans):
+            tensor = self._join(found[value], plan.received_boxes[self._rank], self._dtypes[value])
+            gather = self._gathers[value]
+            results.append(tensor if gather is None else gather.values(tensor))
+        return results
+
+    def _join(self, parts: list[tuple[Piece, Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
+        if len(parts) == 1 and parts[0][0].box == box:
+            return parts[0][1]
+        result = torch.empty([stop - start for start, stop in box], dtype=dtype, device=self._device)
+        for piece, part in parts:
+            result[_within(piece.box, box)].copy_(part)
+        return result
+
+    def _source_tensor(self, value: int, tensor: Tensor | None) -> Tensor:
+        if tensor is not None:
+            return tensor.detach()
+        shape = [stop - start for start, stop in self._plans[value].source_boxes[self._rank]]
+        return torch.zeros(shape, dtype=self._dtypes[value], device=self._device)
+
+    def _part(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
+        plan = self._plans[value]
+        own = plan.source_boxes[self._rank]
+        expected = tuple(stop - start for start, stop in own)
+        if tuple(tensor.shape) != expected or tensor.dtype != self._dtypes[value]:
+            raise AssertionError(
+                f"tensor {value} of a transfer is {list(tensor.shape)} {tensor.dtype}, planned was {list(expected)} "
+                f"{self._dtypes[value]}"
+            )
+        return tensor if piece.box == own else tensor[_within(piece.box, own)]
+
+
+class Receipt:
+    """A bundle that is on its way to this rank."""
+
+    def __init__(self, transfer: Transfer, ops: list[dist.P2POp], tag: int) -> None:
+        self._transfer, self.ops, self._tag = transfer, ops, tag
+        self.works: list[Any] = []
+
+    def wait(self) -> list[Tensor]:
+        """The local tensors, in the bundle's order. Collective on the target's mesh where a plan gathers."""
+        for op, work in zip(self.ops, self.works, strict=True):
+            _named(op.peer, "a message from", work.wait)
+        return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
+
+
+def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor]]], tag: int) -> list[list[Tensor]]:
+    """Carry out several transfers at once; every rank of the job calls with the same list. Tags from `tag` on.
+
+    Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).
+    """
+    receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
+    sends = [op for i, (transfer, tensors) in enumerate(transfers) for op in transfer.send_ops(tensors, tag + i)]
+    ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
+    if ops and dist.get_backend(ops[0].group) == "gloo":
+        for op, work in [(op, _begin(op)) for op in ops]:
+            _named(op.peer, _direction(op), work.wait)
+    elif ops:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    return [
+        transfer.assemble([op.tensor for op in receipt.ops], tag + i)
+        for i, ((transfer, _), receipt) in enumerate(zip(transfers, receipts, strict=True))
+    ]
+
+
+def _pack(slots: list[_Slot], parts: list[Tensor]) -> Tensor:
+    """One flat buffer of bytes; a single part is sent from where it lies."""
+    flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+    if len(flat) == 1:
+        return flat[0]
+    buffer = flat[0].new_empty(slots[-1].offset + slots[-1].num_bytes)
+    for slot, part in zip(slots, flat, strict=True):
+        buffer[slot.offset : slot.offset + slot.num_bytes].copy_(part)
+    return buffer
+
+
+def _within(box: Box, whole: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, whole, strict=True))
+
+
+def _dual(layout: Layout) -> DualLayout:
+    return tuple(shard(p.dim) if isinstance(p, Shard) else REPLICATE for p in layout)
+
+
+def _begin(op: dist.P2POp) -> Any:
+    """Start one message."""
+    return _named(op.peer, _direction(op), lambda: op.op(op.tensor, op.peer, op.group, op.tag))
+
+
+def _direction(op: dist.P2POp) -> str:
+    return "a message to" if op.op is dist.isend else "a message from"
+
+
+def _named(peer: int, what: str, call: Callable[[], Any]) -> Any:
+    """`call()`; a failure of the connection becomes an error that names the other rank."""
+    try:
+        return call()
+    except RuntimeError as error:
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            problem = f"{what} rank {peer} did not get through in time: rank {peer} hangs, or waits for one that does"
+        else:
+            problem = f"rank {peer} is gone: {what} it failed"
+        raise LostRankError(
+            f"rank {dist.get_rank()}: {problem} ({first_sentence(text)})", f"look at the output of rank {peer} first"
+        ) from error
+
+
+def first_sentence(text: str) -> str:
+    """What a backend says happened, without its source file and advice."""
+    line = text.splitlines()[0] if text else "no reason given"
+    return re.sub(r"^\[/[^\]]*\] ", "", line).partition(". This is typically")[0]

@@ -1,0 +1,132 @@
+"""Random ops on a mesh: other numbers on other shards, the same on replicas, reproducible from one seed.
+
+ATen's random ops draw from the device's default generator. So there is one generator state per set of sharding axes,
+swapped into the default generator around each op; everything else that draws from it sees nothing of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.comm.mesh import MeshComm
+
+T = TypeVar("T")
+Replay = Callable[[], AbstractContextManager[None]]
+
+# The default generator is one per process: ranks that are threads (tests, `prove`) must take turns with it.
+_default_generator_lock = threading.Lock()
+
+
+def _stream_seed(seed: int, random_axes: tuple[int, ...], coordinates: tuple[int, ...]) -> int:
+    """63 well-mixed bits, the same in every process and Python version."""
+    text = repr((seed, random_axes, coordinates)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+class ShardedRandom:
+    """Runs random ops for one device of a mesh.
+
+    Devices that differ in a coordinate of the op's `random_axes` draw independent numbers, the others the same. All
+    devices must call `run` in the same order with the same `random_axes`, as they do when they run one program.
+    On a mesh of one device the default generator itself is used: bitwise what the plain module draws.
+
+    Args:
+        mesh: this device's place.
+        seed: the run's seed, the same on all devices.
+        own_stream: never the default generator (one of several stages of a pipeline, which would draw alike).
+    """
+
+    def __init__(self, mesh: MeshComm, seed: int, own_stream: bool = False) -> None:
+        self._coordinate = tuple(mesh.coordinate)
+        self._seed = seed
+        self._alone = not own_stream and all(size == 1 for size in mesh.shape)
+        self._states: dict[tuple[tuple[int, ...], str], Tensor] = {}  # (random_axes, device type) -> generator state
+
+    def run(self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default one."""
+        if self._alone:
+            return fn(*args, **kwargs)
+        generators = _generators(args)
+        with _default_generator_lock:
+            outside = [generator.get_state() for generator in generators]
+            try:
+                for generator in generators:
+                    generator.set_state(self._state(random_axes, generator))
+                result = fn(*args, **kwargs)
+                for generator in generators:
+                    self._states[random_axes, generator.device.type] = generator.get_state()
+            finally:
+                for generator, state in zip(generators, outside, strict=True):
+                    generator.set_state(state)
+        return result
+
+    def _state(self, random_axes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        state = self._states.get((random_axes, generator.device.type))
+        if state is None:
+            coordinates = tuple(self._coordinate[axis] for axis in random_axes)
+            fresh = torch.Generator(generator.device)
+            fresh.manual_seed(_stream_seed(self._seed, random_axes, coordinates))
+            state = fresh.get_state()
+        return state
+
+    def bookmark(self) -> Replay:
+        """Remember what will be drawn from here on: a function that gives a context in which it is drawn once more.
+
+        Numbers drawn afterwards go on as if that context had not been.
+        """
+        at_start = dict(self._states)
+        alone = [(generator, generator.get_state()) for generator in _generators(())] if self._alone else []
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now, self._states = self._states, dict(at_start)
+            outside = [generator.get_state() for generator, _ in alone]
+            for generator, state in alone:
+                generator.set_state(state)
+            try:
+                yield
+            finally:
+                self._states = now
+                for (generator, _), state in zip(alone, outside, strict=True):
+                    generator.set_state(state)
+
+        return again
+
+    def state_dict(self) -> dict[str, Any]:
+        """This device's generators, for a checkpoint: tensors, numbers and strings only."""
+        states = {
+            f"{','.join(map(str, axes))}/{device}": state.clone() for (axes, device), state in self._states.items()
+        }
+        return {"seed": self._seed, "states": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken (same mesh, same device)."""
+        self._seed = state["seed"]
+        self._states = {}
+        for key, value in state["states"].items():
+            axes, _, device = key.partition("/")
+            self._states[tuple(int(axis) for axis in axes.split(",") if axis), device] = value.cpu().clone()
+
+
+def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:
+    """Default generators that an op on `args` may draw from: its device's, or all in use when no tensor says which."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return [_default_generator(arg.device)]
+    if torch.cuda.is_initialized():
+        return [torch.default_generator, _default_generator(torch.device("cuda"))]
+    return [torch.default_generator]
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,180 @@
+"""Resharding at run time: one autograd node that brings a local tensor from one dual layout to another, and back.
+
+The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the steps in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending, start_all_gather, start_all_reduce
+from alpa_strategy.ir.placement import DualLayout, Layout, chunk_range, dual_layout_to_str
+from alpa_strategy.runtime.regather import active_regather
+from alpa_strategy.sharding.redistribute import reshard_steps
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds together, exactly."""
+
+    axis: int
+    src: Placement
+    dst: Placement
+    shape: tuple[int, ...]
+
+
+class Reshard:
+    """Callable on a local tensor: values go `src` -> `dst`, gradients `dst.grad` -> `src.grad`.
+
+    Args:
+        src, dst: dual layouts, one dual placement per mesh axis.
+        shape: global shape of the tensor.
+        mesh: the mesh that the tensor lies on; all its devices must call.
+
+    `forward_steps` and `backward_steps` are what is done in each direction.
+    """
+
+    def __init__(self, src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh: MeshComm) -> None:
+        self.src, self.dst, self.shape = src, dst, tuple(shape)
+        self._mesh = mesh
+        forward: list[LocalStep] = []
+        backward: list[LocalStep] = []
+        current = list(src)
+        for step in reshard_steps(src, dst, self.shape, mesh.shape):
+            others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
+            seen = Layout(tuple(others)).local_shape(self.shape, mesh.shape, mesh.coordinate)
+            forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
+            backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
+            current[step.axis] = step.dst
+        self.forward_steps = _without_idle(forward)
+        self.backward_steps = _without_idle(backward[::-1])
+        self._sums_over = _summed_axis(self.forward_steps, mesh)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or self.is_identity:
+            return self.values(tensor)
+        result = _ReshardNode.apply(tensor, self, False, None)
+        regather = active_regather()
+        if regather is not None:
+            regather.note(self, tensor, result)
+        return result
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The forward alone, without autograd."""
+        return _run(self.forward_steps, tensor, self._mesh)
+
+    def start(self, tensor: Tensor) -> Pending:
+        """`values`, without waiting where it is one gathering or one sum; else all of it is done by `wait`."""
+        match self.forward_steps:
+            case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
+                return start_all_gather(self._mesh.axes[axis], tensor, dim, shape[dim])
+        axis = self._axis_of_sum(tensor)
+        if axis is not None:
+            return start_all_reduce(axis, _own_copy(tensor))
+        return Pending(lambda: self.values(tensor))
+
+    def late(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
+        """As a call, but the result may be on its way still: `pending` gets what to wait for before it is read.
+
+        It can be differentiated at once, as the gradient of a sum does not depend on its value. With None, or where it
+        is more than one sum, the result is there.
+        """
+        axis = self._axis_of_sum(tensor)
+        if pending is None or not hasattr(axis, "start_all_reduce"):
+            return self(tensor)
+        summed = _own_copy(tensor)
+        pending.append(start_all_reduce(axis, summed))
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return summed
+        return _ReshardNode.apply(tensor, self, False, summed)
+
+    def _axis_of_sum(self, tensor: Tensor) -> AxisComm | None:
+        """Where the forward is one sum that can be begun; truth values are no sum of theirs."""
+        return None if tensor.dtype == torch.bool else self._sums_over
+
+    def gradients(self, grad: Tensor) -> Tensor:
+        """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
+        return _run(self.backward_steps, grad, self._mesh)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether neither values nor gradients change."""
+        return not self.forward_steps and not self.backward_steps
+
+    def __repr__(self) -> str:
+        return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
+
+
+class _ReshardNode(torch.autograd.Function):
+    """The backward is again such a node, with the directions swapped: resharding is linear, so any order of derivative
+    is right."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, result: Tensor | None) -> Tensor:
+        ctx.reshard, ctx.swapped = reshard, swapped
+        if result is None:
+            result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        return tensor.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped, None), None, None, None
+
+
+def _without_idle(steps: list[LocalStep]) -> tuple[LocalStep, ...]:
+    return tuple(step for step in steps if step.src != step.dst)
+
+
+def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
+    """The axis over which `steps` are one sum (`mesh.whole` for all axes at once), None where they are not."""
+    if not steps or any(step.src != Partial() or step.dst != Replicate() for step in steps):
+        return None
+    if len(steps) == 1:
+        return mesh.axes[steps[0].axis]
+    covered = {step.axis for step in steps}
+    if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
+        return getattr(mesh, "whole", None)
+    return None
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """What a collective may overwrite."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _run(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:
+    for step in steps:
+        tensor = _redistribute(tensor, step, mesh.axes[step.axis])
+    return tensor
+
+
+def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
+    """One axis, one direction."""
+    match step.src, step.dst:
+        case Shard(dim=gathered), Shard(dim=split):
+            return axis.all_to_all(tensor, gathered, step.shape[gathered], split)
+        case Shard(dim=dim), Replicate():
+            return axis.all_gather(tensor, dim, step.shape[dim])
+        case Partial(), Replicate():
+            return axis.all_reduce(tensor)
+        case Partial(), Shard(dim=dim):
+            return axis.reduce_scatter(tensor, dim)
+        case Replicate(), Shard(dim=dim):
+            start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
+            # A copy: a view would keep the whole tensor alive for as long as the shard lives.
+            return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        case Replicate(), Partial():
+            return tensor if axis.index == 0 else torch.zeros_like(tensor)
+        case Shard(dim=dim), Partial():
+            start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
+            whole = tensor.new_zeros((*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :]))
+            whole.narrow(dim, start, stop - start).copy_(tensor)
+            return whole
+    raise AssertionError(f"no redistribution {step.src} -> {step.dst}")

@@ -1,0 +1,299 @@
+"""The communication layer over `torch.distributed` process groups. The only module that makes process groups.
+
+One group per mesh axis and coordinate line. `new_group` is collective over the whole job: every rank makes every group
+of every mesh, in one order, with ascending ranks, and keeps its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alpa_strategy.comm.backend import Backend, select_backend
+from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.ir.placement import chunk_range, chunk_sizes
+
+
+@dataclass(frozen=True)
+class TorchMesh:
+    """`MeshComm` of this rank. `whole` is the mesh seen as one axis (ranks in row-major order)."""
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    axes: tuple[TorchAxisComm, ...]
+    whole: TorchAxisComm
+    ranks: tuple[int, ...]  # global ranks, ascending
+
+
+def build_mesh(
+    shape: Sequence[int],
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> TorchMesh:
+    """The logical mesh of `shape` on `ranks` (ascending; default: the whole job). Collective over the whole job.
+
+    Args:
+        backend: `auto`, `torch` or `deepspeed` (see `runtime.backend`).
+
+    Raises:
+        RuntimeMismatchError: shape and ranks do not fit, or this rank is not part of the mesh (with several meshes side
+            by side, use `build_meshes`).
+    """
+    if ranks is None:
+        ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
+    return build_meshes([(shape, ranks)], timeout, backend)
+
+
+def build_meshes(
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> TorchMesh:
+    """Make all (shape, ranks) meshes of the job, in order; returns the one that holds this rank.
+
+    Collective over the whole job: every rank passes the same list. Meshes must not overlap.
+    """
+    mine = [mesh for mesh in build_stage_meshes(meshes, timeout, backend) if mesh is not None]
+    if not mine:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise RuntimeMismatchError(f"rank {rank} is in none of the meshes", "give every rank of the job a place in one")
+    return mine[-1]
+
+
+def build_stage_meshes(
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> list[TorchMesh | None]:
+    """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
+
+    Collective over the whole job: every rank passes the same list. Stages may share ranks; equal meshes are made once.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
+    for shape, ranks in meshes:
+        key = (tuple(shape), tuple(ranks))
+        if math.prod(shape) != len(key[1]) or list(ranks) != sorted(set(ranks)):
+            raise RuntimeMismatchError(
+                f"a mesh of shape {key[0]} cannot lie on ranks {key[1]}",
+                "give as many ranks as the mesh has devices, each once, ascending",
+            )
+        if key not in made:
+            made[key] = _build_one(*key, rank, timeout, chosen)
+    return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
+
+
+def message_groups(channels: Sequence[Sequence[int]], timeout: timedelta | None = None) -> list[tuple[Any, Any]]:
+    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective over the whole job.
+
+    gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
+    each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
+    """
+    if dist.get_backend() == "gloo":
+        return [(None, None)] * len(channels)
+    return [(dist.new_group(list(r), timeout=timeout), dist.new_group(list(r), timeout=timeout)) for r in channels]
+
+
+def _build_one(
+    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, timeout: timedelta | None, backend: Backend
+) -> TorchMesh | None:
+    grid = torch.tensor(ranks).reshape(shape)
+    coordinate = (
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(ranks.index(rank)), shape)) if rank in ranks else ()
+    )
+    whole_group = _new_group(ranks, timeout)
+    axes: list[TorchAxisComm] = []
+    for axis, size in enumerate(shape):
+        others = [range(n) for a, n in enumerate(shape) if a != axis]
+        for line in itertools.product(*others):
+            index = (*line[:axis], slice(None), *line[axis:])
+            members = tuple(grid[index].tolist())
+            group = whole_group if members == ranks else _new_group(members, timeout)
+            if rank in members:
+                axes.append(TorchAxisComm(size, members.index(rank), group, backend))
+    if rank not in ranks:
+        return None
+    whole = TorchAxisComm(len(ranks), ranks.index(rank), whole_group, backend)
+    return TorchMesh(shape, coordinate, tuple(axes), whole, ranks)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+    """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
+    if len(ranks) == 1 or len(ranks) == dist.get_world_size():
+        return None
+    return dist.new_group(list(ranks), timeout=timeout)
+
+
+class TorchAxisComm:
+    """`AxisComm` on a process group; see the protocol for what each collective does.
+
+    Args:
+        group: process group of the axis, None for the default group (not used when `size` is 1).
+    """
+
+    def __init__(self, size: int, index: int, group: Any, backend: Backend) -> None:
+        self.size = size
+        self.index = index
+        self.group = group
+        self._backend = backend
+        self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See `AxisComm`."""
+        if self.size == 1:
+            return tensor
+        if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
+            return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._backend.all_reduce(result, getattr(self._backend, op), self.group, False)
+        return result
+
+    def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
+        """See `AxisComm`."""
+        return self.start_all_gather(tensor, dim, total).wait()
+
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        """The chunks of the axis one after the other along `dim`, without waiting."""
+        sizes = chunk_sizes(total, self.size)
+        self._check_size(tensor, dim, sizes[self.index])
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        tensor = tensor.detach()
+        if sizes[self.index] < sizes[0]:  # the collective wants equal chunks: pad to the largest
+            padding = tensor.new_zeros((*tensor.shape[:dim], sizes[0] - sizes[self.index], *tensor.shape[dim + 1 :]))
+            tensor = torch.cat([tensor, padding], dim)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        own = tensor.contiguous()
+        work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            if sizes[0] != sizes[-1]:
+                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        return Pending(finish)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `AxisComm`."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        total = tensor.shape[dim]
+        sizes = chunk_sizes(total, self.size)
+        if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
+            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
+        shape = [*tensor.shape]
+        shape[dim] = sizes[0]
+        rows = tensor.new_zeros if sizes[0] != sizes[-1] else tensor.new_empty
+        rows = rows((self.size, *shape))
+        for i, size in enumerate(sizes):
+            start, stop = chunk_range(total, self.size, i)
+            rows[i].narrow(dim, 0, size).copy_(tensor.narrow(dim, start, stop - start))
+        own = self.start_reduce_scatter(rows).wait()
+        return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
+
+    def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+        """See `AxisComm`."""
+        gather_sizes = chunk_sizes(gather_total, self.size)
+        self._check_size(tensor, gather_dim, gather_sizes[self.index])
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
+        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]
+        shapes = []
+        for size in gather_sizes:
+            shape = [*tensor.shape]
+            shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
+            shapes.append(shape)
+        received = [math.prod(shape) for shape in shapes]
+        output = tensor.new_empty(sum(received))
+        width = tensor.dtype.itemsize
+        self._backend.all_to_all(
+            _as_bytes(output),
+            _as_bytes(torch.cat(sent)),
+            [n * width for n in received],
+            [part.numel() * width for part in sent],
+            self.group,
+            False,
+        )
+        parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
+        return torch.cat(parts, gather_dim)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum `tensor` (contiguous) over the axis in place, without waiting."""
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        work = self._backend.all_reduce(tensor, self._backend.sum, self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return Pending(finish)
+
+    def start_reduce_scatter(self, rows: Tensor) -> Pending:
+        """rows [size, ...], contiguous -> their sum over the axis for row `index`, without waiting."""
+        if self.size == 1:
+            return Pending(lambda: rows[0])
+        if self._is_gloo:
+            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
+            received = torch.empty_like(rows)
+            work = self._backend.all_to_all(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
+
+            def finish() -> Tensor:
+                work.wait()
+                return received.sum(0, dtype=rows.dtype)
+
+            return Pending(finish)
+        own = torch.empty_like(rows[0])
+        work = self._backend.reduce_scatter(own.view(-1), rows.view(-1), self._backend.sum, self.group, True)
+
+        def finish_scatter() -> Tensor:
+            work.wait()
+            return own
+
+        return Pending(finish_scatter)
+
+    def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
+        if tensor.shape[dim] != expected:
+            raise RuntimeMismatchError(
+                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of dim {dim}, "
+                f"the plan says {expected}",
+                "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """`value` of rank `source`, on every rank of the job (pickled)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_equal(value: Any) -> bool:
+    """Whether all ranks of the job hold an equal `value` (compared as pickled objects, on every rank)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(other == found[0] for other in found)

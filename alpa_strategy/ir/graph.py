@@ -1,0 +1,299 @@
+"""StepGraph: one training step as data. The forward only; autograd makes the backward at run time.
+
+Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update (BatchNorm statistics)
+is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.ir.guards import AttributeGuard, Guard, OutsideGuard
+from alpa_strategy.ir.op import OpCall, TensorMeta
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Stands for value `index` of the graph in output structures and log arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class LeafRef:
+    """Stands in an output structure for leaf `leaf` of the batch, no tensor, as the batch at hand has it."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """A branch of the step that only raises: value `value`, as a truth, must be `expected`. `source`: the line."""
+
+    value: int
+    expected: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class ParameterInput:
+    """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
+
+    `meta.shape` is its shape in the step; `module_shape` is set where that views the module's own, whose first dim
+    the step sees as two, segments and rows of a segment (see capture/segment.py).
+    """
+
+    value: int
+    names: tuple[str, ...]
+    meta: TensorMeta
+    module_shape: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The first of its names: what plans and stores call it."""
+        return self.names[0]
+
+    @property
+    def num_segments(self) -> int:
+        """In how many equal parts the step sees it (query, key and value in one weight: 3)."""
+        return 1 if self.module_shape is None else self.meta.shape[0]
+
+
+@dataclass(frozen=True)
+class BufferInput:
+    """A buffer (or constant tensor attribute) that the step reads. `update` is the value to write back, if any."""
+
+    value: int
+    name: str
+    meta: TensorMeta
+    update: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """One tensor leaf of the batch; `leaf` is its index in `torch.utils._pytree.tree_leaves(batch)`.
+
+    `batch_dim` is 0 when the leaf has one row per sample (its global shape is then world x the loader's), else
+    None: the same tensor on every rank.
+    """
+
+    value: int
+    leaf: int
+    meta: TensorMeta
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class ConstantInput:
+    """A tensor constant that capture found (made outside the step, not a registered buffer)."""
+
+    value: int
+    tensor: Any = field(compare=False)
+    meta: TensorMeta
+    digest: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the step: `operands` and `results` are value indices; `results` match `call.results`.
+
+    `module` is the path of the submodule that called it ("" for the LightningModule itself), `source` the user's line.
+    """
+
+    name: str
+    call: OpCall
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """One `self.log` call: `value` is a ValueRef or a plain number, or a nested structure of both; kwargs as given."""
+
+    name: str
+    value: Any
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """One call of a torchmetrics object inside the step: method `forward` or `update`; args hold ValueRefs."""
+
+    metric: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class MetricRef:
+    """Stands in log records for a torchmetrics object: `kind` is "metric" (the object itself was logged) or "value"
+    (what its last `forward` or `compute` gave). `key`: the item of a MetricCollection.
+    """
+
+    metric: str
+    kind: str = "metric"
+    key: str | None = None
+
+
+def stable_text(value: Any) -> str:
+    """`repr` without memory addresses: the same in every process. Functions are named, lambdas known by their code."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{stable_text(k)}: {stable_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(stable_text, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}{stable_text([getattr(value, f.name) for f in fields(value)])}"
+    if isinstance(value, partial):
+        return f"partial{stable_text((value.func, value.args, value.keywords))}"
+    name = getattr(value, "__qualname__", None) if callable(value) else None
+    if name is None:
+        return _ADDRESS.sub("", repr(value))
+    code = getattr(value, "__code__", None)
+    body = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None and "<" in name else ""
+    return f"{getattr(value, '__module__', None)}.{name}{body}"
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's content, shape and dtype."""
+    data = tensor.cpu().contiguous()
+    content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ListPlace:
+    """A list: `keys` lead to it from attribute `name` of the submodule at `module`."""
+
+    module: str
+    name: str
+    keys: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}".lstrip(".") + "".join(f"[{key!r}]" for key in self.keys)
+
+    def find(self, module: nn.Module) -> list[Any]:
+        """The list as it is now; a defaultdict on the way makes it."""
+        found = getattr(module.get_submodule(self.module), self.name)
+        for key in self.keys:
+            found = found[key]
+        return found
+
+
+@dataclass(frozen=True)
+class AppendRecord:
+    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
+
+    place: ListPlace
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A captured step.
+
+    Attributes:
+        values: metadata of every value; inputs first, then op results, in order of definition.
+        parameters, buffers, batch, constants: the inputs.
+        ops: in execution order.
+        loss: value index of the loss (a scalar); -1 in a stage that does not make it, and in evaluation steps.
+        output: what the step returned, tensors replaced by ValueRefs (training: a plain ValueRef, or a dict with
+            "loss").
+        logs: the step's `self.log` calls, in order.
+        metrics: the step's torchmetrics calls, in order.
+        batch_size: rows of the global batch.
+        received: for a stage: values that earlier stages (or a prologue) hand in. They arrive in the layout that the
+            stage's plan asks for. Numbering is that of the whole step.
+        sent: for a stage: values that later stages need.
+        batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
+        notes: things that the user should know (shown with the plan).
+        guards: what the step's Python asked of its counters; when one no longer holds, capture again.
+        attributes: what else the step read: attributes of the module, globals, closures, the Trainer's values; when
+            one changed, capture again.
+        leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
+        checks: conditions that must hold whenever the step has run.
+        appended: what the step appended to lists of the module.
+    """
+
+    values: tuple[TensorMeta, ...]
+    parameters: tuple[ParameterInput, ...]
+    buffers: tuple[BufferInput, ...]
+    batch: tuple[BatchInput, ...]
+    constants: tuple[ConstantInput, ...]
+    ops: tuple[Op, ...]
+    loss: int
+    output: Any
+    logs: tuple[LogRecord, ...] = ()
+    metrics: tuple[MetricRecord, ...] = ()
+    batch_size: int = 0
+    batch_scope: str = "rank"
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
+    leaves: tuple[tuple[int, str], ...] = ()
+    checks: tuple[Check, ...] = ()
+    appended: tuple[AppendRecord, ...] = ()
+
+    @cached_property
+    def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Value index -> the (op index, operand position) pairs that read it."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for op_index, op in enumerate(self.ops):
+            for position, value in enumerate(op.operands):
+                found.setdefault(value, []).append((op_index, position))
+        return {value: tuple(uses) for value, uses in found.items()}
+
+    @cached_property
+    def escaping(self) -> tuple[int, ...]:
+        """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
+        (each once, ascending)."""
+        found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
+        found.update(check.value for check in self.checks)
+
+        def visit(node: Any) -> None:
+            found.update(leaf.index for leaf in pytree.tree_leaves(node) if isinstance(leaf, ValueRef))
+
+        visit(self.output)
+        visit([record.items for record in self.appended])
+        for record in self.logs:
+            visit(record.value)
+        for record in self.metrics:
+            visit(record.args)
+            visit(tuple(value for _, value in record.kwargs))
+        return tuple(sorted(found))
+
+    @cached_property
+    def graph_digest(self) -> str:
+        """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
+        lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
+        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks, self.appended))]
+        lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
+        lines += [str([(c.value, c.digest) for c in self.constants])]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    @cached_property
+    def parameter_digest(self) -> str:
+        """Hash of parameter names, shapes, dtypes and trainability."""
+        rows = [(p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad) for p in self.parameters]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    @cached_property
+    def batch_digest(self) -> str:
+        """Hash of the global batch's shapes and dtypes."""
+        rows = [(b.leaf, b.meta.shape, str(b.meta.dtype), b.batch_dim) for b in self.batch]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

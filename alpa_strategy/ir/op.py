@@ -1,0 +1,159 @@
+"""What one op call is to the planner: its target, its arguments, and the metadata of the tensors around it.
+
+An `OpCall` holds no tensors and no graph nodes, is hashable, and is therefore the key under which strategies, costs
+and saved-tensor findings are remembered: identical layers share all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from alpa_strategy.ir.placement import DualPlacement
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape, dtype and differentiability of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements."""
+        return self.num_elements * self.dtype.itemsize
+
+    def with_shape(self, shape: tuple[int, ...]) -> TensorMeta:
+        """The same kind of tensor in another shape."""
+        return TensorMeta(tuple(shape), self.dtype, self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in an op's arguments for its `index`-th tensor operand."""
+
+    index: int
+
+
+def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
+    """Replace every `Slot` in a nested argument by `fn(slot)`; tuples stay tuples."""
+    if isinstance(arg, Slot):
+        return fn(arg)
+    if isinstance(arg, tuple):
+        return tuple(map_slots(a, fn) for a in arg)
+    return arg
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of one op.
+
+    Attributes:
+        target: an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its place.
+        args: positional arguments; nested tuples whose leaves are `Slot`s and constants (lists became tuples).
+        kwargs: keyword arguments as sorted (name, value) pairs, same leaves.
+        operands: metadata of the tensor operands, `Slot(i)` refers to `operands[i]`.
+        results: metadata of the tensor results.
+        returns_tuple: True when the op returns a tuple or list of tensors rather than one tensor.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: tuple[TensorMeta, ...]
+    results: tuple[TensorMeta, ...]
+    returns_tuple: bool = False
+
+    @property
+    def target_name(self) -> str:
+        """For example `aten.linear.default`."""
+        return target_name(self.target)
+
+    def call(self, *operands: Any) -> Any:
+        """Call the target with `operands` (real or fake tensors) in place of the slots."""
+        args = map_slots(self.args, lambda s: operands[s.index])
+        kwargs = {k: map_slots(v, lambda s: operands[s.index]) for k, v in self.kwargs}
+        return self.target(*args, **kwargs)
+
+
+def target_name(target: Any) -> str:
+    """Stable printable name of an op target: `shared_name` where equal ops of several modules have one."""
+    if isinstance(target, torch._ops.OpOverload):
+        if hasattr(target, "shared_name"):
+            return target.shared_name
+        return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+    return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
+
+
+@dataclass(frozen=True)
+class InnerCollective:
+    """A collective that a strategy's local implementation runs itself, on its axis (for costing).
+
+    Attributes:
+        kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
+        num_bytes: bytes of the full tensor on the axis.
+        phase: `forward` or `backward`.
+    """
+
+    kind: str
+    num_bytes: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """One way to run an op on one mesh axis: the layouts it takes and gives there.
+
+    Attributes:
+        inputs: a dual placement per tensor operand.
+        outputs: a dual placement per tensor result.
+        implementation: name of the local implementation (`alpa_strategy.lower.local_ops`) where the plain op on local
+            shards would not be right, else None.
+        collectives: what that implementation communicates.
+    """
+
+    inputs: tuple[DualPlacement, ...]
+    outputs: tuple[DualPlacement, ...]
+    implementation: str | None = None
+    collectives: tuple[InnerCollective, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"
+        return f"{text}@{self.implementation}" if self.implementation else text
+
+    @classmethod
+    def parse(cls, text: str) -> AxisStrategy:
+        """Read the text form (collectives are not part of it: they only matter to costs)."""
+        text, _, implementation = text.partition("@")
+        left, _, right = text.partition("->")
+        sides = [tuple(DualPlacement.parse(p) for p in side.split(",") if p) for side in (left, right)]
+        return cls(sides[0], sides[1], implementation or None)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """An op as one device runs it.
+
+    Attributes:
+        call: the call with local operand and result shapes and local size arguments.
+        implementation: name in `alpa_strategy.lower.local_ops`, or None for the plain op.
+        axes: the mesh axes over which `implementation` works.
+        random_axes: for random ops, the mesh axes whose devices must draw different numbers (the others must draw the
+            same); None for ops that draw none.
+    """
+
+    call: OpCall
+    implementation: str | None = None
+    axes: tuple[int, ...] = ()
+    random_axes: tuple[int, ...] | None = None

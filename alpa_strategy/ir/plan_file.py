@@ -1,0 +1,285 @@
+"""The plan file's format: Plan <-> plain data that `json` writes and a person can read and edit.
+
+Modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3 segments");
+strategies of an op are one text per axis, joined by " | ". Reading checks every field and says where and what is wrong;
+nothing here touches the disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from alpa_strategy.errors import PlanError, ShardingError
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.plan import (
+    FORMAT_VERSION,
+    Collective,
+    Fingerprint,
+    ParameterPlan,
+    Plan,
+    Predicted,
+    StagePlan,
+    shift_mode,
+)
+
+AXIS_SEPARATOR = " | "
+_MODE = re.compile(r"R\*?|[SG]\d+")
+_PLACED = re.compile(r"R|S\d+")
+_IN = " in "
+_SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
+_KIND_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "a bool",
+}
+_FIX = "correct the file by hand, or delete it: the run then makes a new plan"
+
+
+def plan_to_data(plan: Plan) -> dict[str, Any]:
+    """Plain data (dicts, lists, texts, numbers) of a plan; inverse of `plan_from_data`."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "cluster_name": plan.cluster_name,
+        "fingerprint": {part: getattr(plan.fingerprint, part) for part in Fingerprint.__dataclass_fields__},
+        "predicted": _predicted_to_data(plan.predicted),
+        "baselines": dict(plan.baselines),
+        "gap": plan.gap,
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "notes": list(plan.notes),
+        "solver_seconds": dict(plan.solver_seconds),
+        "stages": [_stage_to_data(stage) for stage in plan.stages],
+    }
+
+
+def plan_from_data(data: Any) -> Plan:
+    """The plan that `data` describes; PlanError names the field that is missing or wrong."""
+    top = _Fields(data, "plan")
+    version = top.get("format_version", int)
+    if version != FORMAT_VERSION:
+        raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
+    prints = top.sub("fingerprint")
+    stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
+    if not stages:
+        raise PlanError("the plan has no stages", _FIX)
+    baselines = {
+        name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
+        for name, seconds in top.get("baselines", dict).items()
+    }
+    return Plan(
+        fingerprint=Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
+        stages=stages,
+        predicted=_predicted_from_data(top.sub("predicted")),
+        num_microbatches=top.get("num_microbatches", int),
+        schedule=top.get("schedule", str),
+        baselines=baselines,
+        gap=top.get("gap", float),
+        notes=tuple(_check(note, str, "notes") for note in top.get("notes", list)),
+        solver_seconds={k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
+        cluster_name=top.get("cluster_name", str),
+    )
+
+
+def parse_modes(text: str, where: str) -> tuple[str, ...]:
+    """`"R* S0"` -> `("R*", "S0")`; PlanError at anything but R, R*, S<dim>, G<dim>."""
+    modes = tuple(text.split())
+    for mode in modes:
+        if not _MODE.fullmatch(mode):
+            raise PlanError(f"{where}: {mode!r} is not a mode", "write R, R*, S<dim> or G<dim>, one per mesh axis")
+    return modes
+
+
+class _Fields:
+    """Typed access to one object of the file; every complaint names the path of the field."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        self._data = _check(data, dict, where)
+        self._where = where
+
+    def path(self, name: str) -> str:
+        return f"{self._where}.{name}"
+
+    def get(self, name: str, kind: type) -> Any:
+        if name not in self._data:
+            raise PlanError(f"the field {self.path(name)} is missing", _FIX)
+        return _check(self._data[name], kind, self.path(name))
+
+    def has(self, name: str) -> bool:
+        return name in self._data
+
+    def sub(self, name: str) -> _Fields:
+        return _Fields(self.get(name, dict), self.path(name))
+
+    def ints(self, name: str, length: int | None = None, allow_empty: bool = False) -> tuple[int, ...]:
+        values = tuple(_check(v, int, self.path(name)) for v in self.get(name, list))
+        if (length is not None and len(values) != length) or not (values or allow_empty):
+            raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
+        return values
+
+    def mapping(self, name: str, read: Callable[[str, str], tuple[str, ...]], num_axes: int) -> dict[str, Any]:
+        """name -> one text per mesh axis, read by `read(text, where)`."""
+        result = {}
+        for key, text in self.get(name, dict).items():
+            where = f"{self.path(name)}[{key!r}]"
+            result[key] = read(_check(text, str, where), where)
+            if len(result[key]) != num_axes:
+                raise PlanError(f"{where} has {len(result[key])} entries for {num_axes} mesh axes", _FIX)
+        return result
+
+
+def _check(value: Any, kind: type, where: str) -> Any:
+    """`value` if it is of JSON type `kind` (whole numbers count as floats), else PlanError."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise PlanError(f"{where} is {value!r:.60}, expected {_KIND_NAMES[kind]}", _FIX)
+    return value
+
+
+def _predicted_to_data(predicted: Predicted) -> dict[str, Any]:
+    return {name: getattr(predicted, name) for name in Predicted.__dataclass_fields__}
+
+
+def _predicted_from_data(fields: _Fields) -> Predicted:
+    return Predicted(
+        step_seconds=fields.get("step_seconds", float),
+        peak_bytes=fields.get("peak_bytes", int),
+        compute_seconds=fields.get("compute_seconds", float),
+        communication_seconds=fields.get("communication_seconds", float),
+        optimizer_seconds=fields.get("optimizer_seconds", float),
+    )
+
+
+def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "submesh": list(stage.submesh),
+        "first_device": stage.first_device,
+        "logical_mesh": list(stage.logical_mesh),
+        "ops": list(stage.ops),
+        "layers": stage.layers,
+        "remat": stage.remat,
+        "remat_cuts": list(stage.remat_cuts),
+        "steps_in_backward": stage.steps_in_backward,
+        "derives_again": stage.derives_again,
+        "forward_seconds": stage.forward_seconds,
+        "backward_seconds": stage.backward_seconds,
+        "boundary_seconds": stage.boundary_seconds,
+        "predicted": _predicted_to_data(stage.predicted),
+        "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
+        "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
+        "collectives": [
+            {name: getattr(collective, name) for name in Collective.__dataclass_fields__}
+            for collective in stage.collectives
+        ],
+        "strategies": {op: AXIS_SEPARATOR.join(texts) for op, texts in stage.strategies.items()},
+        "received": {str(value): text for value, text in stage.received.items()},
+        "sent": {str(value): text for value, text in stage.sent.items()},
+    }
+
+
+def _stage_from_data(fields: _Fields) -> StagePlan:
+    mesh = fields.ints("logical_mesh")
+    shapes = fields.sub("shapes")
+    return StagePlan(
+        submesh=fields.ints("submesh", 2),
+        first_device=fields.get("first_device", int),
+        logical_mesh=mesh,
+        ops=fields.ints("ops", 2),
+        parameter_plans=_parameters_from_data(fields, len(mesh)),
+        shapes={name: shapes.ints(name, allow_empty=True) for name in fields.get("shapes", dict)},
+        strategies=fields.mapping("strategies", _read_strategies, len(mesh)),
+        collectives=tuple(
+            _collective_from_data(_Fields(c, f"{fields.path('collectives')}[{i}]"))
+            for i, c in enumerate(fields.get("collectives", list))
+        ),
+        predicted=_predicted_from_data(fields.sub("predicted")),
+        remat=fields.get("remat", bool),
+        remat_cuts=_cuts_from_data(fields),
+        received=_boundary_from_data(fields, "received", len(mesh)),
+        sent=_boundary_from_data(fields, "sent", len(mesh)),
+        **{
+            name: fields.get(name, float) if fields.has(name) else 0.0
+            for name in ("forward_seconds", "backward_seconds", "boundary_seconds")
+        },
+        layers=fields.get("layers", str) if fields.has("layers") else "",
+        steps_in_backward=fields.has("steps_in_backward") and fields.get("steps_in_backward", bool),
+        derives_again=fields.get("derives_again", bool),
+    )
+
+
+def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
+    """Positions inside the stage's ops, ascending; a field that older plans do not have."""
+    cuts = fields.ints("remat_cuts", allow_empty=True) if fields.has("remat_cuts") else ()
+    positions = (fields.ints("ops", 2)[0], *cuts, fields.ints("ops", 2)[1])
+    if cuts and not all(a < b for a, b in pairwise(positions)):
+        raise PlanError(f"{fields.path('remat_cuts')} must ascend between {positions[0]} and {positions[-1]}", _FIX)
+    if cuts and not fields.get("remat", bool):
+        raise PlanError(f"{fields.path('remat_cuts')} cuts a stage that does not recompute", _FIX)
+    return cuts
+
+
+def _parameter_to_text(plan: ParameterPlan) -> str:
+    text = " ".join(plan.module_modes)
+    return text if plan.num_segments == 1 else f"{text}{_IN}{plan.num_segments} segments"
+
+
+def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, ParameterPlan]:
+    found = {}
+    for name, text in fields.get("parameters", dict).items():
+        where = f"{fields.path('parameters')}[{name!r}]"
+        modes_text, _, segments_text = _check(text, str, where).partition(_IN)
+        modes = parse_modes(modes_text, where)
+        if len(modes) != num_axes:
+            raise PlanError(f"{where} has {len(modes)} entries for {num_axes} mesh axes", _FIX)
+        match = _SEGMENTS.fullmatch(segments_text)
+        if segments_text and match is None:
+            raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
+        num_segments = int(match[1]) if match else 1
+        shift = 0 if num_segments == 1 else 1
+        found[name] = ParameterPlan(tuple(shift_mode(mode, shift) for mode in modes), num_segments)
+    return found
+
+
+def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, str]:
+    """Value -> dual layout text; a field that older one-stage plans do not have."""
+    found = fields.mapping(name, _read_boundary, num_axes) if fields.has(name) else {}
+    for key in found:
+        if not key.isdigit():
+            raise PlanError(f"{fields.path(name)}: {key!r} is not the number of a value", _FIX)
+    return {int(key): " ".join(parts) for key, parts in found.items()}
+
+
+def _read_boundary(text: str, where: str) -> tuple[str, ...]:
+    parts = tuple(text.split())
+    if not all(_PLACED.fullmatch(part) for part in parts):
+        raise PlanError(f"{where}: {text!r} is not a layout of a boundary", "write R or S<dim>, one per mesh axis")
+    return parts
+
+
+def _collective_from_data(fields: _Fields) -> Collective:
+    return Collective(
+        kind=fields.get("kind", str),
+        axis=fields.get("axis", int),
+        phase=fields.get("phase", str),
+        count=fields.get("count", int),
+        num_bytes=fields.get("num_bytes", int),
+        seconds=fields.get("seconds", float),
+    )
+
+
+def _read_strategies(text: str, where: str) -> tuple[str, ...]:
+    texts = tuple(text.split(AXIS_SEPARATOR))
+    for part in texts:
+        try:
+            readable = str(AxisStrategy.parse(part)) == part and "->" in part
+        except (ShardingError, ValueError, AttributeError):
+            readable = False
+        if not readable:
+            raise PlanError(f"{where}: {part!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")
+    return texts

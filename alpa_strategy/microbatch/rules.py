@@ -1,0 +1,283 @@
+"""How one op splits over micro-batches: the sharding rules on one more axis, in time instead of over devices.
+
+On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the micro-batches anyway,
+so whatever is whole has a gradient that is a summand. Nothing here knows of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch.distributed.tensor.placement_types import Replicate
+
+from alpa_strategy.capture import ops
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot
+from alpa_strategy.ir.placement import PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.microbatch.views import regroups_dims, row_views, sizes_along
+from alpa_strategy.sharding import axis_strategies, has_rule, localize
+from alpa_strategy.sharding.binding import bind, rebuild, slots
+
+aten = torch.ops.aten
+
+_ADDING_OPS = (aten.addmm.default, aten.addmv.default, aten.baddbmm.default)  # the first operand is the one added
+_CASTS = (aten.to.dtype, aten._to_copy.default)
+_LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
+_ADDING_NUMBERS = (
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
+)
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_SIZED_RANDOM = "aten::randint"
+
+
+ANY = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """What a micro-batch has of a value.
+
+    `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim `dim`, which holds
+    `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each cut into M parts.
+    `numbers`: row numbers (`arange(B)`) along `dim`, counted from the micro-batch's own first row.
+    """
+
+    kind: Literal["whole", "sum", "rows", "numbers"]
+    dim: int = -1
+    segments: int = 1
+
+    @property
+    def placement(self) -> DualPlacement:
+        """As the sharding rules see it; only shapes may be concluded from it."""
+        return {"whole": REPLICATE, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
+
+
+WHOLE, SUM = State("whole"), State("sum")
+
+
+def rows(dim: int, segments: int = 1) -> State:
+    """The state of a value with rows along `dim`."""
+    return State("rows", dim, segments)
+
+
+@dataclass(frozen=True)
+class TimeStrategy:
+    """One way to run an op on micro-batches.
+
+    Attributes:
+        inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
+        mean: the results are means over the micro-batch's part: they count for 1/M of the whole's.
+        added: the operand that is added to a sum over micro-batches, so that each adds 1/M of it.
+        added_number: position of the argument, a number, that is added to a sum over micro-batches: likewise.
+        sequential: results that are running statistics, carried from one micro-batch to the next.
+    """
+
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    mean: bool = False
+    added: int | None = None
+    added_number: int | None = None
+    sequential: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=16384)
+def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
+    if call.target is ops.batch_norm_train:
+        return tuple(_batch_norm(call))
+    if call.target in _RECURRENT:
+        return tuple(_recurrent(call))
+    found = (*_from_rules(call, num_parts), *_time_only(call))
+    return tuple(dict.fromkeys((*found, *_row_numbers(call, found))))
+
+
+def view_strategies(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops have."""
+    if any(state.kind == "sum" for state in states) or not any(state.kind == "rows" for state in states):
+        return ()
+    found = row_views(call, tuple((s.dim, s.segments) if s.kind == "rows" else None for s in states), num_parts)
+    return () if found is None else (TimeStrategy(states, tuple(rows(*cut) for cut in found)),)
+
+
+def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int) -> TimeStrategy | None:
+    """The strategy for rows in that many segments; None when a dim cannot be cut so."""
+
+    def fix(state: State) -> State:
+        return replace(state, segments=segments) if state.segments == ANY else state
+
+    fixed = replace(strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs)))
+    pairs = zip((*fixed.inputs, *fixed.outputs), (*call.operands, *call.results), strict=True)
+    for state, meta in pairs:
+        if state.kind in ("rows", "numbers") and meta.shape[state.dim] % (state.segments * num_parts):
+            return None
+    return fixed
+
+
+def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
+    """The sharding rules. All treat rows alike, wherever they lie, but views that merge dims and discovered ones."""
+    segments = 1 if not has_rule(call.target) or regroups_dims(call) else ANY
+
+    def state(dual: DualPlacement) -> State:
+        if dual.shard_dim is not None:
+            return rows(dual.shard_dim, segments)
+        return SUM if dual == PARTIAL else WHOLE
+
+    for strategy in axis_strategies(call, num_parts):
+        if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
+            continue
+        added = _added_operand(call) if strategy.implementation == "bias_on_first" else None
+        yield TimeStrategy(
+            tuple(map(state, strategy.inputs)),
+            tuple(map(state, strategy.outputs)),
+            strategy.implementation == "fraction",
+            added,
+        )
+
+
+def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
+    """A whole result of divided operands whose gradient must be complete in every micro-batch: here it is a summand."""
+    divided = any(
+        meta.requires_grad and not isinstance(dual.value, Replicate)
+        for meta, dual in zip(call.operands, strategy.inputs, strict=True)
+    )
+    whole = any(
+        meta.requires_grad and dual == REPLICATE for meta, dual in zip(call.results, strategy.outputs, strict=True)
+    )
+    return divided and whole
+
+
+def _added_operand(call: OpCall) -> int | None:
+    bound = bind(call)
+    bias = next(iter(bound.values())) if call.target in _ADDING_OPS else bound.get("bias")
+    return bias.index if isinstance(bias, Slot) else None
+
+
+def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
+    """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented exception."""
+    yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
+    x = bind(call)["x"].index
+    statistics = tuple(range(1, len(call.results)))
+    inputs = tuple(rows(0, ANY) if i == x else WHOLE for i in range(len(call.operands)))
+    yield TimeStrategy(inputs, (rows(0, ANY), *(WHOLE for _ in statistics)), sequential=statistics)
+
+
+def _recurrent(call: OpCall) -> Iterator[TimeStrategy]:
+    """Samples are independent: the input [t, b, i] (or [b, t, i]), states [l, b, h]."""
+    yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
+    bound = bind(call)
+    sequence = bound["input"].index
+    if len(call.operands[sequence].shape) == 3:
+        outer = rows(0 if bound["batch_first"] else 1, ANY)
+        hidden = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
+        cut = {sequence: outer} | {slot.index: rows(1, ANY) for slot in hidden}
+        inputs = tuple(cut.get(i, WHOLE) for i in range(len(call.operands)))
+        yield TimeStrategy(inputs, (outer, *(rows(1, ANY) for _ in call.results[1:])))
+
+
+def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
+    """What a device mesh does not offer because it would not pay, or would round: here it costs nothing more."""
+    whole = (WHOLE,) * len(call.operands)
+    if call.target in _CASTS and call.results[0].dtype.is_floating_point:
+        yield TimeStrategy((SUM,), (SUM,))
+    for position in _LINEAR_IN.get(call.target, ()):
+        factor = call.args[position]
+        if isinstance(factor, Slot):
+            yield TimeStrategy(tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,))
+    adds_number = call.target in _ADDING_NUMBERS and len(call.operands) == 1 and isinstance(call.args[0], Slot)
+    if adds_number and call.results[0].dtype.is_floating_point:
+        yield TimeStrategy((SUM,), (SUM,), added_number=1)
+    if _is_sized_random(call):
+        for dim in range(len(call.results[0].shape)):
+            yield TimeStrategy(whole, (rows(dim, ANY),))
+    if call.target is aten.repeat.default:
+        for dim in _repeated_dims(call):
+            yield TimeStrategy(whole, (rows(dim, ANY),))
+
+
+def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
+    """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from 0."""
+    if call.target in _ARANGES:
+        bound = bind(call)
+        if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (0, 1, call.results[0].shape[0]):
+            yield TimeStrategy((), (State("numbers", 0),))
+    elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
+        for strategy in found:
+            before, after = strategy.inputs[0], strategy.outputs[0]
+            if before.kind == after.kind == "rows" and _same_length(call, before.dim, after.dim):
+                yield TimeStrategy((State("numbers", before.dim),), (State("numbers", after.dim),))
+    elif call.target is aten.index.Tensor:
+        yield from _read_by_number(call)
+
+
+def _same_length(call: OpCall, before: int, after: int) -> bool:
+    integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
+    return integers and call.operands[0].shape[before] == call.results[0].shape[after]
+
+
+def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
+    """x[n, i, j] where n numbers the rows of x: the index tensors broadcast, along one dim of them lie the rows."""
+    source, indices = call.args[0], call.args[1]
+    positions = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
+    if not positions or positions[0] != 0 or positions != list(range(len(positions))):
+        return
+    tensors = [indices[d].index for d in positions]
+    index_rank = max(len(call.operands[i].shape) for i in tensors)
+    for dim in range(index_rank):
+        states = {source.index: rows(0)}
+        for i in tensors:
+            shape = call.operands[i].shape
+            own = dim - (index_rank - len(shape))
+            states[i] = rows(own) if own >= 0 and shape[own] != 1 else WHOLE
+        numbers = states[tensors[0]]
+        if numbers.kind == "rows" and (
+            call.operands[tensors[0]].shape[numbers.dim] == call.operands[source.index].shape[0]
+        ):
+            states[tensors[0]] = State("numbers", numbers.dim)
+            yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
+
+
+def _is_sized_random(call: OpCall) -> bool:
+    return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.name == _SIZED_RANDOM
+
+
+def _repeated_dims(call: OpCall) -> list[int]:
+    """Result dims that repeat a single element (or slice): every part of them is the same."""
+    source, target = call.operands[slots(call)[0].index].shape, call.results[0].shape
+    offset = len(target) - len(source)
+    return [d for d in range(len(target)) if d < offset or source[d - offset] == 1]
+
+
+def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> OpCall:
+    """The call on one micro-batch: shapes divided, arguments that hold sizes rewritten."""
+    placements = AxisStrategy(
+        tuple(state.placement for state in strategy.inputs), tuple(state.placement for state in strategy.outputs)
+    )
+    local = localize(call, (placements,), (num_microbatches,), (0,)).call
+    results = local.results
+    if strategy.added_number is not None:
+        args = list(local.args)
+        args[strategy.added_number] = args[strategy.added_number] / num_microbatches
+        return OpCall(local.target, tuple(args), local.kwargs, local.operands, results, local.returns_tuple)
+    if local == call:
+        return call
+    if (changes := sizes_along(call, local.operands, num_microbatches)) is not None:
+        return rebuild(call, local.operands, results, changes)
+    if call.target in _ARANGES:
+        return rebuild(call, (), results, {"end": results[0].shape[0]})
+    if _is_sized_random(call):
+        return rebuild(call, local.operands, results, {"size": results[0].shape})
+    if call.target is aten.repeat.default:
+        source, target = local.operands[0].shape, results[0].shape
+        offset = len(target) - len(source)
+        repeats = tuple(size // (source[d - offset] if d >= offset else 1) for d, size in enumerate(target))
+        return rebuild(call, local.operands, results, {"repeats": repeats})
+    return local

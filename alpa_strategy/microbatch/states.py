@@ -1,0 +1,297 @@
+"""Which state every value of a step has on micro-batches, and which ops must run once on the whole batch instead.
+
+One walk in op order. An op takes the strategy that fits its operands' states; where none does, an operand may be shared
+out (`R` as summands of 1/M), made again as rows (`zeros(B, h)`), or handed in by the prologue; else the op is moved to
+the prologue (it depends on no parameter), to the epilogue (only logs and outputs depend on it), or the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.microbatch.rules import (
+    ANY,
+    WHOLE,
+    State,
+    TimeStrategy,
+    rows,
+    specialised,
+    time_strategies,
+    view_strategies,
+)
+from alpa_strategy.sharding.localize import is_random
+
+Form = Literal["own", "share", "estimate", "given"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `state`.
+
+    `estimate`: M times a summand, which is what one micro-batch knows of the sum (of a mean: its own mean).
+    """
+
+    value: int
+    form: Form = "own"
+    state: State = WHOLE
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An op of the micro graph: its strategy and how it reads its operands."""
+
+    strategy: TimeStrategy
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class States:
+    """The finding.
+
+    Attributes:
+        state: value -> its state in the micro graph (whole for values of moved ops, which the prologue gives).
+        chosen: op index -> how it runs in the micro graph.
+        moved: ops whose results only the prologue makes.
+        late: ops that run once on the combined values, after all micro-batches.
+    """
+
+    state: dict[int, State]
+    chosen: dict[int, Chosen]
+    moved: frozenset[int]
+    late: frozenset[int]
+
+
+def find_states(step: StepGraph, num_microbatches: int, num_ranks: int, exact: bool) -> States:
+    """States of all values of `step` on `num_microbatches` micro-batches of rows that `num_ranks` ranks bring.
+
+    `exact`: refuse what would have to be estimated from the rows of one micro-batch.
+
+    Raises:
+        PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
+    """
+    facts = _Facts(step, num_microbatches, num_ranks, exact)
+    forced: dict[int, TimeStrategy] = {}
+    while True:  # every round forces at least one op more
+        walk = _Walk(facts, forced)
+        if not walk.run():
+            walk.check_loss()
+            return States(walk.state, walk.chosen, frozenset(walk.moved), frozenset(walk.late))
+        forced |= walk.forced_now
+
+
+class _Facts:
+    """What does not change from walk to walk."""
+
+    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, exact: bool) -> None:
+        self.step, self.num_microbatches, self.exact = step, num_microbatches, exact
+        self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
+        self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
+        self.producer = {value: index for index, op in enumerate(step.ops) for value in op.results}
+
+    @cached_property
+    def independent(self) -> frozenset[int]:
+        """Values that depend on no parameter."""
+        found = {entry.value for group in (self.step.buffers, self.step.batch, self.step.constants) for entry in group}
+        for op in self.step.ops:
+            if found.issuperset(op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    @cached_property
+    def leads_to_loss(self) -> frozenset[int]:
+        """Indices of the ops that the loss depends on."""
+        return frozenset(ancestors(self.step, (self.step.loss,) if self.step.loss >= 0 else ()))
+
+
+def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
+    """Indices of the ops that `values` depend on, their producers included, ascending."""
+    needed, found = set(values), []
+    for index in range(len(step.ops) - 1, -1, -1):
+        if needed.intersection(step.ops[index].results):
+            found.append(index)
+            needed.update(step.ops[index].operands)
+    return found[::-1]
+
+
+_FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
+
+# How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
+# an estimate, and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
+_SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _ESTIMATE, _GIVE_ALL_ROWS = 1, 2, 3, 4, 100, 1000
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A strategy with what it takes to give it its operands."""
+
+    cost: int
+    chosen: Chosen
+    forced: dict[int, TimeStrategy]
+    wants_whole: bool
+
+
+class _Walk:
+    def __init__(self, facts: _Facts, forced: dict[int, TimeStrategy]) -> None:
+        self.facts, self.forced, self.step = facts, forced, facts.step
+        self.state: dict[int, State] = {}
+        self.chosen: dict[int, Chosen] = {}
+        self.moved: set[int] = set()
+        self.late: set[int] = set()
+        self.late_values: set[int] = set()
+        self.moved_values: set[int] = set()
+        self.forced_now: dict[int, TimeStrategy] = {}
+        for given in (*self.step.parameters, *self.step.buffers, *self.step.constants):
+            self.state[given.value] = WHOLE
+        for leaf in self.step.batch:
+            self.state[leaf.value] = rows(0) if leaf.batch_dim == 0 else WHOLE
+
+    def run(self) -> bool:
+        """Walk all ops; True when an earlier op was forced to another strategy: then the walk must be taken again."""
+        for index in range(len(self.step.ops)):
+            self._op(index)
+            if self.forced_now:
+                return True
+        return False
+
+    def _op(self, index: int) -> None:
+        op = self.step.ops[index]
+        if self.late_values.intersection(op.operands):
+            self._postpone(index)
+            return
+        independent = self.facts.independent.issuperset(op.operands)
+        states = tuple(self.state[value] for value in op.operands)
+        if index in self.forced:
+            strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
+        else:
+            views = view_strategies(op.call, states, self.facts.num_parts)
+            strategies = (*self.facts.strategies[index], *views)
+        fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
+        best = min(fits, key=lambda fit: fit.cost, default=None)
+        if independent and (best is None or self._once_is_enough(index, best)):
+            self._move(index)
+        elif best is not None:
+            self.forced_now = best.forced
+            self.chosen[index] = best.chosen
+            self.state.update(zip(op.results, best.chosen.strategy.outputs, strict=True))
+        elif index in self.facts.leads_to_loss:
+            raise self._refusal(index)
+        else:
+            self._postpone(index)
+
+    def _once_is_enough(self, index: int, fit: _Fit) -> bool:
+        """What is whole and depends on all rows, or is random, is made once for all micro-batches."""
+        op = self.step.ops[index]
+        whole = all(state == WHOLE for state in fit.chosen.strategy.outputs)
+        follows = not self.moved_values.isdisjoint(op.operands)
+        return whole and (fit.wants_whole or follows or is_random(op.call))
+
+    def _move(self, index: int) -> None:
+        self.moved.add(index)
+        self.moved_values.update(self.step.ops[index].results)
+        self.state.update((value, WHOLE) for value in self.step.ops[index].results)
+
+    def _postpone(self, index: int) -> None:
+        self.late.add(index)
+        self.late_values.update(self.step.ops[index].results)
+
+    def _fit(self, index: int, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
+        """What it takes to give `strategy` its operands; None when they cannot be had."""
+        op = self.step.ops[index]
+        may_estimate = not self.facts.exact and index in self.facts.leads_to_loss
+        segments = [
+            have.segments
+            for have, want in zip(states, strategy.inputs, strict=True)
+            if have.kind == want.kind == "rows" and want.segments == ANY
+        ]
+        fixed = specialised(op.call, strategy, max(segments, default=1), self.facts.num_parts)
+        if fixed is None:
+            return None
+        cost, uses, forced, wants_whole = 0, [], {}, False
+        for position, (value, have, want) in enumerate(zip(op.operands, states, fixed.inputs, strict=True)):
+            divisible = have == WHOLE and self._divisible(value)
+            if position == fixed.added and divisible:
+                uses.append(Use(value, "share"))
+            elif have == want:
+                uses.append(Use(value))
+            elif want.kind == "sum" and divisible:
+                uses.append(Use(value, "share"))
+                cost += _SHARE
+            elif (more := self._remake(value, want)) is not None:
+                forced |= more
+                uses.append(Use(value))
+                cost += _REMAKE
+            elif value in self.facts.independent and self._can_be_given(value, want):
+                uses.append(Use(value, "given", want))
+                cost += _GIVE if have.kind == "sum" else _GIVE_ROWS if want.kind == "rows" else _GIVE_ALL_ROWS
+                wants_whole |= want == WHOLE
+            elif may_estimate and have.kind == "sum" and want == WHOLE:
+                uses.append(Use(value, "estimate"))
+                cost += _ESTIMATE
+            else:
+                return None
+        return _Fit(cost, Chosen(fixed, tuple(uses)), forced, wants_whole)
+
+    def _divisible(self, value: int) -> bool:
+        dtype = self.step.values[value].dtype
+        return dtype.is_floating_point or dtype.is_complex
+
+    def _can_be_given(self, value: int, want: State) -> bool:
+        if want.kind != "rows":
+            return want == WHOLE
+        return self.step.values[value].shape[want.dim] % (want.segments * self.facts.num_parts) == 0
+
+    def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
+        """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
+        index = self.facts.producer.get(value)
+        if want.kind not in ("rows", "numbers") or self.state[value] != WHOLE or index is None or index in self.forced:
+            return None
+        if want.kind == "numbers" and value in self.step.escaping:
+            return None
+        op = self.step.ops[index]
+        position = op.results.index(value)
+        for strategy in self.facts.strategies[index]:
+            fixed = specialised(op.call, strategy, want.segments, self.facts.num_parts)
+            if fixed is None or fixed.outputs[position] != want:
+                continue
+            found = {index: fixed}
+            for operand, asked in zip(op.operands, fixed.inputs, strict=True):
+                if self.state[operand] == asked:
+                    continue
+                more = self._remake(operand, asked)
+                if more is None:
+                    break
+                found |= more
+            else:
+                return found
+        return None
+
+    def check_loss(self) -> None:
+        """PlanError when every micro-batch would compute the same loss from all rows."""
+        if self.step.loss < 0:  # an evaluation step
+            return
+        rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
+        reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)
+        if self.facts.exact and self.state[self.step.loss] == WHOLE and reads_rows:
+            raise PlanError(
+                f"the step cannot be cut into {self.facts.num_microbatches} micro-batches: "
+                "its loss is no sum over rows of the batch",
+                _FIX,
+            )
+
+    def _refusal(self, index: int) -> PlanError:
+        op = self.step.ops[index]
+        if any(self.state[value].kind == "sum" for value in op.operands):
+            why = "uses a sum or mean over the whole batch in a way that is not linear in it"
+        else:
+            why = "combines different rows of the batch with one another"
+        where = ", ".join(part for part in (op.source, op.module) if part)
+        return PlanError(
+            f"the step cannot be cut into {self.facts.num_microbatches} micro-batches exactly: "
+            f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
+            _FIX,
+        )

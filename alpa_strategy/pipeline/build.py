@@ -1,0 +1,229 @@
+"""From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
+
+`stage_meshes`, then `stage_stores` (the caller shards them), then `build_pipeline`; a second pipeline for another
+shape of batch takes the same meshes and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.torch_comm import TorchMesh, build_stage_meshes
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.ir.counters import COUNTERS
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.placement import Layout, value_layout
+from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_parameters, stage_ranks
+from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.options import BUCKET_BYTES
+from alpa_strategy.pipeline.derived import DerivedValues
+from alpa_strategy.pipeline.pipeline import OwnStage, Pipeline
+from alpa_strategy.pipeline.program import StageProgram
+from alpa_strategy.pipeline.recompute import Recompute
+from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
+from alpa_strategy.pipeline.stage_call import StageParameters, stage_calls
+from alpa_strategy.runtime.parameters import ParameterStore
+
+
+def stage_meshes(
+    stages: Sequence[StagePlan], timeout: timedelta | None = None, backend: str = "auto"
+) -> list[TorchMesh | None]:
+    """This rank's mesh per stage, None for stages of others. Collective over the whole job."""
+    return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], timeout, backend)
+
+
+def stage_stores(
+    module: nn.Module,
+    parameters: Sequence[ParameterInput],
+    stages: Sequence[StagePlan],
+    meshes: Sequence[TorchMesh | None],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> dict[int, ParameterStore]:
+    """Stage -> the store of its parameters, for this rank's stages; stages on one mesh share one. Not sharded yet.
+
+    Args:
+        parameters: those of a step; a stage has those of which its plan says how they are stored.
+
+    Raises:
+        PlanError: stages on one mesh store a parameter that both use in different ways.
+    """
+    inputs: dict[int, dict[str, ParameterInput]] = {}
+    plans: dict[int, dict[str, ParameterPlan]] = {}
+    users: dict[str, tuple[int, ParameterPlan]] = {}
+    for stage, mesh in zip(stages, meshes, strict=True):
+        if mesh is None:
+            continue
+        for given in stage_parameters(parameters, stage):
+            plan = stage.parameter_plans[given.name]
+            if users.setdefault(given.name, (id(mesh), plan)) != (id(mesh), plan):
+                raise PlanError(
+                    f"two stages on the same devices store {given.name} differently",
+                    "give their logical meshes and this parameter's placement the same form",
+                )
+            inputs.setdefault(id(mesh), {})[given.name] = given
+            plans.setdefault(id(mesh), {})[given.name] = plan
+    made: dict[int, ParameterStore] = {}
+    stores: dict[int, ParameterStore] = {}
+    for index, mesh in enumerate(meshes):
+        if mesh is None:
+            continue
+        key = id(mesh)
+        if key not in made:
+            made[key] = ParameterStore(
+                module, tuple(inputs.get(key, {}).values()), plans.get(key, {}), mesh, bucket_bytes
+            )
+        stores[index] = made[key]
+    return stores
+
+
+@dataclass(frozen=True)
+class StagePlaces:
+    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for.
+
+    Attributes:
+        meshes: per stage this rank's mesh, None for stages of others (`stage_meshes`).
+        randoms: this rank's stages -> random streams (`stage_randoms`).
+        device: this rank's.
+        cluster: where given, cross-mesh transfers are chosen by its links.
+    """
+
+    meshes: Sequence[TorchMesh | None]
+    randoms: Mapping[int, ShardedRandom]
+    device: torch.device
+    cluster: ClusterSpec | None = None
+
+
+def build_pipeline(
+    module: nn.Module,
+    micro: MicroStep,
+    stages: Sequence[StagePlan],
+    schedule: str | None,
+    places: StagePlaces,
+    stores: Mapping[int, StageParameters],
+    held: Sequence[Mapping[str, ParameterPlan]] | None = None,
+) -> Pipeline:
+    """The pipeline that runs `micro` under `stages`. Collective over the whole job.
+
+    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of `micro.given`, and
+    returns the values of `micro.graph.escaping`; see `MicroStep` for what prologue and epilogue add to them.
+
+    Args:
+        stages: in order, covering the ops of `micro.graph`.
+        schedule: None: forward only (`Pipeline.evaluate`).
+        stores: this rank's stages -> their parameters.
+        held: per stage, name -> how it holds its parameters, this step's or not; by default those of `stages`.
+    """
+    graph = micro.graph
+    graphs = [slice_stage(graph, *stage.ops) for stage in stages]
+    specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
+    values = {v for spec in specs for v in (*spec.received, *spec.escaping)}
+    shared = _shared(graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held)
+    spec = PipelineSpec(
+        stages=specs,
+        metas={v: graph.values[v] for v in sorted(values)},
+        batch=tuple(_batch_tensor(graph, leaf.meta, leaf.batch_dim, micro.num_microbatches) for leaf in graph.batch),
+        num_microbatches=micro.num_microbatches,
+        schedule=schedule,
+        loss=graph.loss,
+        combine=micro.combine,
+        cuts=micro.cuts,
+        given=tuple(sorted(micro.given)),
+        shared=shared,
+        cluster=places.cluster,
+    )
+    own: dict[int, OwnStage] = {}
+    for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
+        if mesh is None:
+            continue
+        program, recompute, derived = _program(index, graph, stage, places, stores[index])
+        names = {p.name for p in stage_graph.parameters} | {use[1] for s in shared for use in s.uses if use[0] == index}
+        own[index] = OwnStage(
+            program=program,
+            store=stores[index],
+            mesh=mesh,
+            parameters={name: module.get_parameter(name) for name in sorted(names)},
+            buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
+            recompute=recompute,
+            derived=derived,
+        )
+    return Pipeline(spec, own, places.device)
+
+
+def _program(
+    index: int,
+    graph: StepGraph,
+    stage: StagePlan,
+    places: StagePlaces,
+    store: StageParameters,
+) -> tuple[StageProgram, Recompute | None, DerivedValues]:
+    """What runs stage `index` of `graph`; span by span where it recomputes."""
+    mesh, random = places.meshes[index], places.randoms[index]
+    calls, spans, derived = stage_calls(graph, stage, mesh, places.device, random, store)
+    if stage.remat:
+        recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
+        return recompute, recompute, derived
+    (program,) = calls
+    return program, None, derived
+
+
+def stage_randoms(
+    stages: Sequence[StagePlan], meshes: Sequence[TorchMesh | None], seed: int
+) -> dict[int, ShardedRandom]:
+    """This rank's stages -> random streams: on a mesh of one device each stage would else draw as its neighbours do."""
+    return {
+        index: ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
+        for index, mesh in enumerate(meshes)
+        if mesh is not None
+    }
+
+
+def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSpec:
+    num_axes = len(stage.logical_mesh)
+    place = {leaf.value: i for i, leaf in enumerate(micro.graph.batch)}
+    return StageSpec(
+        ranks=stage_ranks(stage),
+        mesh_shape=stage.logical_mesh,
+        received={v: Layout.parse(stage.received[v]) for v in graph.received},
+        sent={v: Layout.parse(stage.sent[v]) for v in graph.sent},
+        batch={place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes)) for leaf in graph.batch},
+        escaping=graph.escaping,
+        buffer_updates={
+            b.name: b.update for b in graph.buffers if b.update is not None and b.name in micro.sequential_buffers
+        },
+    )
+
+
+def _batch_tensor(graph: StepGraph, meta: TensorMeta, batch_dim: int | None, num_microbatches: int) -> BatchTensor:
+    if batch_dim is None:
+        return BatchTensor(meta, None)
+    whole = replace(meta, shape=(meta.shape[0] * num_microbatches, *meta.shape[1:]))
+    return BatchTensor(whole, batch_dim, graph.batch_scope == "global")
+
+
+def _shared(
+    graphs: Sequence[StepGraph], stages: Sequence[StagePlan], held: Sequence[Mapping[str, ParameterPlan]]
+) -> tuple[SharedParameter, ...]:
+    """Trainable parameters of the step that stages on different devices hold, whether all of them use it or not."""
+    trained = {given.name: given for graph in graphs for given in graph.parameters if given.meta.requires_grad}
+    shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
+    for given in trained.values():
+        uses = tuple(
+            (index, name, plans[name].layout)
+            for index, plans in enumerate(held)
+            for name in given.names
+            if name in plans
+        )
+        if len({stage_ranks(stages[index]) for index, _, _ in uses}) > 1:
+            shared.setdefault(uses, SharedParameter(given.meta.shape, given.meta.dtype, uses))
+    return tuple(shared.values())

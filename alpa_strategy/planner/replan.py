@@ -1,0 +1,198 @@
+"""Another step on running stages: batches of another shape, evaluation. Parameters stay where and as they lie.
+
+The step is cut where the running stages' parameters allow it and least has to pass; layouts are solved anew around the
+parameters. Needs no process groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.layers import cluster_layers, span_name
+from alpa_strategy.inter_op.schedules import in_flight, rank_of, why_not
+from alpa_strategy.inter_op.slice import last_readers, makers, stage_on
+from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.fingerprint import fingerprint_of
+
+Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
+
+
+def follow_options(options: PlanOptions, running: Plan) -> PlanOptions:
+    """Options whose digest tells plans that follow `running` from all others."""
+    text = repr(
+        [(s.submesh, s.first_device, s.logical_mesh, sorted(s.parameter_plans.items())) for s in running.stages]
+    )
+    pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
+    return replace(options, placements=pins, parallel="auto", logical_mesh=None)
+
+
+def follow_plan(
+    step: StepGraph,
+    running: Plan,
+    pins: Pins,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    costs: OpCosts,
+    fingerprint: Fingerprint,
+) -> Plan:
+    """The plan of `step` on the stages of `running`.
+
+    Args:
+        pins: (stage's graph, running stage) -> how its parameters must be stored.
+        fingerprint: what the plan is stored under.
+
+    Raises:
+        PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
+    """
+
+    micro = follow_microbatches(step, running, cluster.num_devices)
+    graph, count, stages = micro.graph, micro.num_microbatches, running.stages
+    held = {name for stage in stages for name in stage.parameter_plans}
+    if step.loss >= 0 and (new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]):
+        raise PlanError(
+            f"the step trains {', '.join(new)}, which the running pipeline's stages do not have",
+            "use the same parameters in every step",
+        )
+    cuts = stage_cuts(graph, stages)
+    free = replace(options, placements=(), parallel="auto", logical_mesh=None)
+    limit = options.usable_bytes(cluster.device.memory_bytes)
+    solver = StageSolver(CostJob(graph, cuts, count, cluster, costs, free, optimizer, limit, remat=False))
+    alive = _alive(step, running, count)
+    solved: list[SolvedStage] = []
+    per_mesh = Counter(stage.first_device for stage in stages)
+    for index, stage in enumerate(stages):
+        own = stage_on(graph, cuts[index], cuts[index + 1], math.prod(stage.logical_mesh))
+        recomputes = stage.remat and step.loss >= 0
+        wish = StageWish(
+            cuts[index],
+            cuts[index + 1],
+            stage.submesh,
+            stage.logical_mesh,
+            recomputes,
+            alive[index],
+            per_mesh[stage.first_device],
+            pins(own, stage),
+            _layer_cuts(own, cuts[index], len(stage.spans)) if recomputes else (),
+        )
+        solved.append(solver.solve(wish))
+    plans = tuple(
+        replace(s.plan, first_device=stage.first_device, layers=span_name(graph, *s.plan.ops))
+        for s, stage in zip(solved, stages, strict=True)
+    )
+    seconds = max(s.predicted.step_seconds for s in plans)
+    return Plan(
+        fingerprint=fingerprint,
+        stages=plans,
+        predicted=Predicted(seconds, max(s.predicted.peak_bytes for s in plans)),
+        num_microbatches=count,
+        schedule=running.schedule,
+        notes=graph.notes,
+        cluster_name=cluster.name,
+    )
+
+
+def follow_fingerprint(
+    step: StepGraph, running: Plan, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo
+) -> Fingerprint:
+    """What `follow_plan`'s result depends on."""
+    return fingerprint_of(step, cluster, follow_options(options, running), optimizer)
+
+
+def follow_microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
+    """The step in as many micro-batches as the running plan has, or the most below that its rows and ops allow."""
+    num_meshes = len({stage.first_device for stage in running.stages})
+    first: PlanError | None = None
+    for count in range(running.num_microbatches, 0, -1):
+        why = why_not(running.schedule, num_meshes, count) if step.loss >= 0 and len(running.stages) > 1 else None
+        if why is not None:
+            first = first or PlanError(why, "load batches of one size")
+            continue
+        try:
+            return microbatch(step, count, num_devices)
+        except PlanError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """Positions from 0 to the number of ops: every stage has the parameters that its ops read, and least is passed on.
+
+    Raises:
+        PlanError: there is no such cut.
+    """
+    num_ops = len(graph.ops)
+    refused = PlanError(
+        "the step uses parameters in another order than the running pipeline's stages have them",
+        "use the same layers in the same order in every step",
+    )
+    names = {p.value: p.names for p in graph.parameters}
+    staged = {name for stage in stages for name in stage.parameter_plans}
+    passing = _passing_bytes(graph)
+    best = np.full(num_ops + 1, np.inf)
+    best[0] = 0.0
+    origins: list[np.ndarray] = []
+    for index, stage in enumerate(stages):
+        start = 0  # the first op from which on the stage has all that is read
+        found, origin = np.full(num_ops + 1, np.inf), np.zeros(num_ops + 1, dtype=int)
+        for position in range(1, num_ops + 1):
+            read = [names[v] for v in graph.ops[position - 1].operands if v in names]
+            if any(staged.intersection(n) and not stage.parameter_plans.keys() & set(n) for n in read):
+                start = position
+            if start < position:
+                k = start + int(np.argmin(best[start:position]))
+                found[position], origin[position] = best[k] + passing[position], k
+        best = found
+        origins.append(origin)
+        if index + 1 == len(stages) and not np.isfinite(best[num_ops]):
+            raise refused
+    cuts = [num_ops]
+    for origin in reversed(origins):
+        cuts.append(int(origin[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def _layer_cuts(own: StepGraph, first: int, count: int) -> tuple[int, ...]:
+    """Where a stage's graph, whose first op is the step's `first`, may be cut into about `count` spans."""
+    return tuple(first + cut for cut in cluster_layers(own, min(count, len(own.ops)))[1:-1])
+
+
+def _passing_bytes(graph: StepGraph) -> np.ndarray:
+    """Bytes of the values that pass each position (0 to the number of ops), gradients included."""
+    change = np.zeros(len(graph.ops) + 2)
+    last = last_readers(graph)
+    for value, op in makers(graph).items():
+        if last[value] > op:
+            meta = graph.values[value]
+            num_bytes = meta.num_bytes * (2 if meta.requires_grad else 1)
+            change[op + 1] += num_bytes
+            change[last[value] + 1] -= num_bytes
+    passing = np.cumsum(change)[: len(graph.ops) + 1]
+    passing[0] = passing[-1] = 0.0
+    return passing
+
+
+def _alive(step: StepGraph, running: Plan, count: int) -> list[int]:
+    """(micro-batch, stage) pairs alive on each stage's mesh."""
+    stages = running.stages
+    if step.loss < 0 or len(stages) == 1:
+        return [1] * len(stages)
+    meshes = len({stage.first_device for stage in stages})
+    pairs = in_flight(running.schedule, meshes, count, len(stages) // meshes)
+    return [pairs[rank_of(running.schedule, meshes, index)] for index in range(len(stages))]
