@@ -24,7 +24,7 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import LostRankError
 from alpa_strategy.inter_op.cross_mesh import Box, Piece, TransferPlan
-from alpa_strategy.ir.placement import REPLICATE, DualLayout, Layout, shard
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, Layout, shard
 
 ALIGNMENT = 16  # bytes: tensors of any dtype may begin there
 HELD_BYTES = 8 * 2**20
@@ -296,7 +296,7 @@ def _within(box: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def _dual(layout: Layout) -> DualLayout:
-    return tuple(shard(p.dim) if isinstance(p, Shard) else REPLICATE for p in layout)
+    return tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in layout)
 
 
 def _begin(op: dist.P2POp) -> Any:

@@ -22,7 +22,7 @@ from alpa_strategy.intra_op.ordering import order_within
 from alpa_strategy.intra_op.presolve import presolve, restrict
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.placement import REPLICATE, DualLayout, shard
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
@@ -230,10 +230,10 @@ def _followed(
     found = []
     for layout in layouts:
         followed = tuple(
-            shard(d) if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d] else REPLICATE
+            shard(d) if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d] else INVARIANT
             for p in layout
         )
-        whole = (REPLICATE,) * len(layout)
+        whole = (INVARIANT,) * len(layout)
         found.append(own.index(followed if followed in own else whole))
     return np.array(found)
 

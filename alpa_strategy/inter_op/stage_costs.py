@@ -42,7 +42,7 @@ from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.placement import REPLICATE
+from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 logger = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def _ends(graph: StepGraph, first: int, last: int, shape: tuple[int, ...]) -> En
     found = []
     for position in (first, last):
         value = leader(graph, position)
-        whole = ((REPLICATE,) * len(shape),)
+        whole = ((INVARIANT,) * len(shape),)
         layouts = whole if value is None else boundary_layouts(graph.values[value], shape)
         found.append((value, layouts))
     passing = tuple(v for v in crossing_values(graph, first) if last_readers(graph)[v] >= last)

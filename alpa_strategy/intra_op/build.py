@@ -29,7 +29,7 @@ from alpa_strategy.intra_op.per_step import PerStep
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
-from alpa_strategy.ir.placement import REPLICATE, DualLayout, shard
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.redistribute import reshard_table
@@ -124,13 +124,13 @@ class OptionTables:
 def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
     """How a batch leaf arrives: every rank has its own rows, or the same tensor is on every rank."""
     own_rows = step.batch_scope == "rank" and batch_dim == 0
-    return (shard(0) if own_rows else REPLICATE,) * num_axes
+    return (shard(0) if own_rows else INVARIANT,) * num_axes
 
 
 def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
     """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks are all equal."""
     found = []
-    for layout in product((REPLICATE, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)):
+    for layout in product((INVARIANT, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)):
         left = list(meta.shape)
         for size, placement in zip(mesh_shape, layout, strict=True):
             if placement.shard_dim is not None:
@@ -189,7 +189,7 @@ class _Builder:
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
-        self._whole: DualLayout = (REPLICATE,) * len(tables.mesh.shape)
+        self._whole: DualLayout = (INVARIANT,) * len(tables.mesh.shape)
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p) for p in step.parameters)
         options = (
@@ -284,7 +284,7 @@ def constant_values(step: StepGraph) -> frozenset[int]:
 
 def layout_is_whole(layout: DualLayout) -> bool:
     """True when every device holds the whole value and its whole gradient."""
-    return all(placement == REPLICATE for placement in layout)
+    return all(placement == INVARIANT for placement in layout)
 
 
 def _transfer(

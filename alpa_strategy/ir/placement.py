@@ -107,12 +107,14 @@ class DualPlacement:
     """A value's placement on one axis together with its gradient's.
 
     There is one object of each (below, and `shard(dim)`), compared by identity: planning hashes them by the million.
+    Invariant and replicate are told apart as in `spmd_types`, which torchtitan uses: the gradient of what is replicate
+    is partial, that of what is invariant is invariant too.
 
-    Four kinds exist, written as in plans (design section 5, "dual of a strategy"):
+    Four kinds exist, written as in plans (docs/formulas.md#sharding-rules):
 
     - `S<d>`: value `Shard(d)`, gradient `Shard(d)`.
-    - `R`:    value `Replicate`, gradient `Replicate`: every device does the same work.
-    - `R*`:   value `Replicate`, gradient `Partial`: the devices of the axis divide the work that uses the value.
+    - `R`, invariant:  value `Replicate`, gradient `Replicate`: every device does the same work.
+    - `R*`, replicate: value `Replicate`, gradient `Partial`: the devices of the axis divide the work that uses it.
     - `P`:    value `Partial("sum")`, gradient `Replicate`.
     """
 
@@ -135,16 +137,16 @@ class DualPlacement:
     def parse(cls, text: str) -> DualPlacement:
         """Read `R`, `R*`, `P`, `S<d>`."""
         if text == "R*":
-            return BROADCAST
+            return REPLICATE
         if text == "P":
             return PARTIAL
         if text == "R":
-            return REPLICATE
+            return INVARIANT
         return shard(placement_from_str(text).dim)
 
 
-REPLICATE = DualPlacement(Replicate(), Replicate())
-BROADCAST = DualPlacement(Replicate(), Partial("sum"))
+INVARIANT = DualPlacement(Replicate(), Replicate())
+REPLICATE = DualPlacement(Replicate(), Partial("sum"))
 PARTIAL = DualPlacement(Partial("sum"), Replicate())
 
 

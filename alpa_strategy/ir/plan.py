@@ -14,7 +14,7 @@ from typing import Any
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.placement import BROADCAST, REPLICATE, DualLayout, Layout, shard
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, Layout, shard
 
 FORMAT_VERSION = 2  # 2: what a stage makes of its parameters alone is made once per step
 
@@ -107,7 +107,7 @@ def source_layout(plan: ParameterPlan, requires_grad: bool = True) -> DualLayout
         if mode[0] == "S":
             sources.append(shard(int(mode[1:])))
         else:
-            sources.append(BROADCAST if requires_grad and mode != "R" else REPLICATE)
+            sources.append(REPLICATE if requires_grad and mode != "R" else INVARIANT)
     return tuple(sources)
 
 

@@ -25,7 +25,7 @@ from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.ir.counters import COUNTERS, LateNumber, at_counters, is_late
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
-from alpa_strategy.ir.placement import REPLICATE, DualLayout, dual_layout, dual_layout_to_str, value_layout
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan, source_layout
 from alpa_strategy.lower.lines import before_first_use, begin_first, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
@@ -212,7 +212,7 @@ class _Writer:
         for leaf in step.batch:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
         for given in (*step.buffers, *step.constants):
-            self.layouts[given.value] = (REPLICATE,) * num_axes
+            self.layouts[given.value] = (INVARIANT,) * num_axes
         self.layouts.update(made_before or {})
         for value in step.received:
             if value in stage.received:
@@ -310,7 +310,7 @@ class _Writer:
         """
         for op in self.step.ops:
             self.op(op)
-        whole = (REPLICATE,) * len(self.mesh.shape)
+        whole = (INVARIANT,) * len(self.mesh.shape)
         results = [self.copy(value, whole, is_result=True) for value in self.step.escaping]
         results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
         results += [f"v{value}" for value in made]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot
-from alpa_strategy.ir.placement import PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.microbatch.views import regroups_dims, row_views, sizes_along
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.binding import bind, rebuild, slots
@@ -58,7 +58,7 @@ class State:
     @property
     def placement(self) -> DualPlacement:
         """As the sharding rules see it; only shapes may be concluded from it."""
-        return {"whole": REPLICATE, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
+        return {"whole": INVARIANT, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
 
 
 WHOLE, SUM = State("whole"), State("sum")
@@ -150,7 +150,7 @@ def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
         for meta, dual in zip(call.operands, strategy.inputs, strict=True)
     )
     whole = any(
-        meta.requires_grad and dual == REPLICATE for meta, dual in zip(call.results, strategy.outputs, strict=True)
+        meta.requires_grad and dual == INVARIANT for meta, dual in zip(call.results, strategy.outputs, strict=True)
     )
     return divided and whole
 

@@ -12,7 +12,7 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.placement import REPLICATE, Layout, shard, value_layout
+from alpa_strategy.ir.placement import INVARIANT, Layout, shard, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, source_layout
 
 
@@ -68,7 +68,7 @@ class StoredParameter:
                 f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
                 "plan again, or build the model as it was when it was planned",
             )
-        storage = tuple(shard(p.dim) if isinstance(p, Shard) else REPLICATE for p in plan.layout)  # gradients too
+        storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
         return cls(
             name=given.name,
             parameter=parameter,
@@ -77,7 +77,7 @@ class StoredParameter:
             module_shape=module_shape,
             layout=plan.layout,
             to_use=Reshard(storage, source_layout(plan), shape, mesh),
-            to_whole=Reshard(storage, (REPLICATE,) * len(mesh.shape), shape, mesh),
+            to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
             is_gathered_once=any(mode[0] == "G" for mode in plan.modes),
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from alpa_strategy.ir.op import AxisStrategy, OpCall
-from alpa_strategy.ir.placement import REPLICATE
+from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.sharding.code_numbers import numbers_in_code
 from alpa_strategy.sharding.discover_experiment import MIN_TRIALS, SUMMAND, WHOLE, Experiment, Split
 from alpa_strategy.sharding.discover_trials import (
@@ -51,7 +51,7 @@ def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) 
     that a stale store can cost speed, never correctness. Runs the op on the CPU, at small shapes, some hundred times,
     in a child process where one is possible: an op that crashes there is not split in the way that made it crash.
     """
-    repeated = AxisStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))
+    repeated = AxisStrategy((INVARIANT,) * len(call.operands), (INVARIANT,) * len(call.results))
     if axis_size == 1 or not call.operands:
         return (repeated,)
     known = store.get(call) if store is not None else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.discover_trials import SHARED_KINDS, Trial, accepts_shapes, run_call
 
 MIN_TRIALS = 3  # that a verdict needs
@@ -125,7 +125,7 @@ class Experiment:
         whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
         allowed = set()
         for dual in self.operands[i]:
-            as_value = {BROADCAST: PARTIAL, PARTIAL: REPLICATE}.get(dual, dual)  # how the gradients recombine
+            as_value = {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)  # how the gradients recombine
             if _recombining(whole, grads, {as_value}, trial):
                 allowed.add(dual)
         self.operands[i] = allowed
@@ -136,13 +136,13 @@ class Experiment:
             return None
         if not self.divided:
             if not any(self.has_grad) or any(
-                has_grad and BROADCAST not in allowed
+                has_grad and REPLICATE not in allowed
                 for has_grad, allowed in zip(self.has_grad, self.operands, strict=True)
             ):
                 return None
             return AxisStrategy(
-                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.has_grad),
-                tuple(BROADCAST if has_grad else REPLICATE for has_grad in self.result_has_grad),
+                tuple(REPLICATE if has_grad else INVARIANT for has_grad in self.has_grad),
+                tuple(REPLICATE if has_grad else INVARIANT for has_grad in self.result_has_grad),
             )
         if not all(responsive) or any(len(allowed) != 1 for allowed in self.results):
             return None
@@ -151,7 +151,7 @@ class Experiment:
             if len(allowed) == 1:
                 inputs.append(next(iter(allowed)))
             elif not has_grad:
-                inputs.append(REPLICATE)
+                inputs.append(INVARIANT)
             else:
                 return None
         return AxisStrategy(tuple(inputs), tuple(next(iter(allowed)) for allowed in self.results))
@@ -161,12 +161,12 @@ def _operand_duals(placement: Placement) -> set[DualPlacement]:
     """How an operand that is split so may be meant; of a whole one its gradient decides."""
     if isinstance(placement, Shard):
         return {shard(placement.dim)}
-    return {PARTIAL} if placement == SUMMAND else {REPLICATE, BROADCAST}
+    return {PARTIAL} if placement == SUMMAND else {INVARIANT, REPLICATE}
 
 
 def _result_duals(meta: TensorMeta) -> set[DualPlacement]:
     """Every way in which results of the devices could recombine."""
-    return {*map(shard, range(len(meta.shape))), REPLICATE, *([PARTIAL] if _adds(meta.dtype) else [])}
+    return {*map(shard, range(len(meta.shape))), INVARIANT, *([PARTIAL] if _adds(meta.dtype) else [])}
 
 
 def _adds(dtype: torch.dtype) -> bool:
@@ -210,7 +210,7 @@ def _recombining(
             right = whole.shape[dim] >= n and all(
                 _close(part, _chunk(whole, dim, n, device), trial.tolerance, scale) for device, part in enumerate(parts)
             )
-        elif dual == REPLICATE:
+        elif dual == INVARIANT:
             right = all(_close(part, whole, trial.tolerance, scale) for part in parts)
         else:
             right = all(part.shape == whole.shape for part in parts) and _close(

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
 
 # Bytes sent by a device per byte of the full tensor, for n devices (design section 6): only orders steps, no times.
 _VOLUME = {
@@ -193,7 +193,7 @@ def _axis_changes(
         if cost > best[layout]:
             continue
         for axis, old in enumerate(layout):
-            for new in dict.fromkeys((dst[axis], REPLICATE, BROADCAST)):
+            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):
                 if new == old or not _may_change(layout, axis, new):
                     continue
                 reached = (*layout[:axis], new, *layout[axis + 1 :])

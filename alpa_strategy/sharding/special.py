@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot
-from alpa_strategy.ir.placement import REPLICATE, DualPlacement, shard
+from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.pointwise import aligned
@@ -259,9 +259,9 @@ def new_factory(call: OpCall, axis_size: int) -> Found:
     """new_zeros and the like read only the operand's dtype: every layout of it will do."""
     operand, result = call.operands[0].shape, call.results[0].shape
     layouts = [shard(d) for d in range(len(operand)) if operand[d] >= axis_size]
-    made: list[DualPlacement] = [REPLICATE, *(shard(d) for d in range(len(result)) if result[d] >= axis_size)]
-    pairs = [AxisStrategy((REPLICATE,), (m,)) for m in made[1:]]
-    pairs += [AxisStrategy((p,), (m,)) for p in layouts for m in made if m is REPLICATE or m is p]
+    made: list[DualPlacement] = [INVARIANT, *(shard(d) for d in range(len(result)) if result[d] >= axis_size)]
+    pairs = [AxisStrategy((INVARIANT,), (m,)) for m in made[1:]]
+    pairs += [AxisStrategy((p,), (m,)) for p in layouts for m in made if m is INVARIANT or m is p]
     return Found(extra=tuple(pairs))
 
 

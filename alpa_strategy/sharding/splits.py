@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall
-from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, DualPlacement, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, shard
 
 SUM = "P"  # result marker: every device holds a term of the sum
 WHOLE = "R"  # result marker: every device ends up with the whole result
@@ -110,7 +110,7 @@ def rounds_sums(call: OpCall, strategy: AxisStrategy) -> bool:
     """True when a strategy would round summands of values, or of gradients, to a narrower type before the sum."""
     if PARTIAL in strategy.inputs and not _widens(call):
         return True
-    return BROADCAST in strategy.outputs and not _carries(call)
+    return REPLICATE in strategy.outputs and not _carries(call)
 
 
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
@@ -121,12 +121,12 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
     def operand(index: int, dim: int | None) -> DualPlacement:
         if dim is not None:
             return shard(dim)
-        return BROADCAST if operand_grads[index] else REPLICATE
+        return REPLICATE if operand_grads[index] else INVARIANT
 
     def result(mark: int | str) -> DualPlacement:
         if isinstance(mark, int):
             return shard(mark)
-        return PARTIAL if mark == SUM else REPLICATE
+        return PARTIAL if mark == SUM else INVARIANT
 
     for split in found.splits:
         if not _fits(call, split, axis_size):
@@ -142,8 +142,8 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
     if found.carries and any(operand_grads) and _carries(call):
         strategies.append(
             AxisStrategy(
-                tuple(BROADCAST if g else REPLICATE for g in operand_grads),
-                tuple(BROADCAST if g else REPLICATE for g in result_grads),
+                tuple(REPLICATE if g else INVARIANT for g in operand_grads),
+                tuple(REPLICATE if g else INVARIANT for g in result_grads),
             )
         )
     if found.linear and _widens(call):
@@ -158,4 +158,4 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
 
 def repeated(call: OpCall) -> AxisStrategy:
     """The strategy that is always valid: every device of the axis does the same work."""
-    return AxisStrategy((REPLICATE,) * len(call.operands), (REPLICATE,) * len(call.results))
+    return AxisStrategy((INVARIANT,) * len(call.operands), (INVARIANT,) * len(call.results))

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, DualPlacement
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
 from alpa_strategy.sharding.localize import is_random, localize
 from alpa_strategy.tools.prove import distribute, prove
@@ -149,7 +149,7 @@ def _values_only(strategy: AxisStrategy) -> AxisStrategy:
     """`R*` is `R` where no gradient flows."""
 
     def plain(duals: tuple[DualPlacement, ...]) -> tuple[DualPlacement, ...]:
-        return tuple(REPLICATE if dual == BROADCAST else dual for dual in duals)
+        return tuple(INVARIANT if dual == REPLICATE else dual for dual in duals)
 
     return replace(strategy, inputs=plain(strategy.inputs), outputs=plain(strategy.outputs))
 

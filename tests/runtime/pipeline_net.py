@@ -18,7 +18,7 @@ from alpa_strategy.comm.torch_comm import build_stage_meshes
 from alpa_strategy.inter_op.channels import StageSpec
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, Layout, dual_layout, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.pipeline.pipeline import OwnStage, Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
@@ -104,12 +104,12 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
     num_layers = len(net.layers)
     kept = dual_layout(str(case.rows))
     # Column-parallel axes: the input's gradient is a sum over them, the output is gathered.
-    wide = tuple(BROADCAST if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
+    wide = tuple(REPLICATE if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
     columns = tuple(shard(1) if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
     into, out = (Reshard(a, b, (rows, WIDTH), mesh) for a, b in ((kept, wide), (columns, kept)))
-    summed = tuple(PARTIAL if s == "S0" else REPLICATE for s in case.styles)
-    total = Reshard(summed, (REPLICATE,) * len(case.shape), (), mesh)
-    means = Reshard(kept, (REPLICATE,) * len(case.shape), (rows,), mesh)
+    summed = tuple(PARTIAL if s == "S0" else INVARIANT for s in case.styles)
+    total = Reshard(summed, (INVARIANT,) * len(case.shape), (), mesh)
+    means = Reshard(kept, (INVARIANT,) * len(case.shape), (rows,), mesh)
     stored = case.plan.modes
     used = dual_layout(" ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles))
     from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))

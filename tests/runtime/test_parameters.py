@@ -20,7 +20,7 @@ from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, REPLICATE, shard
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
 from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
@@ -113,7 +113,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     uses = {}
     for p in inputs:
         # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
-        whole = tuple(REPLICATE if m == "R" else BROADCAST for m in plans[p.name].modes)
+        whole = tuple(INVARIANT if m == "R" else REPLICATE for m in plans[p.name].modes)
         uses[p.name] = Reshard(source_layout(plans[p.name]), whole, p.meta.shape, mesh)
     divided = [axis for axis, m in enumerate(mode) if m != "R"]
     for i, x in enumerate(batches()):
@@ -217,7 +217,7 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         inputs = inputs_of(net)
         store = ParameterStore(net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs}, mesh)
         store.shard()
-        gather = Reshard(source_layout(plan_of(mode, (7, 6))), (BROADCAST,), (7, 6), mesh)
+        gather = Reshard(source_layout(plan_of(mode, (7, 6))), (REPLICATE,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
         with store.regather_hooks() if regather else torch.enable_grad():
             weight = gather(net.first.weight.to(dtype))
@@ -248,7 +248,7 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
         given = ParameterInput(0, ("weight",), TensorMeta((4, 3, 2), torch.float64, True))
         store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
         store.shard()
-        gather = Reshard(source_layout(ParameterPlan(("S0",))), (BROADCAST,), (4, 3, 2), mesh)
+        gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (4, 3, 2), mesh)
         with store.regather_hooks() if regather else torch.enable_grad():
             weight = gather(module.weight)
             weight = read(weight[..., 0]) if read is torch.t else read(weight)
@@ -279,7 +279,7 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
         store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
         store.shard()
         made = make(module.weight.detach())
-        gather = Reshard((shard(0),), (REPLICATE,), (2 * made.shape[0], *made.shape[1:]), mesh)
+        gather = Reshard((shard(0),), (INVARIANT,), (2 * made.shape[0], *made.shape[1:]), mesh)
         before = len(mesh.axes[0].record)
         with store.regather_hooks():
             whole = gather(make(module.weight))
@@ -297,7 +297,7 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
         inputs = inputs_of(net)
         store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
         store.shard()
-        gather = Reshard(source_layout(ParameterPlan(("S0",))), (BROADCAST,), (7, 6), mesh)
+        gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (7, 6), mesh)
         with store.regather_hooks():
             y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.ir.placement import (
-    BROADCAST,
+    INVARIANT,
     PARTIAL,
     REPLICATE,
     Layout,
@@ -80,7 +80,7 @@ def whole_tensors(shape):
 
 
 def all_layouts(num_dims, num_axes):
-    duals = [REPLICATE, BROADCAST, PARTIAL, *map(shard, range(num_dims))]
+    duals = [INVARIANT, REPLICATE, PARTIAL, *map(shard, range(num_dims))]
     return list(itertools.product(duals, repeat=num_axes))
 
 
@@ -131,7 +131,7 @@ def test_any_mesh_shape_and_tensor(data):
     mesh_shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     layouts = st.tuples(
-        *[st.sampled_from([REPLICATE, BROADCAST, PARTIAL, *map(shard, range(len(shape)))])] * len(mesh_shape)
+        *[st.sampled_from([INVARIANT, REPLICATE, PARTIAL, *map(shard, range(len(shape)))])] * len(mesh_shape)
     )
     src, dst = data.draw(layouts), data.draw(layouts)
     check(run_on_threads(mesh_shape, lambda m: reshard_one(m, src, dst, shape)), mesh_shape, src, dst, shape)
@@ -150,7 +150,7 @@ def test_on_process_groups(pool, mesh_shape):
 
 def test_second_derivative_and_tensors_without_gradient():
     def work(mesh):
-        gather = Reshard((shard(0),), (BROADCAST,), (4,), mesh)
+        gather = Reshard((shard(0),), (REPLICATE,), (4,), mesh)
         x = torch.full((4 // mesh.shape[0],), 2.0, requires_grad=True)
         y = (gather(x) ** 3).sum() / mesh.shape[0]
         (first,) = torch.autograd.grad(y, x, create_graph=True)

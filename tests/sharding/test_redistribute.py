@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import BROADCAST, PARTIAL, REPLICATE, dual_layout, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, dual_layout, shard
 from alpa_strategy.sharding.redistribute import reshard_seconds, reshard_steps, reshard_table, step_collectives
 
-DUALS = [REPLICATE, BROADCAST, PARTIAL, shard(0), shard(1)]
+DUALS = [INVARIANT, REPLICATE, PARTIAL, shard(0), shard(1)]
 VOLUME = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
 
 
