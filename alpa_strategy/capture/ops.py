@@ -1,7 +1,8 @@
 """Ops that capture puts in place of ATen ones, so that every loss and statistic splits exactly over devices.
 
 A mean with `ignore_index` is a sum divided by a count: both are plain sums over rows, so they can be sharded without
-ever taking a mean of means (design section 4). BatchNorm returns its new statistics instead of mutating buffers.
+ever taking a mean of means (docs/formulas.md#capture). BatchNorm returns its new statistics instead of mutating
+buffers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def volume_factor(kind: str, size: int) -> float:
-    """Bytes that one device moves per byte of the full tensor on an axis of `size` devices (design section 6)."""
+    """Bytes that one device moves per byte of the full tensor on an axis of `size` devices (docs/formulas.md#costs)."""
     match kind:
         case "all_reduce":
             return 2 * (size - 1) / size

@@ -76,7 +76,7 @@ class MeshAxis:
     tables: tuple[CommTable, ...] = ()
 
     def seconds(self, kind: str, num_bytes: float) -> float:
-        """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (design section 6).
+        """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
 
         From the measured table by interpolation where there is one, else alpha + beta * volume. A p2p message goes
         whole from one device to its neighbour on the axis. An axis of one device costs nothing.

@@ -1,4 +1,4 @@
-"""CostModel: seconds and bytes of one local op call. The only place where op costs come from (design section 6)."""
+"""Seconds and bytes of one local op call: the only place where op costs come from (docs/formulas.md#costs)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (design section 6).
+"""What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (docs/formulas.md#costs).
 
 Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention keeps
 what flash and memory-efficient kernels keep, and dropout on an accelerator keeps a mask of one byte per element.

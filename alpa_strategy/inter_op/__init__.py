@@ -1,1 +1,1 @@
-"""Inter-op: layers, stages, micro-batches and schedules (design section 8)."""
+"""Inter-op: layers, stages, micro-batches and schedules (docs/formulas.md#inter-op)."""

@@ -1,4 +1,4 @@
-"""Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers (design section 7).
+"""Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers (docs/formulas.md#intra-op).
 
 Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs whose layout is
 given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.

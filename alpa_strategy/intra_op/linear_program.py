@@ -2,7 +2,7 @@
 
 One-hot s[c, k]. For every use u of a transfer, w[u, p, q] with the marginals of the producer's source layouts and of
 the consumer's target layouts; where several uses share the transfer, z[p, q] >= w[u, p, q] carries the cost once
-(design section 7, the y and z variables in their tightest disaggregated form).
+(docs/formulas.md#intra-op, the y and z variables in their tightest disaggregated form).
 """
 
 from __future__ import annotations

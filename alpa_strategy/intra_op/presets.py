@@ -1,4 +1,4 @@
-"""Pins and named plans: restrictions of the one space, never another code path (design section 9).
+"""Pins and named plans: restrictions of the one space, never another code path (docs/formulas.md#intra-op).
 
 A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what it does not want
 dear, so that a model that cannot follow it everywhere gets the nearest plan. A pinned placement is a hard constraint.

@@ -5,7 +5,7 @@
 
 where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t gives, and q runs
 over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout for three consumers
-is paid for once (design section 7, the y and z variables).
+is paid for once (docs/formulas.md#intra-op, the y and z variables).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan: what was decided, as a small JSON file that a person can read and edit (design section 11)."""
+"""Plan: what was decided, as a small JSON file that a person can read and edit (docs/formulas.md#plan-file)."""
 
 from __future__ import annotations
 

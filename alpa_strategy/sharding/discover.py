@@ -1,4 +1,6 @@
-"""Rule discovery: which splits of an op's operands recombine to the whole result, by experiment (design section 5).
+"""Rule discovery: which splits of an op's operands recombine to the whole result, by experiment.
+
+See docs/formulas.md#sharding-rules.
 
 For ops without a rule. A split is kept only if every trial agrees, forward and backward, on one way of recombining:
 concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the op can always be repeated on all devices.

@@ -22,7 +22,7 @@ from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
 
-# Bytes sent by a device per byte of the full tensor, for n devices (design section 6): only orders steps, no times.
+# Bytes sent by a device per byte of the full tensor, n devices (docs/formulas.md#costs): only orders steps, no times.
 _VOLUME = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,

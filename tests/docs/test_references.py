@@ -1,0 +1,38 @@
+"""What docs and docstrings refer to exists: pages, anchors, files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    heads = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_docstrings_cite_sections_that_exist():
+    cited = set()
+    for file in (ROOT / "alpa_strategy").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert "design section" not in text, file
+        cited |= set(re.findall(r"docs/(\w+\.md)(?:#([\w-]+))?", text))
+    assert cited
+    for page, anchor in cited:
+        assert (ROOT / "docs" / page).is_file(), page
+        assert not anchor or anchor in anchors(ROOT / "docs" / page), f"{page}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
