@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending, start_all_gather, start_all_reduce
+from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.ir.placement import DualLayout, Layout, chunk_range, dual_layout_to_str
-from alpa_strategy.runtime.regather import active_regather
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 

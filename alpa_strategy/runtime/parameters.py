@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.comm.mesh import MeshComm, Pending
+from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.placement import Layout
@@ -25,7 +26,6 @@ from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.parameter_data import replace_data
-from alpa_strategy.runtime.regather import Regather
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.runtime.stored import StoredParameter, replica
 
