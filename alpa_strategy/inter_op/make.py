@@ -33,7 +33,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.sharding.replicated import replicated_notes
+from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
 KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised

@@ -18,7 +18,7 @@ from alpa_strategy.intra_op.solve import NotCheaper, solve
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
-from alpa_strategy.sharding.replicated import replicated_notes
+from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
 if TYPE_CHECKING:

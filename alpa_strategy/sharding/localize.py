@@ -11,8 +11,8 @@ import torch
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.sharding.binding import bind, rebuild
-from alpa_strategy.sharding.discover_trials import draws_random_numbers
-from alpa_strategy.sharding.views import RESHAPES
+from alpa_strategy.sharding.discovery_trials import draws_random_numbers
+from alpa_strategy.sharding.rule_families import RESHAPES
 
 aten = torch.ops.aten
 

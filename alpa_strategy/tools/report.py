@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from alpa_strategy.errors import OptionError
-from alpa_strategy.sharding.rules import rule_lines
+from alpa_strategy.sharding.strategies import rule_lines
 from alpa_strategy.tools.judge import NONE_EXISTS, OpVerdict
 
 STORED = Path(__file__).with_name("op_coverage.json")

@@ -5,7 +5,7 @@ import torch
 from sharding.calls import make_call
 
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.sharding.discover import discover
+from alpa_strategy.sharding.discovery import discover
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
 
 aten = torch.ops.aten

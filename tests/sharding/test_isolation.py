@@ -11,8 +11,8 @@ import torch
 from sharding.calls import make_call
 
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.sharding.discover import discover
-from alpa_strategy.sharding.discover_trials import draws_random_numbers
+from alpa_strategy.sharding.discovery import discover
+from alpa_strategy.sharding.discovery_trials import draws_random_numbers
 from alpa_strategy.sharding.isolation import CrashedRunError, CrashingError, isolated
 
 aten = torch.ops.aten

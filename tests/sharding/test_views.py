@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rule_cases import aten, call_of, f
 
 from alpa_strategy.sharding import axis_strategies, op_strategies
-from alpa_strategy.sharding.views import dim_groups
+from alpa_strategy.sharding.rule_families import dim_groups
 from alpa_strategy.tools.prove import prove
 
 

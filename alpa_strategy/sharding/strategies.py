@@ -1,4 +1,6 @@
-"""axis_strategies and op_strategies: every valid way to run an op on one mesh axis, and on a whole mesh."""
+"""axis_strategies and op_strategies: every valid way to run an op on one mesh axis, and on a whole mesh.
+
+And what ops without any way to divide their work cost: the note in the plan that names them."""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, OpCall, target_name
 from alpa_strategy.sharding.localize import localize
-from alpa_strategy.sharding.pointwise import aligned
+from alpa_strategy.sharding.rule_families import aligned
+from alpa_strategy.sharding.rule_table import FAMILIES, NOTATION, POINTWISE_LINEAR, UNTAGGED_POINTWISE, Family
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
-from alpa_strategy.sharding.table import FAMILIES, NOTATION, POINTWISE_LINEAR, UNTAGGED_POINTWISE, Family
+from alpa_strategy.units import format_bytes, format_seconds
 
 
 def _pointwise(call: OpCall, axis_size: int) -> Found:
@@ -80,7 +85,7 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
         return (repeated(call),)
     found = _found(call, axis_size)
     if found is None:
-        from alpa_strategy.sharding.discover import discover
+        from alpa_strategy.sharding.discovery import discover
 
         return discover(call, axis_size)
     return to_strategies(call, found, axis_size)
@@ -126,3 +131,23 @@ def rule_origin(call: OpCall) -> str:
     if found is not None:
         return found.origin
     return "discovered" if len(axis_strategies(call, 2)) > 1 else "replicated"
+
+
+def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
+    """A note per kind of op that every device has to run whole: where it is called, its time, its results' bytes."""
+    found: dict[str, list[Op]] = {}
+    for op in step.ops:
+        if op.operands and rule_origin(op.call) == "replicated":
+            found.setdefault(op.call.target_name, []).append(op)
+    return [_note(name, ops, costs) for name, ops in sorted(found.items())]
+
+
+def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
+    seconds = sum(sum(costs.op_seconds(op.call)) for op in ops)
+    num_bytes = sum(meta.num_bytes for op in ops for meta in op.call.results)
+    where = ", ".join(dict.fromkeys(op.source.rpartition("/")[2] or op.module for op in ops[:2]))
+    calls = "1 call" if len(ops) == 1 else f"{len(ops)} calls"
+    return (
+        f"no rule for {name} ({calls}{f', {where}' if where else ''}): run whole on every device, "
+        f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of results"
+    )
