@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.fabric import NoFabric
-from alpa_strategy.lightning.load_from import let_directories_load
+from alpa_strategy.lightning.checkpointing import let_directories_load
 from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:

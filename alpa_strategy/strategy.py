@@ -25,11 +25,11 @@ from typing_extensions import override
 from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.checkpoints import Checkpoints
+from alpa_strategy.lightning.checkpointing import Checkpoints
+from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.life import ModuleLife
-from alpa_strategy.lightning.meta import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 

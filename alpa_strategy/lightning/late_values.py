@@ -15,7 +15,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from typing_extensions import override
 
-from alpa_strategy.lightning.hooks import any_overridden
+from alpa_strategy.lightning.checks import any_overridden
 
 _SEE_THE_LOSS = ("on_before_backward", "backward", "on_before_zero_grad", "optimizer_zero_grad")
 

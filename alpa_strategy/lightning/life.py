@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.lightning.checkpoints import Checkpoints
-from alpa_strategy.lightning.deferral import Deferral
-from alpa_strategy.lightning.meta import stays_sharded
-from alpa_strategy.lightning.same_loaders import SameLoaders
+from alpa_strategy.lightning.checkpointing import Checkpoints
+from alpa_strategy.lightning.deferred_init import Deferral, stays_sharded
+from alpa_strategy.lightning.evaluation_loop import SameLoaders
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan

@@ -22,8 +22,8 @@ from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
-from alpa_strategy.lightning.evaluation_stage import EvaluationParameters, evaluation_pins
-from alpa_strategy.lightning.hooks import clears_gradients_unseen
+from alpa_strategy.lightning.checks import clears_gradients_unseen
+from alpa_strategy.lightning.evaluation import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.optimizer_state import shard_state
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.programs import Program

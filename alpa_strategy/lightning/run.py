@@ -21,9 +21,10 @@ from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import ParameterPlan
-from alpa_strategy.lightning.evaluation_stage import evaluation_inputs, evaluation_pins
+from alpa_strategy.lightning.evaluation import evaluation_inputs, evaluation_pins
+from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.loops import step_counters
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
@@ -40,8 +41,6 @@ from alpa_strategy.lightning.replay import (
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.same_steps import SameSteps
 from alpa_strategy.lightning.shape_key import shape_key
-from alpa_strategy.lightning.whole import WholeParameters, shapes_only
-from alpa_strategy.lightning.whole_hooks import WholeHooks
 from alpa_strategy.lower.lower import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.fingerprint import is_for

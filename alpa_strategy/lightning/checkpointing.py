@@ -1,15 +1,22 @@
 """Checkpoints: the strategy's part in saving and resuming. What goes into a checkpoint, in which form it is written,
-and when what was read is put where it belongs."""
+and when what was read is put where it belongs.
+
+`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, so the function by which
+it opens a checkpoint is wrapped, once, when the strategy is imported; other checkpoints go on to Lightning's own.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -22,8 +29,14 @@ from alpa_strategy.checkpoint.loading import load_others, load_parameters, open_
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
-from alpa_strategy.lightning.position import ResumableLoader, keeps_own_state
-from alpa_strategy.lightning.resume import Resume, put_states, rank_state, take_up
+from alpa_strategy.lightning.dataloader_state import (
+    ResumableLoader,
+    Resume,
+    keeps_own_state,
+    put_states,
+    rank_state,
+    take_up,
+)
 from alpa_strategy.lightning.shards import Sharing, module_state, optimizer_state, restore_groups, restore_state
 
 FORMS = ("auto", "sharded", "single")
@@ -267,3 +280,36 @@ def _is_torchs(checkpoint_io: Any) -> bool:
 def _say_nothing_of_positions() -> None:
     """Lightning warns that the loader cannot resume: it does."""
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def let_directories_load() -> None:
+    """Wrap Lightning's reader, unless it is wrapped already."""
+    own = saving.pl_load
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | Path) and is_checkpoint(path):
+            return _read(path, *args, **kwargs)
+        return own(path, *args, **kwargs)
+
+    saving.pl_load = load
+
+
+def _read(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint with its tensors in memory; those of optimizers, which no module takes, stay on disk."""
+    from alpa_strategy.checkpoint.loading import open_checkpoint
+    from alpa_strategy.checkpoint.tensors import Chunk, StoredTensor
+    from alpa_strategy.checkpoint.tree import map_tensors
+
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+
+    def read(stored: StoredTensor) -> Tensor:
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        stored.fill([Chunk((0,) * tensor.dim(), tensor)])
+        return tensor.to(device)
+
+    checkpoint = open_checkpoint(path, weights_only)
+    kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+    return {**checkpoint, **map_tensors(kept, StoredTensor, read)}

@@ -1,4 +1,4 @@
-"""LargeModel: a module that was built without memory, from `configure_model` to the first training batch.
+"""A module that was built without memory, from `configure_model` to the first training batch.
 
 The strategy records what builds and fills the module (`deferred/`); nothing is made until the plan says which part of
 each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
@@ -6,12 +6,14 @@ each parameter this rank keeps. Then parameters are made one after the other, cu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,6 +22,49 @@ from alpa_strategy.comm.collectives import on_all_ranks, world_size
 from alpa_strategy.comm.torch_comm import all_equal, broadcast_object
 from alpa_strategy.deferred.recorder import Recorder, uninitialised
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.runtime.host_memory import Freed, set_freed
+
+
+def is_on_meta(module: nn.Module | None) -> bool:
+    """Whether a parameter or buffer of the module has no memory."""
+    return module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def move_real_tensors(module: nn.Module, device: torch.device) -> None:
+    """`module.to(device)`, without what is on the meta device."""
+    if is_on_meta(module):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
+
+
+def skip_sanity_check(trainer: Any) -> None:
+    """There are no parameters to check with before the first training batch brings the plan."""
+    if trainer.num_sanity_val_steps and trainer.enable_validation:
+        trainer.num_sanity_val_steps = 0
+        rank_zero_info(
+            "alpa: no sanity check before training: parameters are made in shards, by the plan that the first training "
+            "batch brings"
+        )
+
+
+def stays_sharded(run: Any) -> bool:
+    """Whether the module has to leave a training in shards, because it does not fit whole (with a word about it)."""
+    against = run.room.for_release()
+    if against is not None:
+        rank_zero_info(
+            f"alpa: the module stays in shards after training: {against}. This trainer saves and evaluates it as before"
+        )
+    return against is not None
+
+
+def raise_still_sharded(module: nn.Module) -> NoReturn:
+    """AlpaError: a second training of a module that did not fit whole after the first."""
+    raise AlpaError(
+        f"{type(module).__name__} is still in shards from the training before: it does not fit whole",
+        "save a checkpoint, and train on with a new Trainer and `ckpt_path`",
+    )
+
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -191,3 +236,73 @@ class LargeModel:
                 leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
                 if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
+
+
+class Deferral:
+    """A `LargeModel` from the moment that one is needed until its tensors are made.
+
+    Attributes:
+        was_needed: whether the module of the running training was built without memory.
+    """
+
+    def __init__(self) -> None:
+        self._large: LargeModel | None = None
+        self.was_needed = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are tensors to make."""
+        return self._large is not None
+
+    def begin(self, device: torch.device) -> LargeModel:
+        """Something is built without memory; `device`: this rank's."""
+        if self._large is None:
+            if device.type == "cpu":
+                # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
+                set_freed(Freed.GIVEN_BACK)
+            self._large = LargeModel(device)
+        return self._large
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What happens to deferred tensors is recorded; nothing special where there are none."""
+        if self._large is None:
+            yield
+            return
+        with self._large.recording():
+            yield
+
+    def settle(
+        self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor], fits: Callable[[nn.Module], bool]
+    ) -> None:
+        """Values for what was built without memory; it is made now where no plan will come. Collective.
+
+        Args:
+            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
+            fits: whether the whole module fits into one device: it is not sharded for an evaluation then.
+        """
+        if self._large is None:
+            return
+        self._large.settle(module, loaded)
+        if not is_on_meta(module):
+            self._large = None
+        elif world_size() == 1 or (trainer.state.fn != TrainerFn.FITTING and fits(module)):
+            self._large.make_whole(module)
+            self._large = None
+        elif trainer.state.fn == TrainerFn.FITTING:
+            skip_sanity_check(trainer)
+
+    def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with its deferred tensors made."""
+        return state if self._large is None else self._large.whole_values(state)
+
+    @contextmanager
+    def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Around what shards the module: gives the function that makes all of a parameter or of optimizer state."""
+        if self._large is None:
+            yield Tensor.detach
+            return
+        self._large.put_placeholders(module)
+        yield self._large.whole
+        self._large.finish()
+        self._large, self.was_needed = None, True

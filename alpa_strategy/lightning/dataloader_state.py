@@ -1,0 +1,293 @@
+"""Where a training is in its data and its random numbers: recorded in checkpoints, and taken up again exactly.
+
+Lightning restores its counters, but iterates the loader from its beginning. Here the loader is wound forward: the
+epoch's random state is set again, and the batches that were trained on are loaded and dropped. Loaders that keep their
+own state (`state_dict`) are left to it. All of it lies where Lightning keeps the fit loop's own state: a plain Trainer
+reads such a checkpoint and passes it over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+
+def random_state() -> dict[str, Any]:
+    """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings only."""
+    name, keys, position, has_gauss, gauss = numpy.random.get_state()
+    found = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Let all default generators go on from `state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One iteration over a loader, as far as it has come.
+
+    Attributes:
+        start: random state before the iteration began; None: as it is.
+        num_drawn: batches that were taken from it.
+        num_ahead: of those, how many the Trainer has not used yet.
+        before_last: random state before the last of them was taken, where that is known.
+        epoch: which one it is, counted from 0 (and its sampler's); None: what the Trainer says.
+        now: random state with which the training goes on.
+    """
+
+    start: dict[str, Any] | None
+    num_drawn: int
+    num_ahead: int
+    before_last: dict[str, Any] | None
+    epoch: int | None
+    now: dict[str, Any] | None
+
+    def of_stateful_loader(self) -> Pass:
+        """For a loader that finds its position by itself."""
+        return Pass(None, 0, 0, None, self.epoch, self.now)
+
+
+class ResumableLoader:
+    """A training dataloader that knows its position; to everyone else it is the loader itself.
+
+    Args:
+        loader: any iterable of batches.
+        epoch: says which epoch the Trainer is in.
+        resume: the pass that the first iteration takes up.
+    """
+
+    def __init__(self, loader: Any, epoch: Callable[[], int], resume: Pass | None = None) -> None:
+        own = {"_loader": loader, "_epoch": epoch, "_resume": resume, "_iteration": None}
+        self.__dict__.update(own)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]  # isinstance(self, DataLoader) holds where it holds inside
+        return type(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        self._iteration = _Iteration(self._loader, self._epoch(), resume)
+        return self._iteration
+
+    def position(self, num_ahead: int) -> Pass | None:
+        """The pass that is under way, of whose batches `num_ahead` are not used yet; None before the first."""
+        if self._iteration is None:
+            return None
+        at = self._iteration
+        return Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch, None)
+
+
+class _Iteration:
+    """The iterator over one pass."""
+
+    def __init__(self, loader: Any, epoch: int, resume: Pass | None) -> None:
+        self._resume = resume
+        self._is_sized = _is_sized(loader)
+        self.num_drawn, self.before_last, self.epoch = 0, None, epoch
+        in_the_middle = resume is not None and resume.start is not None
+        if resume is not None:
+            if resume.epoch is not None:
+                # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
+                self.epoch = resume.epoch
+                _set_epoch(loader, resume.epoch)
+            state = resume.start if in_the_middle else resume.now
+            if state is not None:
+                set_random_state(state)
+        self.start = random_state()
+        self._iterator = iter(loader)
+        if not in_the_middle:
+            self._go_on = None if resume is None else random_state()
+            return
+        self._go_on = resume.now
+        for _ in range(resume.num_drawn - resume.num_ahead):
+            next(self._iterator, None)
+            self.num_drawn += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._set_state_of_next()
+        if not self._is_sized:
+            self.before_last = random_state()
+        batch = next(self._iterator)
+        self.num_drawn += 1
+        return batch
+
+    def _set_state_of_next(self) -> None:
+        """In a resumed pass: what was used up between the batches then is not used up by replaying them."""
+        resume = self._resume
+        if resume is None:
+            return
+        if self.num_drawn >= resume.num_drawn or resume.start is None:
+            if self._go_on is not None:
+                set_random_state(self._go_on)
+            self._resume = None
+        elif resume.before_last is not None:
+            set_random_state(resume.before_last)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
+
+def keeps_own_state(loader: Any) -> bool:
+    """Whether a loader can continue by itself (Lightning's protocol)."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _is_sized(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+KEY = "alpa"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What this rank takes up from a checkpoint.
+
+    Attributes:
+        passes: per training dataloader.
+        run: `TrainingRun.state_dict()`, None where the ranks are not those that wrote it.
+    """
+
+    passes: tuple[Pass, ...]
+    run: dict[str, Any] | None
+
+
+def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
+    """This rank's part of the state."""
+    loop = trainer.fit_loop
+    ahead = len(getattr(loop._data_fetcher, "batches", ()))
+    flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    passes = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
+    loader_states = [] if loop._combined_loader is None else loop._combined_loader._state_dicts()
+    return {
+        "random": random_state(),
+        "passes": [None if at is None else asdict(at) for at in passes],
+        "loader_states": loader_states,
+        "run": run,
+    }
+
+
+def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    """Add all ranks' states to a Lightning checkpoint."""
+    checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = {"version": VERSION, "ranks": states}
+
+
+def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | None:
+    """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects the loop's counters.
+
+    On another number of ranks than the writing ones, the place in the data is the same number of samples, and random
+    states start anew.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    stored = loop.get("state_dict", {}).get(KEY)
+    if stored is None or stored.get("version") != VERSION:
+        return None
+    states = stored["ranks"]
+    batches = loop["epoch_loop.batch_progress"]
+    in_the_middle = not batches["is_last_batch"]
+    epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
+    if batches["current"]["ready"] and epochs:
+        _open_epoch(loop["epoch_progress"], epochs[0], in_the_middle)
+    if len(states) == world_size:
+        own = states[rank]
+        if own["loader_states"]:
+            loop["state_dict"]["combined_loader"] = own["loader_states"]
+        passes = [_pass(at, own["random"], in_the_middle) for at in own["passes"]]
+        return Resume(tuple(passes), own["run"])
+    passes = []
+    if in_the_middle:
+        passes = [_rescaled(at, len(states), world_size) for at in states[0]["passes"]]
+        _rescale_counters(batches["current"], len(states), world_size)
+    return Resume(tuple(passes), None)
+
+
+def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
+    if at is None:
+        return Pass(None, 0, 0, None, None, now)
+    if not in_the_middle:
+        return Pass(None, 0, 0, None, at["epoch"] + 1, now)
+    return Pass(**{**at, "now": now})
+
+
+def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
+    """The same samples in batches of another number of ranks."""
+    if at is None:
+        return Pass(None, 0, 0, None, None, None)
+    return Pass(
+        random_state(), _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now), 0, None, at["epoch"], None
+    )
+
+
+def _rescale_counters(current: dict[str, int], num_before: int, num_now: int) -> None:
+    shift = _scaled(current["ready"], num_before, num_now) - current["ready"]
+    for key in ("ready", "started", "processed", "completed"):
+        current[key] += shift
+
+
+def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
+    scaled, rest = divmod(num_batches * num_before, num_now)
+    if rest:
+        rank_zero_warn(
+            f"alpa: {num_batches} batches of {num_before} ranks are no whole number of batches of {num_now}: up to "
+            f"{num_now - 1} batches of this epoch are trained on again"
+        )
+    return scaled
+
+
+def _open_epoch(progress: dict[str, dict[str, int]], epoch: int, in_the_middle: bool) -> None:
+    """Let the counters say that epoch number `epoch` has begun, and that it is not over where this is its middle.
+
+    Lightning's say something else where `max_steps` ended it in its middle (then it counts as a whole one), and in the
+    first epoch after a resumption at the end of one: then it was never counted as begun, and a resumption at its end
+    would repeat it.
+    """
+    for counts in (progress["total"], progress["current"]):
+        counts["ready"] = counts["started"] = epoch + 1
+        if in_the_middle:
+            counts["processed"] = counts["completed"] = epoch
