@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from alpa_strategy.capture.attributes import SetAttribute, changed_attributes, initialized
-from alpa_strategy.capture.batch_types import know_types
 from alpa_strategy.capture.convert import convert
-from alpa_strategy.capture.segment import segment_fused_linears
+from alpa_strategy.capture.non_tensor_inputs import know_types
+from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
+from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import TRAINING, StepCall, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import StepGraph

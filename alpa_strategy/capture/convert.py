@@ -14,13 +14,20 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import rewrite
-from alpa_strategy.capture.aliasing import Memory, View, ViewStep, sharing_node, storage_of
-from alpa_strategy.capture.builder import Builder, frozen
-from alpa_strategy.capture.casting import Autocast
-from alpa_strategy.capture.mutation import Write, as_written, new_value, write_of
-from alpa_strategy.capture.number import number
-from alpa_strategy.capture.results import check_loss, loss_of, results_of
+from alpa_strategy.capture import rewrites as rewrite
+from alpa_strategy.capture.autocast import Autocast
+from alpa_strategy.capture.functionalize import (
+    Memory,
+    View,
+    ViewStep,
+    Write,
+    as_written,
+    new_value,
+    sharing_node,
+    storage_of,
+    write_of,
+)
+from alpa_strategy.capture.graph_builder import Builder, check_loss, frozen, loss_of, number, results_of
 from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.blame import user_frame
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import stable_text
+from alpa_strategy.ir.user_code import user_frame
 
 NAMESPACE = "alpa_function"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -1,15 +1,22 @@
-"""Ops that capture puts in place of ATen ones, so that every loss and statistic splits exactly over devices.
+"""Ops that capture puts in place of PyTorch's, so that every loss and statistic splits exactly over devices.
 
 A mean with `ignore_index` is a sum divided by a count: both are plain sums over rows, so they can be sharded without
 ever taking a mean of means (docs/formulas.md#capture). BatchNorm returns its new statistics instead of mutating
-buffers.
+buffers. CTC is computed row by row, as PyTorch's own has no shape function where lengths are tensors.
+`grouped_mm` (experts) has a shape function for every dtype and can leave out groups: a device that holds some of the
+experts multiplies the rows of these only (`groups_between`).
 """
 
 from __future__ import annotations
 
+import inspect
+from itertools import pairwise
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def cross_entropy_sum(
@@ -75,3 +82,127 @@ def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     flat_bias = None if bias is None else bias.flatten()
     return F.linear(x, weight.flatten(0, 1), flat_bias).unflatten(-1, weight.shape[:2])
+
+
+_LIBRARY = torch.library.Library("alpa", "FRAGMENT")
+_SIGNATURE = inspect.signature(F.ctc_loss)
+
+
+def _rows(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
+        return log_probs[0, :, 0] * 1  # any differentiable [b]
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+
+
+_LIBRARY.define(
+    "ctc_rows(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, "
+    "bool zero_infinity) -> Tensor"
+)
+_LIBRARY.impl("ctc_rows", _rows, "CompositeImplicitAutograd")
+ctc_rows = torch.ops.alpa.ctc_rows.default
+
+
+def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The loss of a call of `F.ctc_loss` on a batch [t, b, c], made of losses per row; None: it is another call."""
+    if function is not F.ctc_loss:
+        return None
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    a = given.arguments
+    lengths = a["input_lengths"], a["target_lengths"]
+    if not all(isinstance(length, Tensor) for length in lengths) or a["log_probs"].dim() != 3:
+        return None
+    log_probs = a["log_probs"]
+    if log_probs.dtype in (torch.float16, torch.bfloat16):  # as autocast does
+        log_probs = log_probs.float()
+    rows = ctc_rows(log_probs, a["targets"], *lengths, a["blank"], a["zero_infinity"])
+    if a["reduction"] == "none":
+        return rows
+    return rows.sum() if a["reduction"] == "sum" else (rows / a["target_lengths"].clamp(min=1)).mean()
+
+
+@torch.library.custom_op("alpa::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1], ... -> [s, n].
+
+    offsets [e] ascend; rows past the last give zeros.
+    """
+    return _products(x, weight, _bounds(offsets))
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"grouped_mm takes [s, k] and [e, k, n], got {tuple(x.shape)} and {tuple(weight.shape)}")
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    x, weight, offsets = inputs
+    ctx.save_for_backward(x, weight, offsets)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, offsets = ctx.saved_tensors
+    return *_gradients(grad, x, weight, _bounds(offsets)), None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_save)
+
+
+class _GroupsBetween(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bounds)
+        return _products(x, weight, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, bounds = ctx.saved_tensors
+        return *_gradients(grad, x, weight, bounds), None
+
+
+def groups_between(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    """`grouped_mm` where weight[i] is for the rows from bounds[i] to bounds[i + 1]; all other rows give zeros."""
+    return _GroupsBetween.apply(x, weight, bounds)
+
+
+def grouped_mm_replacement(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The arguments of `grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
+    if function not in (torch._grouped_mm, F.grouped_mm):
+        return None
+    bound = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    x, weight = args[:2] if len(args) > 1 else (None, None)
+    offsets = bound.get("offs")
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or offsets is None:
+        return None
+    if x.dim() != 2 or weight.dim() != 3 or bound.get("bias") is not None or bound.get("out_dtype") is not None:
+        return None
+    return x, weight, offsets
+
+
+def _bounds(offsets: Tensor) -> Tensor:
+    return F.pad(offsets, (1, 0))
+
+
+def _products(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    result = x.new_zeros(x.shape[0], weight.shape[2])
+    ends = bounds.tolist()
+    for group, (start, end) in enumerate(pairwise(ends)):
+        if start < end:
+            torch.mm(x[start:end], weight[group], out=result[start:end])
+    return result
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    ends = bounds.tolist()
+    for group, (start, end) in enumerate(pairwise(ends)):
+        if start < end:
+            torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])
+            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])
+    return grad_x, grad_weight

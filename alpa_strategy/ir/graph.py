@@ -51,7 +51,7 @@ class ParameterInput:
     """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
 
     `meta.shape` is its shape in the step; `module_shape` is set where that views the module's own, whose first dim
-    the step sees as two, segments and rows of a segment (see capture/segment.py).
+    the step sees as two, segments and rows of a segment (see capture/rewrites.py).
     """
 
     value: int

@@ -56,7 +56,7 @@ _MISSING = object()
 class AttributeGuard:
     """Attribute `name` of submodule `module` ("" for the LightningModule) was `value` when the step read it.
 
-    `value` is a snapshot (see capture/attributes.py): `value == now` tells whether `now` is still the same.
+    `value` is a snapshot (see capture/python_state.py): `value == now` tells whether `now` is still the same.
     `is_class_attribute`: it was found on the class, not on the instance.
     """
 

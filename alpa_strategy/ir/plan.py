@@ -77,8 +77,8 @@ class ParameterPlan:
     tensor parallel); `G<d>` stored in shards of dim d, gathered once per step, gradient reduce-scattered once per step
     (ZeRO-1/2).
 
-    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (capture/segment.py),
-    one more than the module's own.
+    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments
+    (capture/rewrites.py), one more than the module's own.
     """
 
     modes: tuple[str, ...]

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import Optimizer
 
-from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import steps_parameter_by_parameter

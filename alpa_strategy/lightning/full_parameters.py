@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from alpa_strategy.capture.code_reads import is_user_code, mentioned_names
 from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 
 
 class WholeParameters:

@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from alpa_strategy.capture.attributes import outermost_metrics
+from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.comm.collectives import world_size
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.blame import user_line
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from alpa_strategy.capture.leaves import leaves_hold
+from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 

@@ -1,6 +1,7 @@
 """What tells the batches of one captured program from another's: structure, shapes and dtypes.
 
-Leaves that are no tensors count by their type only; those that the step reads are guarded (capture/leaves.py).
+Leaves that are no tensors count by their type only; those that the step reads are guarded
+(capture/non_tensor_inputs.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.batch_types import know_types
-from alpa_strategy.capture.leaves import may_be_unread
+from alpa_strategy.capture.non_tensor_inputs import know_types, may_be_unread
 
 
 def shape_key(batch: Any) -> tuple[Any, ...]:

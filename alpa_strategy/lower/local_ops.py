@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.grouped_mm import groups_between
+from alpa_strategy.capture.ops import groups_between
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots

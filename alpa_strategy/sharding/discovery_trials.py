@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
-from alpa_strategy.capture.code_reads import closure_values, code_names, reached_functions
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.user_code import closure_values, code_names, reached_functions
 from alpa_strategy.sharding.isolation import tried
 
 MAX_ELEMENTS = 300_000  # of all operands and results together, in the largest trials

@@ -10,7 +10,7 @@ from models import MLP
 from torch import Tensor
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.leaves import leaves_hold
+from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.ir.graph import LeafRef, StepGraph
 
 

@@ -10,7 +10,7 @@ from models import GPT
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.segment import segment_fused_linears
+from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.ir.interpret import run_step
 
 

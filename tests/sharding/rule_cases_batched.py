@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.capture.ctc import ctc_rows
-from alpa_strategy.capture.grouped_mm import grouped_mm
+from alpa_strategy.capture.ops import ctc_rows, grouped_mm
 
 aten = torch.ops.aten
 GROUPED_MM = grouped_mm._opoverload

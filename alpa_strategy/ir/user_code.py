@@ -1,16 +1,72 @@
-"""What Python functions mention: the user's functions that one reaches by name, and the names in their code.
+"""The user's Python code: on which line something happened, and which names and functions a function mentions.
 
-Nothing is run. What is found is a may, not a must: a name may be mentioned on a path that is never taken.
+Nothing is run. A name that code mentions is a may, not a must: it may stand on a path that is never taken.
 """
 
 from __future__ import annotations
 
 import functools
+import linecache
+import os
+import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from alpa_strategy.capture.blame import is_user_file
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Found without importing them: this file is for readers that know neither.
+_FRAMEWORKS = [folder for name in ("torch", "lightning") for folder in find_spec(name).submodule_search_locations]
+_NOT_USER = ("<", *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)))
+_NOT_USER_NAMES = tuple(f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning"))
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_SITE = f"{os.sep}site-packages{os.sep}"
+
+
+@cache
+def is_user_file(path: str) -> bool:
+    """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this package."""
+    if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
+        return False
+    return not (path.startswith(_STDLIB) and _SITE not in path)
+
+
+def _describe(code: CodeType, line: int) -> str:
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line}: {text}" if text else f"{code.co_filename}:{line}"
+
+
+def user_position(frame: FrameType | None) -> tuple[str, int] | None:
+    """File and line of the innermost user frame at or above `frame`."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def user_frame() -> str:
+    """`file:line: code` of the innermost user frame of the running stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return _describe(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return "line unknown"
+
+
+def user_line(traceback: TracebackType | None) -> str:
+    """`file:line: code` of the innermost user frame of an exception's traceback."""
+    found = "line unknown"
+    while traceback is not None:
+        if is_user_file(traceback.tb_frame.f_code.co_filename):
+            found = _describe(traceback.tb_frame.f_code, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
 
 MAX_DEPTH = 4
 

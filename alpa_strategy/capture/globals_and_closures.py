@@ -16,12 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alpa_strategy.capture.attributes import is_plain, snapshot
-from alpa_strategy.capture.blame import is_user_file
-from alpa_strategy.capture.code_reads import closure_values, code_names, is_user_code, reached_functions
-from alpa_strategy.capture.containers import has_fields, restore_items, same_items
+from alpa_strategy.capture.python_state import has_fields, is_plain, restore_items, same_items, snapshot
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import OutsideGuard
+from alpa_strategy.ir.user_code import closure_values, code_names, is_user_code, is_user_file, reached_functions
 
 _MISSING = object()
 

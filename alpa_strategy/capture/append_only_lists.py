@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.capture.counters import StepCounter
+from alpa_strategy.capture.symbolic_scalars import StepCounter
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
+from alpa_strategy.ir.user_code import user_frame
 
 Keys = tuple[Any, ...]
 _MISSING = object()

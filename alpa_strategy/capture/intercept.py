@@ -1,6 +1,7 @@
-"""What surrounds the step's tensors while it is captured: self.log, metrics, counters, the trainer, forbidden calls.
+"""What is intercepted while the step is captured: self.log, metrics, counters, the trainer, forbidden calls.
 
-`recording(module)` makes the module record instead of act, and puts everything back on exit.
+`recording(module)` makes the module record instead of act, and puts everything back on exit. Communication that the
+step does by itself is refused: the captured step has the rows of all ranks already.
 """
 
 from __future__ import annotations
@@ -9,27 +10,34 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.attributes import SetAttribute, attributes_kept
-from alpa_strategy.capture.blame import user_frame
-from alpa_strategy.capture.collectives import collectives_refused, refuse
-from alpa_strategy.capture.counter_functions import functions_of_counters
-from alpa_strategy.capture.counters import StepCounter, made_of, with_tensors
+from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
 from alpa_strategy.capture.functions import apply_as_op
-from alpa_strategy.capture.lists import StandIns, lists_standing_in
-from alpa_strategy.capture.outside import is_value, outside_kept
-from alpa_strategy.capture.place_numbers import TraceNumbers
+from alpa_strategy.capture.globals_and_closures import is_value, outside_kept
+from alpa_strategy.capture.python_state import SetAttribute, attributes_kept
+from alpa_strategy.capture.symbolic_scalars import (
+    StepCounter,
+    TraceNumbers,
+    functions_of_counters,
+    made_of,
+    with_tensors,
+)
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import ListPlace, MetricRef
 from alpa_strategy.ir.guards import AttributeGuard, Guard, OutsideGuard
+from alpa_strategy.ir.user_code import user_frame
 
 _NO_DIMS = torch.Size()
 
@@ -372,3 +380,69 @@ def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
     finally:
         for owner, name, old in before:
             delattr(owner, name) if old is missing else setattr(owner, name, old)
+
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+_KINDS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+)
+
+
+def refuse(what: str, where: str | None = None) -> NoReturn:
+    """CaptureError about a call of the user's line, `where` it is if not in the running stack."""
+    raise CaptureError(
+        f"{what} is called in the step ({where or user_frame()}): the captured step computes on the rows of all ranks "
+        "together, as one device would",
+        "leave the call out: tensors have all rows, and means and sums are over all of them (in a contrastive loss "
+        "`z @ z.T` has every negative, and the labels are `arange(len(z))`); what is for your own eyes can be "
+        "communicated in a hook such as on_train_batch_end",
+    )
+
+
+@contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Calls of torch.distributed by this thread are refused while the block runs."""
+    before = [
+        (module, name, value)
+        for module in (dist, functional)
+        for name, value in vars(module).items()
+        if type(value) is FunctionType and _communicates(name)
+    ]
+    for module, name, value in before:
+        setattr(module, name, _refusal(name, value, get_ident()))
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _refusal(name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            refuse(f"torch.distributed's {name}")
+        return function(*args, **kwargs)  # a checkpoint that is written in the background
+
+    return refusing
+
+
+def _communicates(name: str) -> bool:
+    """Whether a public function of torch.distributed is a collective or a message: `all_reduce`, `batch_isend_irecv`,
+    `monitored_barrier`, `reduce_scatter_tensor`, ..."""
+    return not name.startswith("_") and any(kind in name for kind in _KINDS)
+
+
+def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:
+    """CaptureError when one was reached under another name (`from torch.distributed import all_reduce`)."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:
+            refuse(str(node.target), origins.get(node, ("", ""))[1] or "line unknown")

@@ -15,14 +15,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import ctc, grouped_mm
-from alpa_strategy.capture.blame import user_frame, user_position
-from alpa_strategy.capture.checks import passing_answer
-from alpa_strategy.capture.counters import StepCounter, alike, with_tensors
-from alpa_strategy.capture.known import UNKNOWN, KnownValues
-from alpa_strategy.capture.recorder import Recording
+from alpa_strategy.capture.data_branches import UNKNOWN, KnownValues, passing_answer
+from alpa_strategy.capture.intercept import Recording
+from alpa_strategy.capture.ops import ctc_replacement, grouped_mm, grouped_mm_replacement
+from alpa_strategy.capture.symbolic_scalars import StepCounter, alike, with_tensors
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import late
+from alpa_strategy.ir.user_code import user_frame, user_position
 
 _TRUTH = Tensor.__bool__
 _CREATIONS = {  # what makes tensors of one number -> its position
@@ -190,12 +189,12 @@ class Origins(TorchFunctionMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, or what capture puts in its place."""
-        loss = ctc.replacement(func, args, kwargs)
+        loss = ctc_replacement(func, args, kwargs)
         if loss is not None:
             return loss
-        experts = grouped_mm.replacement(func, args, kwargs)
+        experts = grouped_mm_replacement(func, args, kwargs)
         if experts is not None:
-            return grouped_mm.grouped_mm(*experts)
+            return grouped_mm(*experts)
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:
