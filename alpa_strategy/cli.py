@@ -197,7 +197,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _ops(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from alpa_strategy.tools.report import op_table
+    from alpa_strategy.tools.op_report import op_table
 
     Console().print(op_table(arguments.pattern))
     return 0

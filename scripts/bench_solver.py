@@ -6,15 +6,19 @@ One row per size and memory limit (as a share of the way from the least bytes to
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from proofs.synthetic import gpt_like
 from rich.console import Console
 from rich.table import Table
 
 from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solve import least_bytes, solve
-from alpa_strategy.tools.synthetic import gpt_like
 
 
 def main() -> None:

@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from alpa_strategy.tools.judge import judge
-from alpa_strategy.tools.report import STORED, load, merged, save, summary
-from alpa_strategy.tools.samples import NotCaptured, captured_calls, database
+from alpa_strategy.tools.op_report import STORED, load
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from proofs.judge import judge, merged, save, summary
+from proofs.samples import NotCaptured, captured_calls, database
 
 
 def main(given: Sequence[str] | None = None) -> int:

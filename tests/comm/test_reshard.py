@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proofs.thread_mesh import run_on_threads
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.comm.reshard import Reshard
@@ -26,7 +27,6 @@ from alpa_strategy.ir.placement import (
     shard,
     value_layout,
 )
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def coordinates(mesh_shape):

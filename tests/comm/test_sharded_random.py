@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def draw(mesh, seed, axes_per_call):

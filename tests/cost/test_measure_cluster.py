@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.measure import ClusterStore, measure_cluster, measure_collectives, measure_slowdown
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 QUICK = {"sizes_bytes": (1024, 65536), "budget_seconds": 0.05}

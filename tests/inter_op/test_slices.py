@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
+from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -24,7 +25,6 @@ from alpa_strategy.ir.placement import Layout, dual_layout, value_layout
 from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted, source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 ADAM = OptimizerInfo(state_bytes=16)
 CLUSTER = ClusterSpec.load("pcie_8gpu").with_devices(2)

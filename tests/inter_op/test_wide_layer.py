@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from equality.third_party import CASES
+from proofs.synthetic import gpt_like
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -26,7 +27,6 @@ from alpa_strategy.intra_op.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.tools.synthetic import gpt_like
 
 ADAM = OptimizerInfo()
 CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import MODELS
+from proofs.thread_mesh import ThreadMesh, run_on_threads
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -23,7 +24,6 @@ from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import source_layout
 from alpa_strategy.lower.lower import lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.tools.thread_mesh import ThreadMesh, run_on_threads
 
 CASES = {
     "mlp": {},

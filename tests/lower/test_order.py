@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.ir.graph import StepGraph
@@ -14,7 +15,6 @@ from alpa_strategy.lower.order import made_of_the_batch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.choose import choose_plan
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 CLASSES = 64
 

@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from proofs.thread_mesh import run_on_threads
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +26,6 @@ from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 ROWS = 12
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import GPT, MLP, Bert, ConvNet, Llama
+from proofs.prove import prove
 from rule_cases import CASES, aten, c, call_of, f, i, m
 
 from alpa_strategy.capture.capture import capture_step
@@ -17,7 +18,6 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta
 from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
 from alpa_strategy.sharding.notation import parse
-from alpa_strategy.tools.prove import prove
 
 sizes = st.integers(1, 7)
 axis_sizes = st.integers(2, 4)

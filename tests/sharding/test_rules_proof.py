@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from proofs.prove import prove
 from rule_cases import CASES, Case
 
 from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
-from alpa_strategy.tools.prove import prove
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.ir.placement import chunk_range
-from alpa_strategy.tools.thread_mesh import run_on_threads
 
 
 def _chunk(tensor, dim, axis):

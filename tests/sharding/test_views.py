@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proofs.prove import prove
 from rule_cases import aten, call_of, f
 
 from alpa_strategy.sharding import axis_strategies, op_strategies
 from alpa_strategy.sharding.rule_families import dim_groups
-from alpa_strategy.tools.prove import prove
 
 
 @st.composite

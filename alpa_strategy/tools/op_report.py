@@ -1,36 +1,46 @@
-"""The findings on all ops as a file and as tables: what `alpa ops` shows and `scripts/op_coverage.py` makes."""
+"""The findings on all ops, as tables: what `alpa ops` shows and `scripts/op_coverage.py` stores."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from alpa_strategy.errors import OptionError
 from alpa_strategy.sharding.strategies import rule_lines
-from alpa_strategy.tools.judge import NONE_EXISTS, OpVerdict
 
+NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
 STORED = Path(__file__).with_name("op_coverage.json")
 
 
-def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
-    """Write the verdicts, one line an op (temporary file in the same folder, then rename)."""
-    rows = [json.dumps(asdict(v)) for v in sorted(verdicts, key=lambda v: v.op)]
-    version = torch.__version__.partition("+")[0]
-    content = f'{{"torch": "{version}", "ops": [\n' + ",\n".join(rows) + "\n]}\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+@dataclass(frozen=True)
+class OpVerdict:
+    """What is known of one op.
+
+    Attributes:
+        op: for example `aten.linear.default`.
+        origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), `discovered`, or `replicated`.
+        sharded: the strategies that divide work or data, in the order found (of all calls together).
+        num_calls: calls that were tried.
+        num_proved: strategies that were run in shards on data, forward and backward, and gave the whole result.
+        wrong: those that did not.
+        why: for an op without sharded strategy, why it has none.
+    """
+
+    op: str
+    origin: str
+    sharded: tuple[str, ...]
+    num_calls: int
+    num_proved: int
+    wrong: tuple[str, ...] = ()
+    why: str = ""
 
 
 def load(path: Path = STORED) -> tuple[OpVerdict, ...]:
@@ -39,31 +49,10 @@ def load(path: Path = STORED) -> tuple[OpVerdict, ...]:
     return tuple(OpVerdict(**{**row, "sharded": tuple(row["sharded"]), "wrong": tuple(row["wrong"])}) for row in rows)
 
 
-def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
-    """One verdict an op, from those of several runs over different parts of the database."""
-    found: dict[str, OpVerdict] = {}
-    for new in verdicts:
-        old = found.get(new.op)
-        if old is None:
-            found[new.op] = new
-            continue
-        sharded = tuple(dict.fromkeys((*old.sharded, *new.sharded)))
-        found[new.op] = replace(
-            old,
-            origin=new.origin if old.origin == "replicated" else old.origin,
-            sharded=sharded,
-            num_calls=old.num_calls + new.num_calls,
-            num_proved=old.num_proved + new.num_proved,
-            wrong=(*old.wrong, *new.wrong),
-            why="" if sharded else "; ".join(dict.fromkeys(filter(None, (old.why, new.why)))),
-        )
-    return [found[op] for op in sorted(found)]
-
-
 def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
     """How many ops and calls were tried, have proved strategies, are replicated, are wrong: a line each."""
     sharded = [v for v in verdicts if v.sharded]
-    missing, impossible = _replicated(verdicts)
+    missing, impossible = without_strategies(verdicts)
     origins = Counter("discovered" if v.origin == "discovered" else "covered by a rule" for v in sharded)
     share = len(sharded) / max(len(sharded) + len(missing), 1)
     return [
@@ -77,18 +66,7 @@ def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
     ]
 
 
-def summary(verdicts: Sequence[OpVerdict]) -> str:
-    """The figures in a few lines of text, then what was wrong, then the ops without a sharded strategy and why."""
-    missing, impossible = _replicated(verdicts)
-    lines = [
-        *figures(verdicts),
-        *(f"  WRONG {v.op}: {text}" for v in verdicts for text in v.wrong),
-        *(f"  {v.op}: {v.why}" for v in (*missing, *impossible)),
-    ]
-    return "\n".join(lines)
-
-
-def _replicated(verdicts: Sequence[OpVerdict]) -> tuple[list[OpVerdict], list[OpVerdict]]:
+def without_strategies(verdicts: Sequence[OpVerdict]) -> tuple[list[OpVerdict], list[OpVerdict]]:
     """Ops without a sharded strategy: for want of one, and because none can be right."""
     without = [v for v in verdicts if not v.sharded]
     impossible = [v for v in without if v.why.startswith(NONE_EXISTS)]

@@ -5,11 +5,17 @@ An op's verdict is the best of its calls: some samples are scalars that nothing 
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
+from proofs.prove import distribute, prove
+from proofs.samples import CapturedCall
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
@@ -18,34 +24,9 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
 from alpa_strategy.sharding.localize import is_random, localize
-from alpa_strategy.tools.prove import distribute, prove
-from alpa_strategy.tools.samples import CapturedCall
+from alpa_strategy.tools.op_report import NONE_EXISTS, STORED, OpVerdict, figures, without_strategies
 
 AXIS_SIZES = (2, 3)
-NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
-
-
-@dataclass(frozen=True)
-class OpVerdict:
-    """What is known of one op.
-
-    Attributes:
-        op: for example `aten.linear.default`.
-        origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), `discovered`, or `replicated`.
-        sharded: the strategies that divide work or data, in the order found (of all calls together).
-        num_calls: calls that were tried.
-        num_proved: strategies that were run in shards on data, forward and backward, and gave the whole result.
-        wrong: those that did not.
-        why: for an op without sharded strategy, why it has none.
-    """
-
-    op: str
-    origin: str
-    sharded: tuple[str, ...]
-    num_calls: int
-    num_proved: int
-    wrong: tuple[str, ...] = ()
-    why: str = ""
 
 
 @dataclass
@@ -215,3 +196,45 @@ def why_replicated(call: OpCall) -> str:
     if has_rule(call.target):
         return "by its rule, no dim of this call is independent of the others"
     return "no way of cutting it gave the whole result"
+
+
+def summary(verdicts: Sequence[OpVerdict]) -> str:
+    """The figures in a few lines of text, then what was wrong, then the ops without a sharded strategy and why."""
+    missing, impossible = without_strategies(verdicts)
+    lines = [
+        *figures(verdicts),
+        *(f"  WRONG {v.op}: {text}" for v in verdicts for text in v.wrong),
+        *(f"  {v.op}: {v.why}" for v in (*missing, *impossible)),
+    ]
+    return "\n".join(lines)
+
+
+def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
+    """Write the verdicts, one line an op (temporary file in the same folder, then rename)."""
+    rows = [json.dumps(asdict(v)) for v in sorted(verdicts, key=lambda v: v.op)]
+    version = torch.__version__.partition("+")[0]
+    content = f'{{"torch": "{version}", "ops": [\n' + ",\n".join(rows) + "\n]}\n"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
+    """One verdict an op, from those of several runs over different parts of the database."""
+    found: dict[str, OpVerdict] = {}
+    for new in verdicts:
+        old = found.get(new.op)
+        if old is None:
+            found[new.op] = new
+            continue
+        sharded = tuple(dict.fromkeys((*old.sharded, *new.sharded)))
+        found[new.op] = replace(
+            old,
+            origin=new.origin if old.origin == "replicated" else old.origin,
+            sharded=sharded,
+            num_calls=old.num_calls + new.num_calls,
+            num_proved=old.num_proved + new.num_proved,
+            wrong=(*old.wrong, *new.wrong),
+            why="" if sharded else "; ".join(dict.fromkeys(filter(None, (old.why, new.why)))),
+        )
+    return [found[op] for op in sorted(found)]

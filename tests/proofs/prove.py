@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from proofs.thread_mesh import ThreadMesh, run_on_threads
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_range, grad_layout, value_layout
+from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.sharding.localize import localize
-from alpa_strategy.tools.thread_mesh import ThreadMesh, run_on_threads
 
 Coordinate = tuple[int, ...]
 Tensors = tuple[Tensor | None, ...]
@@ -208,8 +209,6 @@ def _local_function(
 ) -> Any:
     if local.implementation is None or mesh_comm is None:
         return local.call.call
-    from alpa_strategy.lower.local_ops import build_local_op
-
     return build_local_op(call, strategies, local, mesh_comm)
 
 
