@@ -59,13 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a recipe on the devices of this machine or of a torchrun job")
-    train.add_argument("recipe", metavar="RECIPE.yaml")
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.devices=2 model.lr=1e-3")
     train.set_defaults(run=_train)
 
     plan = commands.add_parser("plan", help="plan a recipe for a cluster; no devices and no weights are needed")
-    plan.add_argument("recipe", metavar="RECIPE.yaml")
-    plan.add_argument("--cluster", required=True, metavar="CLUSTER.yaml", help="a file, or a name in configs/clusters")
+    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
+    plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
     plan.add_argument(
         "overrides",

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError, OptionError
+from alpa_strategy.shipped_files import RECIPES, find_named, shipped_names
 
 if TYPE_CHECKING:
     import lightning
@@ -46,12 +47,14 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, apply `key=value` overrides (dotted keys, YAML values) and check every key.
+    """Read a recipe, apply `key=value` overrides (dotted keys, YAML values) and check every key.
+
+    `path` is a file, or the name of a recipe that comes with the package, such as `gpt_tiny`.
 
     Raises OptionError for a missing file, a YAML mistake (with file and line), an unknown key (with the nearest known
     one) and a value of the wrong type.
     """
-    path = Path(path)
+    path = find_named(path, RECIPES) or Path(path)
     content = read_yaml(path)
     known = (*SECTIONS, "seed")
     _check_names(content, known, f"{path}: unknown key", "the top level of a recipe")
@@ -83,8 +86,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = OmegaConf.load(path)
     except FileNotFoundError:
-        near = _suggest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
-        raise OptionError(f"there is no file {path}", near or "check the path") from None
+        raise OptionError(f"there is no recipe {path}", _nearest_recipe(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} cannot be read: {error}", "give a YAML text file") from None
     except yaml.YAMLError as error:
@@ -99,6 +101,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not OmegaConf.is_dict(content):
         raise OptionError(f"{path} is not a mapping of keys to values", "start with lines such as model: and data:")
     return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
+
+
+def _nearest_recipe(path: Path) -> str:
+    beside = [file.name for file in path.parent.glob("*.y*ml")]
+    shipped = shipped_names(RECIPES) if len(path.parts) == 1 else []
+    known = f"give a file or one of: {', '.join(shipped)}" if shipped else "check the path"
+    return _suggest(path.name, beside) or _suggest(path.stem, shipped) or known
 
 
 def build_model(recipe: Recipe) -> lightning.LightningModule:

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.ready-for
-wanted="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)"
+wanted="$(sha256sum pyproject.toml setup.py scripts/setup.sh | sha256sum | cut -d' ' -f1)"
 if [[ -x .venv/bin/alpa && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
 fi
@@ -21,5 +21,5 @@ pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check --retries 1
 index=(--extra-index-url https://download.pytorch.org/whl/cpu)  # there 2.13.0+cpu, which pip takes before 2.13.0
 nvidia-smi >/dev/null 2>&1 && index=()
 "${pip[@]}" --no-deps "torch==2.13.0" "${index[@]}"
-"${pip[@]}" -e ".[dev,recipes]"
+"${pip[@]}" -e ".[deepspeed,dev,recipes]"
 echo "$wanted" >"$stamp"

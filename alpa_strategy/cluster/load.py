@@ -15,9 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import ClusterError
-
-PACKAGE = Path(__file__).resolve().parents[1]
-CONFIG_FOLDERS = (PACKAGE.parent / "configs" / "clusters", PACKAGE / "configs" / "clusters")
+from alpa_strategy.shipped_files import CLUSTERS, find_named, shipped_names
 
 
 def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
@@ -53,15 +51,11 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
 
 def find_cluster_file(path: str | Path) -> Path:
     """The file that `path` names, looked for as given and then in `configs/clusters`."""
-    given = Path(path)
-    places = [given] if given.suffix in (".yaml", ".yml") else []
-    if len(given.parts) == 1:
-        places += [folder / f"{given.name.removesuffix('.yaml')}.yaml" for folder in CONFIG_FOLDERS]
-    for place in [*places, given]:
-        if place.is_file():
-            return place
-    known = sorted({file.stem for folder in CONFIG_FOLDERS if folder.is_dir() for file in folder.glob("*.yaml")})
-    raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {', '.join(known)}")
+    found = find_named(path, CLUSTERS)
+    if found is None:
+        known = ", ".join(shipped_names(CLUSTERS))
+        raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
+    return found
 
 
 class Fields:

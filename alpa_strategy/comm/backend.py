@@ -50,6 +50,11 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Backend:
     if name == "auto":
         installed = importlib.util.find_spec("deepspeed") is not None
         name = "deepspeed" if device_type == "cuda" and installed else "torch"
+    elif name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise OptionError(
+            'backend="deepspeed": the package deepspeed is not installed',
+            "pip install 'alpa-strategy[deepspeed]', or leave backend at \"auto\"",
+        )
     if name == "deepspeed" and dist.is_initialized():
         return _deepspeed_backend(device_type)
     return Backend(

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.cluster.load import CONFIG_FOLDERS
 from alpa_strategy.cluster.mesh import crossing_groups, interpolate_seconds, without_outliers
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable, Link, MeshAxis
 from alpa_strategy.errors import ClusterError
+from alpa_strategy.shipped_files import CLUSTERS, shipped_folder, shipped_names
 
 DATA = {
     "name": "two by four",
@@ -31,7 +31,7 @@ DATA = {
     "intra_node": {"latency": 1e-6, "bandwidth": 8e9},
     "inter_node": {"latency": 1e-5, "bandwidth": 1e9},
 }
-FILES = sorted(file.stem for file in CONFIG_FOLDERS[0].glob("*.yaml"))
+FILES = shipped_names(CLUSTERS)
 
 
 def cluster(**changes) -> ClusterSpec:
@@ -185,7 +185,7 @@ def test_every_shipped_cluster_loads_and_round_trips(name: str):
     loaded = ClusterSpec.load(name)
     assert loaded.name == name
     assert ClusterSpec.load(f"{name}.yaml") == loaded
-    assert ClusterSpec.load(CONFIG_FOLDERS[0] / f"{name}.yaml") == loaded
+    assert ClusterSpec.load(shipped_folder(CLUSTERS) / f"{name}.yaml") == loaded
     assert ClusterSpec.from_dict(json.loads(json.dumps(loaded.to_dict()))) == loaded
     for shape in loaded.logical_shapes():
         assert all(axis.seconds("all_reduce", 2**20) > 0 for axis in loaded.logical_mesh(shape).axes if axis.size > 1)
