@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy import errors
 from alpa_strategy.comm.failure import job_store
-from alpa_strategy.comm.torch_comm import broadcast_object
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
 T = TypeVar("T")
@@ -23,6 +22,24 @@ T = TypeVar("T")
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """`value` of rank `source`, on every rank of the job (pickled)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_equal(value: Any) -> bool:
+    """Whether all ranks of the job hold an equal `value` (compared as pickled objects, on every rank)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(other == found[0] for other in found)
 
 
 def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T, list[Any]]:

@@ -1,15 +1,30 @@
-"""The communication layer: one process group per mesh axis, and the few collectives that everything else uses.
+"""Meshes of a running job: one process group per mesh axis, and the few collectives that everything else uses.
 
-NCCL on GPUs, gloo on CPUs; no collective is written by hand. `torch_comm.py` implements these protocols and is the only
-module that makes process groups; `tools/thread_mesh.py` implements them among threads, for tests and proofs.
+NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process groups. What other
+rooms use are the protocols `AxisComm` and `MeshComm`; `tools/thread_mesh.py` implements them among threads.
+
+`new_group` is collective over the whole job: every rank makes every group of every mesh, in one order, with ascending
+ranks, and keeps its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import importlib
+import importlib.util
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from alpa_strategy.errors import OptionError, RuntimeMismatchError
+from alpa_strategy.ir.placement import chunk_range, chunk_sizes
 
 
 class AxisComm(Protocol):
@@ -105,3 +120,342 @@ def all_reduce_over(mesh: MeshComm, tensor: Tensor, op: str = "sum") -> Tensor:
     for axis in mesh.axes if whole is None else (whole,):
         tensor = axis.all_reduce(tensor, op)
     return tensor
+
+
+@dataclass(frozen=True)
+class TorchMesh:
+    """`MeshComm` of this rank. `whole` is the mesh seen as one axis (ranks in row-major order)."""
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    axes: tuple[TorchAxisComm, ...]
+    whole: TorchAxisComm
+    ranks: tuple[int, ...]  # global ranks, ascending
+
+
+def build_mesh(
+    shape: Sequence[int],
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> TorchMesh:
+    """The logical mesh of `shape` on `ranks` (ascending; default: the whole job). Collective over the whole job.
+
+    Args:
+        backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
+
+    Raises:
+        RuntimeMismatchError: shape and ranks do not fit, or this rank is not part of the mesh (with several meshes side
+            by side, use `build_meshes`).
+    """
+    if ranks is None:
+        ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
+    return build_meshes([(shape, ranks)], timeout, backend)
+
+
+def build_meshes(
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> TorchMesh:
+    """Make all (shape, ranks) meshes of the job, in order; returns the one that holds this rank.
+
+    Collective over the whole job: every rank passes the same list. Meshes must not overlap.
+    """
+    mine = [mesh for mesh in build_stage_meshes(meshes, timeout, backend) if mesh is not None]
+    if not mine:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise RuntimeMismatchError(f"rank {rank} is in none of the meshes", "give every rank of the job a place in one")
+    return mine[-1]
+
+
+def build_stage_meshes(
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    timeout: timedelta | None = None,
+    backend: str = "auto",
+) -> list[TorchMesh | None]:
+    """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
+
+    Collective over the whole job: every rank passes the same list. Stages may share ranks; equal meshes are made once.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
+    for shape, ranks in meshes:
+        key = (tuple(shape), tuple(ranks))
+        if math.prod(shape) != len(key[1]) or list(ranks) != sorted(set(ranks)):
+            raise RuntimeMismatchError(
+                f"a mesh of shape {key[0]} cannot lie on ranks {key[1]}",
+                "give as many ranks as the mesh has devices, each once, ascending",
+            )
+        if key not in made:
+            made[key] = _build_one(*key, rank, timeout, chosen)
+    return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
+
+
+def message_groups(channels: Sequence[Sequence[int]], timeout: timedelta | None = None) -> list[tuple[Any, Any]]:
+    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective over the whole job.
+
+    gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
+    each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
+    """
+    if dist.get_backend() == "gloo":
+        return [(None, None)] * len(channels)
+    return [(dist.new_group(list(r), timeout=timeout), dist.new_group(list(r), timeout=timeout)) for r in channels]
+
+
+def _build_one(
+    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, timeout: timedelta | None, backend: Backend
+) -> TorchMesh | None:
+    grid = torch.tensor(ranks).reshape(shape)
+    coordinate = (
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(ranks.index(rank)), shape)) if rank in ranks else ()
+    )
+    whole_group = _new_group(ranks, timeout)
+    axes: list[TorchAxisComm] = []
+    for axis, size in enumerate(shape):
+        others = [range(n) for a, n in enumerate(shape) if a != axis]
+        for line in itertools.product(*others):
+            index = (*line[:axis], slice(None), *line[axis:])
+            members = tuple(grid[index].tolist())
+            group = whole_group if members == ranks else _new_group(members, timeout)
+            if rank in members:
+                axes.append(TorchAxisComm(size, members.index(rank), group, backend))
+    if rank not in ranks:
+        return None
+    whole = TorchAxisComm(len(ranks), ranks.index(rank), whole_group, backend)
+    return TorchMesh(shape, coordinate, tuple(axes), whole, ranks)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+    """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
+    if len(ranks) == 1 or len(ranks) == dist.get_world_size():
+        return None
+    return dist.new_group(list(ranks), timeout=timeout)
+
+
+class TorchAxisComm:
+    """`AxisComm` on a process group; see the protocol for what each collective does.
+
+    Args:
+        group: process group of the axis, None for the default group (not used when `size` is 1).
+    """
+
+    def __init__(self, size: int, index: int, group: Any, backend: Backend) -> None:
+        self.size = size
+        self.index = index
+        self.group = group
+        self._backend = backend
+        self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """See `AxisComm`."""
+        if self.size == 1:
+            return tensor
+        if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
+            return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._backend.all_reduce(result, getattr(self._backend, op), self.group, False)
+        return result
+
+    def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
+        """See `AxisComm`."""
+        return self.start_all_gather(tensor, dim, total).wait()
+
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        """The chunks of the axis one after the other along `dim`, without waiting."""
+        sizes = chunk_sizes(total, self.size)
+        self._check_size(tensor, dim, sizes[self.index])
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        tensor = tensor.detach()
+        if sizes[self.index] < sizes[0]:  # the collective wants equal chunks: pad to the largest
+            padding = tensor.new_zeros((*tensor.shape[:dim], sizes[0] - sizes[self.index], *tensor.shape[dim + 1 :]))
+            tensor = torch.cat([tensor, padding], dim)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        own = tensor.contiguous()
+        work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            if sizes[0] != sizes[-1]:
+                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        return Pending(finish)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `AxisComm`."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        total = tensor.shape[dim]
+        sizes = chunk_sizes(total, self.size)
+        if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
+            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
+        shape = [*tensor.shape]
+        shape[dim] = sizes[0]
+        rows = tensor.new_zeros if sizes[0] != sizes[-1] else tensor.new_empty
+        rows = rows((self.size, *shape))
+        for i, size in enumerate(sizes):
+            start, stop = chunk_range(total, self.size, i)
+            rows[i].narrow(dim, 0, size).copy_(tensor.narrow(dim, start, stop - start))
+        own = self.start_reduce_scatter(rows).wait()
+        return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
+
+    def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+        """See `AxisComm`."""
+        gather_sizes = chunk_sizes(gather_total, self.size)
+        self._check_size(tensor, gather_dim, gather_sizes[self.index])
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
+        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]
+        shapes = []
+        for size in gather_sizes:
+            shape = [*tensor.shape]
+            shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
+            shapes.append(shape)
+        received = [math.prod(shape) for shape in shapes]
+        output = tensor.new_empty(sum(received))
+        width = tensor.dtype.itemsize
+        self._backend.all_to_all(
+            _as_bytes(output),
+            _as_bytes(torch.cat(sent)),
+            [n * width for n in received],
+            [part.numel() * width for part in sent],
+            self.group,
+            False,
+        )
+        parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
+        return torch.cat(parts, gather_dim)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum `tensor` (contiguous) over the axis in place, without waiting."""
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        work = self._backend.all_reduce(tensor, self._backend.sum, self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return Pending(finish)
+
+    def start_reduce_scatter(self, rows: Tensor) -> Pending:
+        """rows [size, ...], contiguous -> their sum over the axis for row `index`, without waiting."""
+        if self.size == 1:
+            return Pending(lambda: rows[0])
+        if self._is_gloo:
+            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
+            received = torch.empty_like(rows)
+            work = self._backend.all_to_all(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
+
+            def finish() -> Tensor:
+                work.wait()
+                return received.sum(0, dtype=rows.dtype)
+
+            return Pending(finish)
+        own = torch.empty_like(rows[0])
+        work = self._backend.reduce_scatter(own.view(-1), rows.view(-1), self._backend.sum, self.group, True)
+
+        def finish_scatter() -> Tensor:
+            work.wait()
+            return own
+
+        return Pending(finish_scatter)
+
+    def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
+        if tensor.shape[dim] != expected:
+            raise RuntimeMismatchError(
+                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of dim {dim}, "
+                f"the plan says {expected}",
+                "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+BACKEND_NAMES = ("auto", "torch", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The collectives of one library, with `torch.distributed`'s positional arguments.
+
+    `all_reduce(tensor, op, group, async_op)`, `all_gather(output, input, group, async_op)`,
+    `reduce_scatter(output, input, op, group, async_op)`, `all_to_all(output, input, output_splits, input_splits, group,
+    async_op)`; each returns a work handle when `async_op`. `sum` and `max` are the library's reduce ops.
+    """
+
+    name: str
+    all_reduce: Callable[..., Any]
+    all_gather: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
+    all_to_all: Callable[..., Any]
+    sum: Any
+    max: Any
+
+
+def select_backend(name: str = "auto", device_type: str = "cpu") -> Backend:
+    """The backend called `name`: `torch`, `deepspeed`, or `auto` (DeepSpeed on CUDA where installed, else torch).
+
+    `deepspeed` needs an initialised process group, to which it attaches.
+    """
+    if name not in BACKEND_NAMES:
+        raise OptionError(
+            f"{name!r} is not a communication backend", f"use one of {', '.join(map(repr, BACKEND_NAMES))}"
+        )
+    if name == "auto":
+        installed = importlib.util.find_spec("deepspeed") is not None
+        name = "deepspeed" if device_type == "cuda" and installed else "torch"
+    elif name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise OptionError(
+            'backend="deepspeed": the package deepspeed is not installed',
+            "pip install 'alpa-strategy[deepspeed]', or leave backend at \"auto\"",
+        )
+    if name == "deepspeed" and dist.is_initialized():
+        return _deepspeed_backend(device_type)
+    return Backend(
+        name="torch",
+        all_reduce=dist.all_reduce,
+        all_gather=_renamed("all_gather_single", "all_gather_into_tensor"),
+        reduce_scatter=_renamed("reduce_scatter_single", "reduce_scatter_tensor"),
+        all_to_all=dist.all_to_all_single,
+        sum=dist.ReduceOp.SUM,
+        max=dist.ReduceOp.MAX,
+    )
+
+
+def _renamed(new: str, old: str) -> Callable[..., Any]:
+    """A collective by its name since torch 2.13, or by the one before, which warns there."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+def _deepspeed_backend(device_type: str) -> Backend:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
+    import deepspeed.comm as ds
+
+    ds_torch = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+
+    if not ds.is_initialized():
+        build_shm_op = ds_torch.build_shm_op
+        # DeepSpeed would compile a shared-memory op (half a minute) that none of the calls below uses.
+        ds_torch.build_shm_op = lambda: None
+        try:
+            ds.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        finally:
+            ds_torch.build_shm_op = build_shm_op
+    return Backend(
+        name="deepspeed",
+        all_reduce=ds.all_reduce,
+        all_gather=ds.all_gather_into_tensor,
+        reduce_scatter=ds.reduce_scatter_tensor,
+        all_to_all=ds.all_to_all_single,
+        sum=ds.ReduceOp.SUM,
+        max=ds.ReduceOp.MAX,
+    )

@@ -2,7 +2,7 @@
 
 What is sent where was decided in `inter_op/cross_mesh.py`. Receives are posted early and waited for when they are
 needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL
-ignores tags, so there every channel and direction has a group of its own (`torch_comm.message_groups`).
+ignores tags, so there every channel and direction has a group of its own (`mesh.message_groups`).
 """
 
 from __future__ import annotations

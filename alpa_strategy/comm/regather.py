@@ -120,7 +120,7 @@ class Regather:
         for _ in range(MAX_DERIVATIONS + 1):
             if hasattr(node, "variable"):
                 return id(node.variable) in self._parameters
-            if getattr(node, "is_made_of_parameters", False):  # pipeline/derived.py
+            if getattr(node, "is_made_of_parameters", False):  # pipeline/per_step_values.py
                 return True
             if node is None or len(node.next_functions) != 1 or _keeps_tensors(type(node)):
                 return False

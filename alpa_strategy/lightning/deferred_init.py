@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
-from alpa_strategy.comm.collectives import on_all_ranks, world_size
-from alpa_strategy.comm.torch_comm import all_equal, broadcast_object
+from alpa_strategy.comm.collectives import all_equal, broadcast_object, on_all_ranks, world_size
 from alpa_strategy.deferred.recorder import Recorder, uninitialised
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.host_memory import Freed, set_freed

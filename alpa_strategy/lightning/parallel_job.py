@@ -31,9 +31,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from typing_extensions import override
 
-from alpa_strategy.comm.failure import FailureWatch, job_store
-from alpa_strategy.comm.rendezvous import fresh_store, store_is_reused
-from alpa_strategy.comm.torch_comm import broadcast_object
+from alpa_strategy.comm.collectives import broadcast_object
+from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
 
 CHILD_POLL_SECONDS = 0.5
 REPORT_SECONDS = 15.0  # that the other ranks have to say what they know and to end by themselves

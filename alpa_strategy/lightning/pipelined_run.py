@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.mesh import Pending, build_mesh
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.slice import slice_stage
 from alpa_strategy.ir.graph import StepGraph
@@ -32,9 +31,15 @@ from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
 from alpa_strategy.microbatch.micro_step import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
-from alpa_strategy.pipeline.pipeline import Pipeline
-from alpa_strategy.pipeline.stage_call import StageParameters
+from alpa_strategy.pipeline.build import (
+    StageParameters,
+    StagePlaces,
+    build_pipeline,
+    stage_meshes,
+    stage_randoms,
+    stage_stores,
+)
+from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.planner.fingerprint import is_for
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.sharding.localize import is_random

@@ -141,7 +141,7 @@ def job_cluster(job: Job) -> ClusterSpec:
         spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
         return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
     from alpa_strategy.comm.measure import ClusterStore, measure_cluster
-    from alpa_strategy.comm.torch_comm import build_mesh
+    from alpa_strategy.comm.mesh import build_mesh
 
     with job.progress("cluster"):
         return measure_cluster(

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import RankZero
-from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.mesh import Pending, build_mesh
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import ParameterPlan
@@ -41,7 +40,7 @@ from alpa_strategy.lightning.replay import (
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.same_steps import SameSteps
 from alpa_strategy.lightning.shape_key import shape_key
-from alpa_strategy.lower.lower import LoweredStep, lower
+from alpa_strategy.lower.codegen import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.fingerprint import is_for
 from alpa_strategy.runtime.parameters import ParameterStore

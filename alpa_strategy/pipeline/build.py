@@ -1,21 +1,22 @@
 """From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
 
 `stage_meshes`, then `stage_stores` (the caller shards them), then `build_pipeline`; a second pipeline for another
-shape of batch takes the same meshes and stores.
-"""
+shape of batch takes the same meshes and stores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.mesh import MeshComm, TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.comm.torch_comm import TorchMesh, build_stage_meshes
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.channels import StageSpec
 from alpa_strategy.inter_op.slice import slice_stage
@@ -25,14 +26,14 @@ from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_parameters, stage_ranks
+from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.microbatch.micro_step import MicroStep
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.pipeline.derived import DerivedValues
-from alpa_strategy.pipeline.pipeline import OwnStage, Pipeline
-from alpa_strategy.pipeline.program import StageProgram
-from alpa_strategy.pipeline.recompute import Recompute
-from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
-from alpa_strategy.pipeline.stage_call import StageParameters, stage_calls
+from alpa_strategy.pipeline.executor import OwnStage, Pipeline
+from alpa_strategy.pipeline.per_step_values import DerivedValues
+from alpa_strategy.pipeline.recompute import Recompute, Span
+from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter, StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.stage_worker import Parameters
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -227,3 +228,79 @@ def _shared(
         if len({stage_ranks(stages[index]) for index, _, _ in uses}) > 1:
             shared.setdefault(uses, SharedParameter(given.meta.shape, given.meta.dtype, uses))
     return tuple(shared.values())
+
+
+class StageParameters(Parameters, Protocol):
+    """What a stage's program asks of its parameters' store."""
+
+    def regather_hooks(self) -> AbstractContextManager[Any]:
+        """Context for the forward: what the step gathers at use is gathered again for the backward."""
+        ...
+
+
+class StageCall:
+    """A `LoweredStep` in the form of a `StageProgram`; its `run_span` is a `SpanProgram`.
+
+    Args:
+        graph: what was lowered.
+        step: the whole micro-batched step, whose batch is handed in by position.
+        derived: what is made of the parameters once per step.
+    """
+
+    def __init__(
+        self,
+        lowered: LoweredStep,
+        graph: StepGraph,
+        step: StepGraph,
+        stage: StagePlan,
+        store: StageParameters,
+        derived: DerivedValues,
+    ) -> None:
+        self.lowered, self._derived = lowered, derived
+        position = {leaf.value: i for i, leaf in enumerate(step.batch)}
+        self._batch = tuple(position[leaf.value] for leaf in graph.batch)
+        self._received = graph.received
+        self._store = store
+        plans = [stage.parameter_plans[p.name] for p in graph.parameters]
+        self._gathers_at_use = any(mode[0] == "S" for plan in plans for mode in plan.modes)
+
+    def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
+        return self.run_span(inputs)[:2]
+
+    def run_span(self, inputs: StageInputs) -> tuple[Values, Values, Values]:
+        """See `SpanProgram`."""
+        rows = [inputs.batch[i] for i in self._batch]
+        handed = [inputs.received[v] for v in self._received]
+        parameters = self._derived.beside(inputs.parameters, inputs.buffers)
+        with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
+            return self.lowered.run_span(parameters, inputs.buffers, rows, handed)
+
+
+def stage_calls(
+    step: StepGraph,
+    stage: StagePlan,
+    mesh: MeshComm,
+    device: torch.device,
+    random: ShardedRandom,
+    store: StageParameters,
+) -> tuple[list[StageCall], list[Span], DerivedValues]:
+    """What runs a stage of `step` on this device: its spans (one, or those that it recomputes) as calls and as what
+    `Recompute` takes, and what they make of the parameters once per step."""
+    lowered_stage = lower_stage(step, stage, mesh, device, random)
+    derived = DerivedValues(lowered_stage.per_step)
+    calls: list[StageCall] = []
+    spans: list[Span] = []
+    used: set[str] = set()
+    for graph, lowered in lowered_stage.spans:
+        trained = lowered_stage.derived.parameters_of(graph)
+        calls.append(StageCall(lowered, graph, step, stage, store, derived))
+        spans.append(
+            Span(
+                calls[-1].run_span,
+                graph.received,
+                tuple(value for value in lowered.made if step.values[value].requires_grad),
+                frozenset(trained & used),
+            )
+        )
+        used |= trained
+    return calls, spans, derived

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.random import Replay
-from alpa_strategy.pipeline.program import SpanProgram, StageInputs, Values
+from alpa_strategy.pipeline.spec import SpanProgram, StageInputs, Values
 
 
 @dataclass(frozen=True)

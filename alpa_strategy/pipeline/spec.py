@@ -1,11 +1,13 @@
-"""PipelineSpec: what every rank knows of a pipeline, as data; made from a plan by `pipeline/build.py`."""
+"""What every rank knows of a pipeline, as data (`pipeline/build.py` makes it from a plan), and of a stage's program."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
@@ -94,3 +96,28 @@ class PipelineSpec:
                     f"{self.num_microbatches} equal micro-batches",
                     "choose a number of micro-batches that divides the rows of each rank",
                 )
+
+
+Values = dict[int, Tensor]  # by value index of the micro-batched step
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """One micro-batch's local tensors.
+
+    Attributes:
+        parameters, buffers: by name; the counters among the buffers under `COUNTERS`.
+        batch: by place in the step's batch.
+        received: what other stages made, and earlier spans of this one, by value.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Any]
+    batch: Mapping[int, Tensor]
+    received: Mapping[int, Tensor]
+
+
+# Gives (escaping values, whole on every device of the stage; values sent to other stages, in the stage's layouts).
+StageProgram = Callable[[StageInputs], tuple[Values, Values]]
+# Gives the same, and the values made for later spans, as they are made.
+SpanProgram = Callable[[StageInputs], tuple[Values, Values, Values]]

@@ -1,7 +1,7 @@
 """StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows no schedule.
 
-A schedule (`pipeline_stage.py`) calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every
-micro-batch in an order of its choice. Between the two the worker keeps what the backward needs, and nothing more.
+A schedule calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every micro-batch in an
+order of its choice. Between the two the worker keeps what the backward needs, and nothing more.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.inter_op.channels import Channel, StageSpec
-from alpa_strategy.pipeline.derived import DerivedValues
-from alpa_strategy.pipeline.program import StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.per_step_values import DerivedValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
+from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from proofs.thread_mesh import run_on_threads
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.ir.placement import (
     INVARIANT,
     PARTIAL,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.mesh import all_reduce_over
-from alpa_strategy.comm.torch_comm import all_equal, broadcast_object, build_mesh, build_meshes
+from alpa_strategy.comm.collectives import all_equal, broadcast_object
+from alpa_strategy.comm.mesh import all_reduce_over, build_mesh, build_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange
-from alpa_strategy.comm.torch_comm import build_stage_meshes
 from alpa_strategy.inter_op.cross_mesh import MeshSide, plan_transfer
 from alpa_strategy.ir.placement import Layout
 

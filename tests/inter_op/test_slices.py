@@ -23,7 +23,7 @@ from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.placement import Layout, dual_layout, value_layout
 from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted, source_layout
-from alpa_strategy.lower.lower import lower
+from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 
 ADAM = OptimizerInfo(state_bytes=16)

@@ -22,7 +22,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import source_layout
-from alpa_strategy.lower.lower import lower
+from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 
 CASES = {

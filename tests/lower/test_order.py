@@ -9,9 +9,7 @@ from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.lower.lines import begin_first
-from alpa_strategy.lower.lower import lower
-from alpa_strategy.lower.order import made_of_the_batch
+from alpa_strategy.lower.codegen import begin_first, lower, made_of_the_batch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.choose import choose_plan
 from alpa_strategy.planner.task import PlanTask

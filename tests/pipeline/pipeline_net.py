@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
+from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.comm.torch_comm import build_stage_meshes
 from alpa_strategy.inter_op.channels import StageSpec
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.plan import ParameterPlan
-from alpa_strategy.pipeline.pipeline import OwnStage, Pipeline
+from alpa_strategy.pipeline.executor import OwnStage, Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.runtime.parameters import ParameterStore
 

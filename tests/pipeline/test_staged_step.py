@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.torch_comm import broadcast_object
+from alpa_strategy.comm.collectives import broadcast_object
 from alpa_strategy.cost.roofline import RooflineCosts
 from alpa_strategy.inter_op.layers import cluster_layers
 from alpa_strategy.inter_op.make import plan_pipeline

@@ -16,8 +16,8 @@ from proofs.thread_mesh import run_on_threads
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.comm.torch_comm import build_mesh
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta

@@ -1,7 +1,6 @@
 """Values that a stage makes of its parameters alone (casts, weight norm): computed once per step, kept for all its
 micro-batches. To a micro-batch's autograd they are one node between the parameters and their uses, so that gradients
-reach the parameters micro-batch by micro-batch, in the order and precision in which they would without this.
-"""
+reach the parameters micro-batch by micro-batch, in the order and precision in which they would without this."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.lower.lower import LoweredStep, derived_name
+from alpa_strategy.lower.codegen import LoweredStep, derived_name
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Pipeline: a whole step over all stages. Batch rows to the stages, the schedule, results to all ranks.
 
 Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and calls `step` together; only `own`
-(programs, parameters and meshes of the stages that this rank takes part in) differs.
-"""
+(programs, parameters and meshes of the stages that this rank takes part in) differs."""
 
 from __future__ import annotations
 
@@ -15,18 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.mesh import MeshComm, message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
-from alpa_strategy.comm.torch_comm import message_groups
 from alpa_strategy.errors import LostRankError, RuntimeMismatchError
 from alpa_strategy.inter_op.channels import Channel, StageSpec, plan_channels
 from alpa_strategy.microbatch.micro_step import Cut
 from alpa_strategy.microbatch.run import cut, joined
-from alpa_strategy.pipeline.derived import DerivedValues
 from alpa_strategy.pipeline.exchange import Delivery, SharedSum
-from alpa_strategy.pipeline.program import StageProgram, Values
+from alpa_strategy.pipeline.per_step_values import DerivedValues
 from alpa_strategy.pipeline.recompute import Recompute
-from alpa_strategy.pipeline.spec import PipelineSpec
+from alpa_strategy.pipeline.spec import PipelineSpec, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import Parameters, SharedStore, StageWorker
 from alpa_strategy.pipeline.torch_schedules import Schedule
 

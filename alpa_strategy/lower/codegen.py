@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,10 +28,9 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan, source_layout
-from alpa_strategy.lower.lines import before_first_use, begin_first, drop_dead
 from alpa_strategy.lower.local_ops import build_local_op
-from alpa_strategy.lower.order import made_of_the_batch
 from alpa_strategy.sharding import localize
+from alpa_strategy.sharding.localize import is_random
 
 LITERALS = (bool, int, float, str, type(None))
 
@@ -354,3 +354,89 @@ def _run_late(
 def _takes_device(call: OpCall) -> bool:
     schema = getattr(call.target, "_schema", None)
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def made_of_the_batch(step: StepGraph) -> frozenset[int]:
+    """The batch's leaves and what is computed of them without parameters and random numbers.
+
+    Values with more bytes than the batch, and what needs them, are left out: they would be kept for longer.
+    """
+    known = {leaf.value for leaf in step.batch}
+    most = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
+    given = {given.value for given in (*step.buffers, *step.constants)}
+    for op in step.ops:
+        metas = [step.values[value] for value in op.results]
+        small = all(meta.num_bytes <= most and not meta.requires_grad for meta in metas)
+        of_batch = any(value in known for value in op.operands) and (known | given).issuperset(op.operands)
+        if small and of_batch and not is_random(op.call):
+            known.update(op.results)
+    return frozenset(known)
+
+
+_VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
+
+
+def before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[str]:
+    """`lines` with each variable's defining line before the first line that reads it; those never read left out."""
+    placed: dict[str, None] = {}
+    result = []
+    for line in lines:
+        for name in _variables(line.partition("  #")[0]):
+            if name in definitions and name not in placed:
+                placed[name] = None
+                result.append(definitions[name])
+        result.append(line)
+    return result
+
+
+def begin_first(begun: Mapping[str, list[str]], lines: list[str]) -> list[str]:
+    """`lines` with `begun[v]` behind the definition of v, and all these and what they need before the others."""
+    followed: list[tuple[str, bool]] = []
+    for line in lines:
+        followed.append((line, False))
+        for name in _split(line)[0]:
+            followed += [(follower, True) for follower in begun.get(name, ())]
+    first: list[str] = []
+    others: list[str] = []
+    needed: set[str] = set()
+    for line, is_begun in reversed(followed):
+        defined, read = _split(line)
+        if is_begun or needed.intersection(defined):
+            needed.update(read)
+            first.append(line)
+        else:
+            others.append(line)
+    return [*reversed(first), *reversed(others)]
+
+
+def drop_dead(lines: list[str]) -> list[str]:
+    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
+    last_use: dict[str, int] = {}
+    defined: dict[str, int] = {}
+    for number, line in enumerate(lines[:-1]):
+        made, read = _split(line)
+        last_use |= dict.fromkeys(read, number)
+        defined |= dict.fromkeys(made, number)
+    returned = set(_variables(lines[-1]))
+    dead: dict[int, list[str]] = {}
+    for name, number in defined.items():
+        if name not in returned:
+            dead.setdefault(last_use.get(name, number), []).append(name)
+    result = []
+    for number, line in enumerate(lines):
+        code, mark, comment = line.partition("  #")
+        if number in dead:
+            code += f"; del {', '.join(dead[number])}"
+        result.append(code + mark + comment)
+    return result
+
+
+def _split(line: str) -> tuple[list[str], list[str]]:
+    """(variables that the line defines, variables that it reads); a `return` defines none."""
+    left, is_definition, right = line.partition("  #")[0].partition(" = ")
+    return (_variables(left), _variables(right)) if is_definition else ([], _variables(left))
+
+
+def _variables(code: str) -> list[str]:
+    """Value variables (`v12`, `v12_0`) in a piece of the program."""
+    return _VARIABLE.findall(code)
