@@ -6,13 +6,12 @@ The import registers the strategy and loads little besides Lightning; the rest i
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.fabric import NoFabric
 from alpa_strategy.lightning.checkpointing import let_directories_load
 from alpa_strategy.strategy import AlpaStrategy
 
@@ -46,6 +45,16 @@ _LAZY = {
     "make_plan": "alpa_strategy.planner.make",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
 }
+
+
+class NoFabric:
+    """Registered as the "alpa" of Fabric, whose users write the loop themselves: there is no step to capture."""
+
+    def __init__(self, *_: Any, **__: Any) -> NoReturn:
+        raise AlpaError(
+            'Fabric(strategy="alpa"): alpa plans the training_step of a LightningModule, and Fabric has none',
+            'put the step into a LightningModule and use Trainer(strategy="alpa"), or another strategy of Fabric',
+        )
 
 
 def __getattr__(name: str) -> Any:

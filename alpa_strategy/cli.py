@@ -97,7 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could act upon.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    from alpa_strategy.display.steps import StepLines
+    from alpa_strategy.lightning.step_lines import StepLines
     from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)

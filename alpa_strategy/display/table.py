@@ -10,13 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.groups import Shape, collapse_indices, index_ranges, parameter_groups
-from alpa_strategy.display.stages import (
+from alpa_strategy.display.plan_facts import (
+    Shape,
+    collapse_indices,
     device_range,
     equal_stages,
+    index_ranges,
+    parameter_groups,
     proof_of,
     recomputes,
-    stage_overview,
+    short_layers,
     waiting_seconds,
 )
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
@@ -153,6 +156,35 @@ def _bar(parts: list[tuple[str, float, str]]) -> Text:
         bar.append("━" * (end - drawn), style=style)
         drawn = end
     return bar
+
+
+def stage_overview(plan: Plan) -> Table:
+    """One row a stage, seconds of one micro-batch.
+
+    `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which its devices wait.
+    """
+    clock = plan_timeline(plan)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("layers", overflow="fold", min_width=15)
+    for name in ("devices", "mesh"):
+        table.add_column(name, no_wrap=True)
+    remat = any(stage.remat for stage in plan.stages)
+    names = ("forward", "backward", *(("remat",) if remat else ()), "memory", *(("idle",) if clock else ()))
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, stage in enumerate(plan.stages):
+        seconds = (stage.forward_seconds, stage.backward_seconds)
+        row = [str(index), short_layers(stage.layers), device_range(stage), " x ".join(map(str, stage.logical_mesh))]
+        row += [format_seconds(each) if each else "" for each in seconds]
+        if remat:
+            row.append("" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole")
+        row.append(format_bytes(stage.predicted.peak_bytes))
+        if clock:
+            mesh = next(m for m, stages in enumerate(clock.stages) if index in stages)
+            row.append(f"{clock.idle_share(mesh):.0%}")
+        table.add_row(*row)
+    return table
 
 
 def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from alpa_strategy.display import Progress, measured_line, plan_html, plan_svg, plan_table, plan_timing
-from alpa_strategy.display.groups import parameter_groups
+from alpa_strategy.display.plan_facts import parameter_groups
 from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 

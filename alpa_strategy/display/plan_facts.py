@@ -1,12 +1,13 @@
-"""Parameters of equal fate as one line: `blocks.*.attn.qkv.weight`, 24 times, instead of 24 lines."""
+"""What the table and the picture say of a plan: parameters of equal fate as one line, stages, the proof."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
 
 Shape = tuple[int, ...]
 
@@ -84,3 +85,46 @@ def index_ranges(indices: Iterable[int]) -> str:
         else:
             ranges.append([index, index])
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def short_layers(layers: str) -> str:
+    """`blocks.0-blocks.3` as `blocks.0-3`."""
+    return re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", layers)
+
+
+def equal_stages(plan: Plan) -> list[list[int]]:
+    """Indices of stages whose parameters (up to the numbers in their names) and collectives are the same, together."""
+    found: dict[tuple, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        groups = parameter_groups(stage.parameter_plans, stage.shapes)
+        held = tuple((collapse_indices(g.pattern), len(g.names), g.shape, g.modes) for g in groups)
+        said = tuple((c.kind, c.axis, c.phase, c.count, c.num_bytes) for c in stage.collectives)
+        found.setdefault((stage.logical_mesh, stage.remat, len(stage.spans), held, said), []).append(index)
+    return list(found.values())
+
+
+def waiting_seconds(plan: Plan) -> float:
+    """Seconds of a step in which a pipeline's busiest stage has nothing to do."""
+    p = plan.predicted
+    busy = p.compute_seconds + p.communication_seconds + p.optimizer_seconds
+    return max(0.0, p.step_seconds - busy) if len(plan.stages) > 1 else 0.0
+
+
+def device_range(stage: StagePlan) -> str:
+    """`3`, or `0-3`."""
+    first, count = stage.first_device, math.prod(stage.submesh)
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def recomputes(stage: StagePlan) -> str:
+    """In words, to be appended; empty where it does not."""
+    spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
+    return f", activations recomputed{spans}" if stage.remat else ""
+
+
+def proof_of(plan: Plan) -> str:
+    """How good the plan is known to be; of a pipeline, the layouts inside of its stages (the cut is searched)."""
+    what = "layouts " if plan.is_pipelined else ""
+    if plan.gap <= 1e-6:
+        return f"{what}proved optimal"
+    return f"{what}within {max(plan.gap, 1e-4):.2%} of the optimum"
