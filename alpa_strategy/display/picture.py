@@ -194,7 +194,7 @@ def _legend(body: list[str], plan: Plan, y: float) -> float:
     return y + 16
 
 
-# How every stage's products are divided, as in the case study of the Alpa paper: a strip of boxes, one box an op, one part
+# How products are divided, as in the case study of the Alpa paper: a strip of boxes, one box an op, one part
 # of it per mesh axis, coloured by what the devices of that axis divide: rows of the batch, what goes out (columns,
 # output channels), or what is summed over (rows of the weight, input channels).
 PRODUCTS = re.compile(r"^(conv|convolution|linear|segmented_linear|einsum|bmm|matmul|mm|addmm|baddbmm|scaled_dot)")
