@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
-    from alpa_strategy.planner.make import make_plan
+    from alpa_strategy.planner.planner import make_plan
 
 __all__ = [
     "AlpaError",
@@ -42,7 +42,7 @@ _LAZY = {
     "PlanOptions": "alpa_strategy.options",
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.export",
-    "make_plan": "alpa_strategy.planner.make",
+    "make_plan": "alpa_strategy.planner.planner",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
 }
 

@@ -135,8 +135,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
     from alpa_strategy.inter_op.stage_costs import CostStore
-    from alpa_strategy.planner.make import make_plan
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
+    from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)

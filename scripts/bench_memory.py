@@ -107,7 +107,7 @@ def worker(case: Case, out: Path) -> None:
 
     import alpa_strategy
     import alpa_strategy.lightning.pipelined_run
-    import alpa_strategy.planner.choose
+    import alpa_strategy.planner.planner
 
     class Tokens(Dataset):
         def __len__(self) -> int:

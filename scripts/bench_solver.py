@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.intra_op.solve import least_bytes, solve
+from alpa_strategy.intra_op.solver.solve import least_bytes, solve
 
 
 def main() -> None:

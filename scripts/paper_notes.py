@@ -55,7 +55,7 @@ REMARKS = (
     "intra-op only is 3 % (0.061, 0.059), as much as its figure can be read to.",
     "wide_resnet 16 is three stages, as the paper's: 8, 4 and 4 devices (there 4, 4 and 8). The node boundary carries "
     "0.2 to 0.8 GB of fp32 images each way a micro-batch, beside the work as far as other micro-batches are there: the "
-    "stage DP counts that (sender_share, inter_op/dp.py); with messages as work of their sender it took one stage.",
+    "stage DP counts that (sender_share, inter_op/stage_dp.py); otherwise, as work of the sender, it took one stage.",
 )
 REASONS: dict[tuple[str, str, str], str] = {
     ("gpt", "megatron", "fast"): MEGATRON,

@@ -66,10 +66,10 @@ class Planner:
         from alpa_strategy.capture.capture import capture_step
         from alpa_strategy.cli import _apply_precision
         from alpa_strategy.cost.flops import op_flops
-        from alpa_strategy.cost.roofline import RooflineCosts
-        from alpa_strategy.inter_op.layers import cluster_layers
+        from alpa_strategy.cost.model import RooflineCosts
+        from alpa_strategy.inter_op.pins import submeshes
         from alpa_strategy.inter_op.stage_costs import CostJob, CostStore
-        from alpa_strategy.inter_op.submeshes import submeshes
+        from alpa_strategy.inter_op.subgraph import cluster_layers
         from alpa_strategy.microbatch.transform import microbatch
         from alpa_strategy.options import PlanOptions
         from alpa_strategy.planner.optimizer_info import optimizer_info_of
@@ -96,7 +96,7 @@ class Planner:
 
     def solved(self) -> Plan:
         """Everything but recomputation and the number of micro-batches is open."""
-        from alpa_strategy.inter_op.make import plan_job
+        from alpa_strategy.inter_op.search import plan_job
 
         return plan_job(self.job, self.meshes, self.store)
 
@@ -106,8 +106,8 @@ class Planner:
         `num_layers`: at least so many layers for stages to be made of.
         """
         from alpa_strategy.errors import PlanError
-        from alpa_strategy.inter_op.layers import cluster_layers
-        from alpa_strategy.inter_op.make import plan_job
+        from alpa_strategy.inter_op.search import plan_job
+        from alpa_strategy.inter_op.subgraph import cluster_layers
 
         job = replace(self.job, options=replace(self.job.options, **options))
         if job.num_layers < num_layers:

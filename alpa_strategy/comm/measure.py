@@ -17,11 +17,20 @@ from pathlib import Path
 
 import torch
 
-from alpa_strategy.cluster.mesh import crossing_groups, factorisations, strides, volume_factor, without_outliers
-from alpa_strategy.cluster.spec import NOMINAL, ClusterSpec, CommTable, DeviceSpec, Link
+from alpa_strategy.cluster.spec import (
+    NOMINAL,
+    ClusterSpec,
+    CommTable,
+    DeviceSpec,
+    Link,
+    crossing_groups,
+    factorisations,
+    strides,
+    volume_factor,
+    without_outliers,
+)
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
-from alpa_strategy.cost.measure import device_name, measure_device
-from alpa_strategy.cost.table import write_json_atomically
+from alpa_strategy.cost.measured import device_name, measure_device, write_json_atomically
 from alpa_strategy.errors import ClusterError
 
 logger = logging.getLogger(__name__)

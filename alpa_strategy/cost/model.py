@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cost.flops import ATTENTION, DROPOUTS, Work, is_view, op_base_name, op_work, product_kind
+from alpa_strategy.cost.measured import OpTable, call_family
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import OptimizerInfo
 
@@ -40,3 +52,248 @@ class OpCosts(Protocol):
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
         """Seconds to update `num_elements` parameter elements of `itemsize` bytes each."""
         ...
+
+
+# --- What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (docs/formulas.md#costs).
+#
+# Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention
+# keeps what flash and memory-efficient kernels keep, and dropout on an accelerator keeps a mask of one byte per
+# element.
+
+
+logger = logging.getLogger(__name__)
+
+
+def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False) -> Saved:
+    """Which tensors autograd keeps when `call` runs at its own shapes, forward and backward (about a millisecond).
+
+    A saved tensor counts as operand or result when it shares that one's storage; the others count in bytes, each
+    storage once. An op that cannot run on fake tensors is taken to keep all its operands.
+    """
+    nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
+    if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
+        return nothing
+    name = op_base_name(call)
+    if name in ATTENTION:
+        return _attention_saved(call)
+    if on_accelerator and name in DROPOUTS and not is_view(call):
+        return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
+    try:
+        if getattr(call.target, "is_whole", False):
+            raise NotImplementedError("a module that runs as it is written")
+        return _run(call, mode)
+    except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
+        logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
+        return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
+
+
+def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    watch = _LiveStorages()
+    with mode, torch.enable_grad():
+        operands = [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
+        with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
+        outputs = [result for result in results if result.requires_grad]
+        inputs = [operand for operand in operands if operand.requires_grad]
+        cotangents = [torch.empty_like(output) for output in outputs]
+        with watch:
+            grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    operand_storages = [_storage(tensor) for tensor in operands]
+    result_storages = [_storage(tensor) for tensor in results]
+    known = {*operand_storages, *result_storages}
+    around = {*known, *storages, *(_storage(t) for t in (*cotangents, *grads) if t is not None)}
+    return Saved(
+        operands=tuple(storage in storages for storage in operand_storages),
+        # a result that is a view of an operand is not kept a second time
+        results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
+        extra_bytes=sum(num_bytes for storage, num_bytes in storages.items() if storage not in known),
+        temporary_bytes=watch.peak_bytes(around),
+    )
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Notes after each kernel which storages made under it are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # the weak reference keeps the key from being used again
+        self._live: list[set[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in self._made:
+                storage = leaf.untyped_storage()
+                self._made[_storage(leaf)] = (StorageWeakRef(storage), storage.nbytes())
+        self._live.append({key for key, (reference, _) in self._made.items() if not reference.expired()})
+        return out
+
+    def peak_bytes(self, around: set[int]) -> int:
+        """Most bytes alive at once besides the storages in `around`."""
+        return max((sum(self._made[key][1] for key in live - around) for live in self._live), default=0)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _attention_saved(call: OpCall) -> Saved:
+    """Query, key, value, result and the log-sum-exp per row (float32), as flash and memory-efficient kernels keep."""
+    operands = tuple(index < 3 for index in range(len(call.operands)))
+    log_sum_exp = 4 * math.prod(call.operands[0].shape[:-1])
+    results = tuple(index == 0 for index in range(len(call.results)))
+    return Saved(operands, results, log_sum_exp)
+
+
+# --- RooflineCosts: seconds of an op, measured where that was done, else FLOPs/rate + bytes/bandwidth + launch.
+#
+# The sum, not the larger of the two: kernels load their first tiles before they compute, store the last ones after,
+# and read operands again for every wave of tiles, so that small products reach less than large ones (of fp16 on a
+# V100: 83 TFLOP/s at 8192, as measured, 80 at 4096, 57 at 1024). A table of measured ops corrects it: exactly where
+# the very call was measured, by the ratio measured/roofline of its neighbours in size where only other shapes of the
+# op were.
+
+
+# Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall back to float16:
+# devices without bfloat16 units (V100) emulate it in float32.
+FALLBACKS: dict[str, tuple[str, ...]] = {
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float32"),
+    "float8_e5m2": ("float8_e4m3fn", "bfloat16", "float16", "float32"),
+    "float32": ("tfloat32", "float64", "bfloat16", "float16"),
+}
+
+
+def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
+    """FLOP/s of `device` for operands of `dtype`; half the float32 peak for a float64 that it does not name."""
+    peaks = dict(device.peak_flops)
+    name = str(dtype).removeprefix("torch.")
+    for candidate in (name, *FALLBACKS.get(name, ("float32",))):
+        if candidate in peaks:
+            return peaks[candidate] / (2 if name == "float64" and candidate == "float32" else 1)
+    return min(peaks.values())
+
+
+def reached_flops(device: DeviceSpec, call: OpCall) -> float:
+    """FLOP/s that `call` reaches where memory does not bind it: its dtype's peak times the efficiency of its kind.
+
+    Products run at the dtype of their first operand; everything else computes in float32 or wider.
+    """
+    dtype = call.operands[0].dtype if call.operands else torch.float32
+    kind = product_kind(call)
+    if kind is None and dtype != torch.float64:
+        dtype = torch.float32
+    return peak_flops(device, dtype) * device.efficiency_of(kind or "matmul", str(dtype).removeprefix("torch."))
+
+
+def roofline_seconds(work: Work, device: DeviceSpec, flops_per_second: float) -> float:
+    """FLOPs / rate + bytes / bandwidth + one launch per kernel; 0 for no work."""
+    if work.kernels == 0:
+        return 0.0
+    seconds = work.flops / flops_per_second + work.num_bytes / device.memory_bandwidth
+    return seconds + work.kernels * device.launch_seconds
+
+
+def optimizer_seconds(
+    num_elements: int, itemsize: int, optimizer: OptimizerInfo, device: DeviceSpec, num_kernels: int = 1
+) -> float:
+    """Time to update `num_elements` parameters of `itemsize` bytes on one device; bound by memory.
+
+    Parameter and gradient are read, the parameter is written, the state is read and written.
+    """
+    if num_elements == 0:
+        return 0.0
+    num_bytes = num_elements * (3 * itemsize + 2 * optimizer.state_bytes)
+    return num_bytes / device.memory_bandwidth + num_kernels * device.launch_seconds
+
+
+class RooflineCosts:
+    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards."""
+
+    def __init__(self, device: DeviceSpec, table: OpTable | None = None) -> None:
+        self.device = device
+        self.table = table
+        self._seconds: dict[OpCall, tuple[float, float]] = {}
+        self._saved: dict[OpCall, Saved] = {}
+        self._corrections: dict[str, list[tuple[float, float, float]]] = {}
+        self._mode: FakeTensorMode | None = None
+
+    def op_seconds(self, call: OpCall) -> tuple[float, float]:
+        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
+        found = self._seconds.get(call)
+        if found is None:
+            forward, backward = self._op_seconds(call)
+            slowdown = self.device.slowdown  # measured times and the device's rates are those of one device alone
+            found = self._seconds[call] = (slowdown * forward, slowdown * backward)
+        return found
+
+    def saved(self, call: OpCall) -> Saved:
+        """What autograd saves: asked of a fake-tensor run, remembered per call."""
+        found = self._saved.get(call)
+        if found is None:
+            if self._mode is None:
+                self._mode = FakeTensorMode()
+            on_accelerator = not self.device.name.lower().startswith("cpu")
+            found = self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator)
+        return found
+
+    def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
+        """Time to update `num_elements` parameters of `itemsize` bytes, without a launch of their own.
+
+        Fused and foreach optimizers start a few kernels for all parameters together.
+        """
+        return self.device.slowdown * optimizer_seconds(num_elements, itemsize, optimizer, self.device, num_kernels=0)
+
+    def roofline(self, call: OpCall) -> tuple[float, float]:
+        """(forward, backward) seconds without measurements."""
+        rate = reached_flops(self.device, call)
+        forward, backward = op_work(call)
+        return roofline_seconds(forward, self.device, rate), roofline_seconds(backward, self.device, rate)
+
+    def _op_seconds(self, call: OpCall) -> tuple[float, float]:
+        forward, backward = self.roofline(call)
+        if self.table is None or is_view(call):
+            return forward, backward
+        measured = self.table.get(self.device.name, call)
+        if measured is not None:
+            return measured.forward, measured.backward if backward else 0.0
+        ratio_forward, ratio_backward = self._correction(call, forward + backward)
+        return forward * ratio_forward, backward * ratio_backward
+
+    def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
+        """measured/roofline of the op's measured shapes around one of `seconds`, interpolated in the logarithm."""
+        family = call_family(call)
+        points = self._corrections.get(family)
+        if points is None:
+            points = self._corrections[family] = self._family_points(family, reached_flops(self.device, call))
+        if not points or seconds <= 0:
+            return 1.0, 1.0
+        right = bisect_left(points, (math.log(seconds), 0.0, 0.0))
+        if right == 0 or right == len(points):
+            _, forward, backward = points[min(right, len(points) - 1)]
+        else:
+            (x0, f0, b0), (x1, f1, b1) = points[right - 1], points[right]
+            share = (math.log(seconds) - x0) / (x1 - x0) if x1 > x0 else 0.5
+            forward, backward = f0 + share * (f1 - f0), b0 + share * (b1 - b0)
+        return math.exp(forward), math.exp(backward)
+
+    def _family_points(self, family: str, rate: float) -> list[tuple[float, float, float]]:
+        """(log roofline seconds, log ratio forward, log ratio backward) of every measured call, ascending."""
+        assert self.table is not None
+        points = []
+        for entry in self.table.family(self.device.name, family):
+            forward = roofline_seconds(entry.forward_work, self.device, rate)
+            backward = roofline_seconds(entry.backward_work, self.device, rate)
+            if forward <= 0 or entry.forward <= 0:
+                continue
+            ratio = math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
+            points.append((math.log(forward + backward), math.log(entry.forward / forward), ratio))
+        return sorted(points)

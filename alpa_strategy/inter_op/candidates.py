@@ -1,6 +1,6 @@
 """Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every schedule.
 
-Priced on the costs of `stage_costs.py` and the schedules' closed forms; `make.py` solves the best of them exactly.
+Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best of them exactly.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.cross_mesh import boundary_seconds
-from alpa_strategy.inter_op.dp import StageChoice, StageRange, StageTables, solve_stages
+from alpa_strategy.inter_op.pins import stage_fits
 from alpa_strategy.inter_op.schedules import (
     ONE_STAGE,
     SCHEDULES,
@@ -21,17 +20,19 @@ from alpa_strategy.inter_op.schedules import (
     Terms,
     in_flight,
     rank_of,
+    runtime_seconds,
+    seconds_on_the_clock,
     stages_per_rank,
     terms,
     why_not,
 )
-from alpa_strategy.inter_op.slice import crossing_values
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_problem import StageCost
-from alpa_strategy.inter_op.submeshes import stage_fits
+from alpa_strategy.inter_op.subgraph import crossing_values
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B that are tried (dp.py); the clock chooses between what they give
+SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); the clock chooses between what they give
 # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
 SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 

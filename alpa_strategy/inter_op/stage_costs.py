@@ -37,10 +37,10 @@ from alpa_strategy.inter_op.layer_matrix import (
     layer_matrix,
     passing_seconds,
 )
-from alpa_strategy.inter_op.slice import crossing_values, last_readers, stage_on
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
+from alpa_strategy.inter_op.subgraph import crossing_values, last_readers, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
-from alpa_strategy.intra_op.presets import restrict
+from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import OptimizerInfo, PlanOptions

@@ -8,15 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.slice import stage_on
-from alpa_strategy.inter_op.spans import Spans, balanced_groups
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
-from alpa_strategy.inter_op.stage_problem import StageCost, StageProblem, cost_of, stage_build, take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import (
+    Spans,
+    StageCost,
+    StageProblem,
+    balanced_groups,
+    cost_of,
+    stage_build,
+    take_apart,
+    weighted,
+)
+from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.decode import decode, working_bytes
-from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
-from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.restrict import restrict
+from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.measure import measure_ops
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.cost.table import OpTable
+from alpa_strategy.cost.measured import OpTable, measure_ops
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.lightning.job import Job
@@ -24,7 +23,7 @@ def measured_costs(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
 ) -> RooflineCosts:
     """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
-    from alpa_strategy.planner.make import logical_shapes
+    from alpa_strategy.planner.planner import logical_shapes
 
     calls: set[OpCall] = set()
     for shape in logical_shapes(options, cluster):
@@ -36,7 +35,7 @@ def measured_stage_costs(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
 ) -> RooflineCosts:
     """The same with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
-    from alpa_strategy.inter_op.make import microbatch_counts
+    from alpa_strategy.inter_op.search import microbatch_counts
     from alpa_strategy.microbatch.transform import microbatch
 
     likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]

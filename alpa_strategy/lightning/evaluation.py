@@ -34,7 +34,7 @@ from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, verify, write_buffers
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.shape_key import shape_key
-from alpa_strategy.microbatch.micro_step import Cut
+from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.runtime.parameters import ParameterStore
 
 

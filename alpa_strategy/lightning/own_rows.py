@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.inter_op.slice import values_of
+from alpa_strategy.inter_op.subgraph import values_of
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.lightning.extent import counts_rows, grows_with_rows
-from alpa_strategy.microbatch.micro_step import Cut
-from alpa_strategy.microbatch.run import cut
+from alpa_strategy.microbatch.microstep import Cut, cut
 from alpa_strategy.microbatch.states import States, ancestors, find_states
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import Pending, build_mesh
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
@@ -29,7 +29,7 @@ from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import step_buffers
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
 from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
-from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import (
     StageParameters,
@@ -40,7 +40,7 @@ from alpa_strategy.pipeline.build import (
     stage_stores,
 )
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.planner.fingerprint import is_for
+from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.staged_parameters import StagedParameters
 from alpa_strategy.sharding.localize import is_random
 

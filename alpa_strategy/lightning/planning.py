@@ -21,10 +21,8 @@ from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.early_step import against_early_step
-from alpa_strategy.planner.fingerprint import check_fits
-from alpa_strategy.planner.store import PlanStore
-from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.planner.optimizer_info import against_early_step
+from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import Freed
 
 if TYPE_CHECKING:
@@ -190,7 +188,7 @@ def find_or_make_following_plan(
     rank_zero: RankZero,
 ) -> Plan:
     """The plan of another step on the stages of `running` (see `follow_plan`), stored or new. Collective."""
-    from alpa_strategy.cost.roofline import RooflineCosts
+    from alpa_strategy.cost.model import RooflineCosts
     from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
 
     def work() -> dict[str, Any]:
@@ -256,7 +254,7 @@ def _plan_on_rank_zero(
         return plan
 
     def make() -> Plan:
-        from alpa_strategy.planner.choose import choose_plan
+        from alpa_strategy.planner.planner import choose_plan
 
         if not cluster.measured:
             return choose_plan(task, pinned)

@@ -42,7 +42,7 @@ from alpa_strategy.lightning.same_steps import SameSteps
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lower.codegen import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.fingerprint import is_for
+from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 

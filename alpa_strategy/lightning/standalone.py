@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, agree_on_seed, on_all_ranks, shared
-from alpa_strategy.cost.measure import device_memory_bytes
+from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun

@@ -20,7 +20,7 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.ir.counters import COUNTERS, LateNumber, at_counters, is_late

@@ -16,7 +16,7 @@ from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.microbatch.micro_step import Combine, Cut, MicroStep
+from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
 from alpa_strategy.microbatch.rules import WHOLE, State, local_call
 from alpa_strategy.microbatch.states import Form, States, Use, ancestors, find_states
 from alpa_strategy.sharding.localize import is_random

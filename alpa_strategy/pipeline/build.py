@@ -18,8 +18,8 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.mesh import MeshComm, TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.channels import StageSpec
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.inter_op.cross_mesh import StageSpec
+from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.counters import COUNTERS
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -27,7 +27,7 @@ from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_parameters, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
-from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.pipeline.executor import OwnStage, Pipeline
 from alpa_strategy.pipeline.per_step_values import DerivedValues

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from alpa_strategy.comm.messages import Transfer
 from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, plan_transfer
 from alpa_strategy.ir.placement import Layout
-from alpa_strategy.microbatch.micro_step import Cut
-from alpa_strategy.microbatch.run import cut
+from alpa_strategy.microbatch.microstep import Cut, cut
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter
 
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from alpa_strategy.comm.mesh import MeshComm, message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError, RuntimeMismatchError
-from alpa_strategy.inter_op.channels import Channel, StageSpec, plan_channels
-from alpa_strategy.microbatch.micro_step import Cut
-from alpa_strategy.microbatch.run import cut, joined
+from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec, plan_channels
+from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.exchange import Delivery, SharedSum
 from alpa_strategy.pipeline.per_step_values import DerivedValues
 from alpa_strategy.pipeline.recompute import Recompute

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
-from alpa_strategy.inter_op.channels import Channel, StageSpec
+from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec
 from alpa_strategy.pipeline.per_step_values import DerivedValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values

@@ -17,17 +17,16 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.layers import cluster_layers, span_name
 from alpa_strategy.inter_op.schedules import in_flight, rank_of, why_not
-from alpa_strategy.inter_op.slice import last_readers, makers, stage_on
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
+from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, span_name, stage_on
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.microbatch.micro_step import MicroStep
+from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.fingerprint import fingerprint_of
+from alpa_strategy.planner.task import fingerprint_of
 
 Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import OpCosts, RooflineCosts
+from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Fingerprint
+from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
@@ -59,3 +61,94 @@ class PlanTask:
     def fingerprint(self) -> Fingerprint:
         """What a plan that is made for this task is stored under."""
         return fingerprint_of(self.step, self.cluster, self.options, self.optimizer)
+
+
+# --- What a plan is made for, as hashes part by part: graph, parameters, batch, cluster, options, format.
+
+
+def fingerprint_of(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo
+) -> Fingerprint:
+    """The fingerprint of planning `step` on `cluster`. The optimizer counts as an option: its state needs memory."""
+    option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
+    if optimizer.steps_in_backward:
+        option_text += " steps in backward"
+    return Fingerprint(
+        graph=step.graph_digest,
+        parameters=step.parameter_digest,
+        batch=step.batch_digest,
+        cluster=cluster.digest(),
+        options=hashlib.sha256(option_text.encode()).hexdigest()[:16],
+        format=str(FORMAT_VERSION),
+    )
+
+
+def is_for(plan: Plan, step: StepGraph) -> bool:
+    """Whether a plan was made for this very step: its strategies mean other ops otherwise."""
+    return (plan.fingerprint.graph, plan.fingerprint.batch) == (step.graph_digest, step.batch_digest)
+
+
+def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
+    """PlanError unless a plan that a user gave (`source` names it) can run what `wanted` describes.
+
+    Cluster and options may differ: the user chose the plan, and whether its device count fits is checked where the
+    mesh is built. Graph, parameters, batch and format must be the same, or its strategies mean other ops.
+    """
+    differing = [part for part in plan.fingerprint.differences(wanted) if part not in ("cluster", "options")]
+    if differing:
+        raise PlanError(
+            f"the plan {source} was made for something else: {', '.join(differing)} changed",
+            "leave `plan` out to make a new one, or run it with the model, batch size and ranks it was made for",
+        )
+
+
+# --- PlanStore: a folder of plan files, one per fingerprint. Finding none always comes with the reason.
+
+
+class PlanStore:
+    """Plans below `folder`. The files are ordinary plan files; a broken one is reported and passed over."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._reported: set[Path] = set()  # broken files are reported once
+
+    def path(self, fingerprint: Fingerprint) -> Path:
+        """Where the plan of `fingerprint` is or would be."""
+        return self.folder / f"{fingerprint.digest}.json"
+
+    def find(self, fingerprint: Fingerprint) -> Plan | None:
+        """The plan made for exactly this fingerprint, or None (`explain` says why)."""
+        path = self.path(fingerprint)
+        plan = self._load(path) if path.exists() else None
+        return plan if plan is not None and plan.fingerprint == fingerprint else None
+
+    def put(self, plan: Plan) -> Path:
+        """Store a plan under its fingerprint, replacing an older one; returns its path."""
+        path = self.path(plan.fingerprint)
+        plan.save(path)
+        self._reported.discard(path)
+        return path
+
+    def explain(self, fingerprint: Fingerprint) -> str:
+        """Why `find` gives no plan: for example `"graph, batch changed"` against the closest stored plan."""
+        if self.path(fingerprint).exists() and self.find(fingerprint) is None:
+            return f"the stored plan {self.path(fingerprint)} cannot be used"
+        stored = [plan.fingerprint.differences(fingerprint) for plan in self._plans()]
+        if not stored:
+            return f"no plan is stored in {self.folder}"
+        return f"{', '.join(min(stored, key=len))} changed"
+
+    def _plans(self) -> Iterator[Plan]:
+        for path in sorted(self.folder.glob("*.json")):
+            plan = self._load(path)
+            if plan is not None:
+                yield plan
+
+    def _load(self, path: Path) -> Plan | None:
+        try:
+            return Plan.load(path)
+        except PlanError as error:
+            if path not in self._reported:
+                self._reported.add(path)
+                warnings.warn(f"ignored: {error.problem}", stacklevel=3)
+            return None

@@ -11,7 +11,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display import plan_svg
 from alpa_strategy.display.picture import products, split_kind
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.make import make_plan
+from alpa_strategy.planner.planner import make_plan
 
 
 @pytest.mark.parametrize(

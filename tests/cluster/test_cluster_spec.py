@@ -11,8 +11,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.cluster.mesh import crossing_groups, interpolate_seconds, without_outliers
-from alpa_strategy.cluster.spec import ClusterSpec, CommTable, Link, MeshAxis
+from alpa_strategy.cluster.spec import (
+    ClusterSpec,
+    CommTable,
+    Link,
+    MeshAxis,
+    crossing_groups,
+    interpolate_seconds,
+    without_outliers,
+)
 from alpa_strategy.errors import ClusterError
 from alpa_strategy.shipped_files import CLUSTERS, shipped_folder, shipped_names
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.make import make_plan
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.planner.planner import make_plan
 
 STEPS = 50
 PLANS = {

@@ -10,9 +10,8 @@ import torch
 from cost_op_calls import call, tensor
 
 from alpa_strategy.capture.ops import cross_entropy_sum
-from alpa_strategy.cost.measure import device_name, measure_device, measure_ops
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.cost.table import OpTable
+from alpa_strategy.cost.measured import OpTable, device_name, measure_device, measure_ops
+from alpa_strategy.cost.model import RooflineCosts
 
 aten = torch.ops.aten
 NAME = device_name("cpu")

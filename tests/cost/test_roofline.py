@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.cost.flops import op_flops
-from alpa_strategy.cost.roofline import RooflineCosts, optimizer_seconds, peak_flops
-from alpa_strategy.cost.table import OpTable
+from alpa_strategy.cost.measured import OpTable
+from alpa_strategy.cost.model import RooflineCosts, optimizer_seconds, peak_flops
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.options import OptimizerInfo
 

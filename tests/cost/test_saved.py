@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
 from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.cost.model import Saved
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts, Saved
 
 aten = torch.ops.aten
 CPU = DeviceSpec("cpu toy", 10**9, 1e9, (("float32", 1e12),), 0.0)

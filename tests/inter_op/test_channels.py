@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.channels import StageSpec, plan_channels
+from alpa_strategy.inter_op.cross_mesh import StageSpec, plan_channels
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 

@@ -14,15 +14,15 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.layers import (
+from alpa_strategy.inter_op.subgraph import (
     best_cuts,
     boundary_bytes,
     cluster_layers,
+    crossing_values,
     default_num_layers,
     layer_flops,
     span_name,
 )
-from alpa_strategy.inter_op.slice import crossing_values
 
 
 def step_of(name: str, **sizes):

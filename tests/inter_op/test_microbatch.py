@@ -20,8 +20,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.microbatch.micro_step import Cut, MicroStep
-from alpa_strategy.microbatch.run import cut, joined, run_microbatches
+from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined, run_microbatches
 from alpa_strategy.microbatch.transform import microbatch
 
 ROWS = 8

@@ -16,8 +16,8 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.inter_op.slice import crossing_values, shared_parameters, slice_stage, slice_stages
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.inter_op.subgraph import crossing_values, shared_parameters, slice_stage, slice_stages
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step

@@ -16,21 +16,19 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.flops import op_base_name
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.layers import cluster_layers
-from alpa_strategy.inter_op.make import plan_pipeline
+from alpa_strategy.inter_op.pins import stage_fits, submeshes
 from alpa_strategy.inter_op.schedules import in_flight, why_not
-from alpa_strategy.inter_op.slice import stage_on
-from alpa_strategy.inter_op.spans import Spans, balanced_groups
+from alpa_strategy.inter_op.search import plan_pipeline
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
-from alpa_strategy.inter_op.stage_problem import cost_of, stage_build, take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import Spans, balanced_groups, cost_of, stage_build, take_apart, weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
-from alpa_strategy.inter_op.submeshes import stage_fits, submeshes
+from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
-from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import evaluate
-from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.restrict import restrict
+from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions

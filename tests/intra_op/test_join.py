@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.intra_op.elimination import Factor, join
+from alpa_strategy.intra_op.solver.elimination import Factor, join
 
 SIZES = (2, 3, 1, 4, 2)
 

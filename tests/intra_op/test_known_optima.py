@@ -15,12 +15,12 @@ from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable, DeviceSpec, Link
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import Problem, evaluate
-from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.make import plan_step
+from alpa_strategy.planner.planner import plan_step
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

@@ -13,13 +13,11 @@ from recipe_models import MoE
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.inter_op.layers import cluster_layers
-from alpa_strategy.inter_op.slice import stage_on
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import structure
+from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables, build
-from alpa_strategy.intra_op.elimination import network_of
-from alpa_strategy.intra_op.ordering import elimination_order, order_within
+from alpa_strategy.intra_op.solver.elimination import elimination_order, network_of, order_within
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 

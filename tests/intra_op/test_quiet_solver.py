@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from alpa_strategy.intra_op.quiet_solver import without_solver_lines
+from alpa_strategy.intra_op.solver.milp import without_solver_lines
 
 
 def test_only_the_solvers_lines_are_dropped(capfd):

@@ -8,9 +8,9 @@ import pytest
 from proofs.synthetic import gpt_like
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.local_search import descend
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
-from alpa_strategy.intra_op.solve import least_bytes, solve
+from alpa_strategy.intra_op.solver.lagrangian import descend
+from alpa_strategy.intra_op.solver.solve import least_bytes, solve
 
 GIB = 2.0**30
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.presolve import presolve
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
-from alpa_strategy.intra_op.solve import solve
+from alpa_strategy.intra_op.solver.presolve import presolve
+from alpa_strategy.intra_op.solver.solve import solve
 
 
 def random_problem(seed: int, forbid: float = 0.0, scale: float = 1e-4) -> Problem:

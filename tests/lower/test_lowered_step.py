@@ -15,7 +15,7 @@ from proofs.thread_mesh import ThreadMesh, run_on_threads
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.graph import StepGraph

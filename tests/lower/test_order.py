@@ -11,7 +11,7 @@ from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.lower.codegen import begin_first, lower, made_of_the_batch
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.choose import choose_plan
+from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
 
 CLASSES = 64

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.inter_op.channels import StageSpec
+from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_object
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.inter_op.layers import cluster_layers
-from alpa_strategy.inter_op.make import plan_pipeline
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.inter_op.search import plan_pipeline
+from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode

@@ -10,11 +10,10 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
-from alpa_strategy.cost.roofline import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.choose import MARGIN, choose_plan, hidden_seconds
-from alpa_strategy.planner.make import make_plan
+from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
 from alpa_strategy.planner.task import PlanTask
 
 

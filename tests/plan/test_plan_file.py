@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.planner.store import PlanStore
+from alpa_strategy.planner.task import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
 MODES = st.sampled_from(["R", "R*", "S0", "S1", "G0", "G12"])

@@ -13,16 +13,15 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.roofline import RooflineCosts
-from alpa_strategy.inter_op.layers import cluster_layers
-from alpa_strategy.inter_op.slice import slice_stage
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.fingerprint import fingerprint_of
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
+from alpa_strategy.planner.task import fingerprint_of
 
 Places = tuple[tuple[int, ...], ...]  # ranks per stage
 

@@ -15,7 +15,7 @@ from worker_pool import WorkerError
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.make import make_plan
+from alpa_strategy.planner.planner import make_plan
 
 KINDS = {"Validated": Validated, "Measured": Measured, "Phased": Phased}
 STEPS = 3

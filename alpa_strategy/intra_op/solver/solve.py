@@ -12,12 +12,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.intra_op.elimination import eliminate, min_marginals, network_of, plan_order
-from alpa_strategy.intra_op.lagrangian import Dual, Point, best_price, cross, point, price_memory, splice
-from alpa_strategy.intra_op.linear_program import formulate, num_columns, solve_program
-from alpa_strategy.intra_op.local_search import Neighbourhood, descend, repair
-from alpa_strategy.intra_op.presolve import presolve
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, with_shared_arrays
+from alpa_strategy.intra_op.solver.elimination import eliminate, min_marginals, network_of, plan_order
+from alpa_strategy.intra_op.solver.lagrangian import (
+    Dual,
+    Neighbourhood,
+    Point,
+    best_price,
+    cross,
+    descend,
+    point,
+    price_memory,
+    repair,
+    splice,
+)
+from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
+from alpa_strategy.intra_op.solver.presolve import presolve
 from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal

@@ -10,24 +10,21 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
-from alpa_strategy.inter_op.clock import runtime_seconds, seconds_on_the_clock
-from alpa_strategy.inter_op.counts import Look, Submeshes, climb
-from alpa_strategy.inter_op.explain import largest_need
-from alpa_strategy.inter_op.layers import cluster_layers, default_num_layers, span_name
-from alpa_strategy.inter_op.pins import check_pins, least_stages
-from alpa_strategy.inter_op.schedules import rank_of
-from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, stage_costs
+from alpa_strategy.inter_op.layer_matrix import WORKING
+from alpa_strategy.inter_op.pins import check_pins, least_stages, submeshes
+from alpa_strategy.inter_op.schedules import rank_of, runtime_seconds, seconds_on_the_clock
+from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.submeshes import submeshes
+from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, span_name
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
@@ -284,3 +281,101 @@ def plan_job(
         except PlanError as error:
             failures.append(error.problem)
     raise PlanError("; ".join(failures), "use more devices, or raise memory_limit")
+
+
+# --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds, never by the clock.
+#
+# A step is slow with many micro-batches (ops too small for the device, a launch each) and slow with few (stages that
+# wait, activations that do not fit), so the best number is climbed to from a middling one. At the first number all
+# submeshes are priced; its neighbours are compared on the submeshes that the best plan uses, which is a small part of
+# the work; where another number wins, all submeshes are priced once more for that one. How busy the machine is cannot
+# change the plan.
+
+
+Submeshes = frozenset[int]
+FILL = 8  # micro-batches per device of the first number tried: a pipeline over all of them waits for an eighth
+
+
+@dataclass(frozen=True)
+class Look:
+    """The best plan found for one number of micro-batches: its seconds (inf: none fits) and submeshes in use."""
+
+    seconds: float = math.inf
+    used: Submeshes = frozenset()
+
+
+def climb(
+    counts: Sequence[int],
+    num_devices: int,
+    bound: Callable[[int], float],
+    look: Callable[[int, Submeshes | None], Look],
+    known: float = math.inf,
+) -> list[int]:
+    """Look at `counts` (descending) until their best is found; the counts that were looked at, in order.
+
+    Args:
+        bound: seconds below which no plan with so many micro-batches can be; inf: the step cannot be cut so.
+        look: the best plan with so many micro-batches; on the given submeshes only, or on all of them (None).
+        known: seconds of a plan that is there already: numbers of micro-batches that cannot beat it are left out.
+    """
+    visited: list[int] = []
+
+    def at(index: int, used: Submeshes | None = None, limit: float = known) -> Look:
+        if bound(counts[index]) >= min(limit, known):
+            return Look()
+        visited.append(counts[index])
+        return look(counts[index], used)
+
+    first = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (FILL * num_devices))))
+    best, found = first, at(first)
+    # Where nothing fits, more micro-batches need less memory; fewer may be faster than what is known.
+    for index in (*range(first - 1, -1, -1), *range(first + 1, len(counts))):
+        if found.used:
+            break
+        best, found = index, at(index)
+    if not found.used:
+        return visited
+    whole = best
+    # More micro-batches may have to grow twice before they are so small that nothing need be recomputed.
+    for step, patience in ((-1, 2), (1, 1)):
+        index, misses = best + step, 0
+        while 0 <= index < len(counts) and counts[index] not in visited and misses < patience:
+            other = at(index, found.used, found.seconds)
+            if other.seconds < found.seconds:
+                best, found, misses, patience = index, other, 0, 1
+            else:
+                misses += 1
+            index += step
+        if best != whole:
+            break  # where more is better, fewer is not
+    if best != whole:
+        at(best)
+    return visited
+
+
+# --- Why no stages fit: the layer that needs the most memory, whatever it runs on.
+
+
+def largest_need(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
+    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
+
+    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.
+    """
+    least = np.full(job.num_layers, np.inf)
+    for submesh in meshes:
+        for shape in allowed_shapes(job, submesh):
+            parts = run_parts(job, submesh, shape)
+            for layer in range(job.num_layers):
+                forward, _, _, always, saved, _, leaving = parts[:, layer, layer + 1, :WORKING].T
+                need = always + saved + leaving + parts[:, layer, layer + 1, WORKING]
+                least[layer] = min(least[layer], np.where(np.isfinite(forward), need, np.inf).min())
+    if not np.isfinite(least).all():
+        return None
+    worst = int(least.argmax())
+    name = span_name(job.graph, *job.cuts[worst : worst + 2])
+    alone = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
+    if least[worst] <= job.memory_limit:
+        alone += (
+            ", which fits; with what the schedule keeps for other micro-batches, and with other layers, it does not"
+        )
+    return alone

@@ -7,9 +7,14 @@ the consumer's target layouts; where several uses share the transfer, z[p, q] >=
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +23,6 @@ from ortools.math_opt import model_pb2, sparse_containers_pb2
 from ortools.math_opt.python import mathopt
 
 from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.intra_op.quiet_solver import without_solver_lines
 
 INTEGRAL = 1e-6
 STARVED = 1.5  # wall seconds per CPU second above which a time-out is not the solver's own
@@ -231,3 +235,39 @@ def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
             row_ids=program.row.tolist(), column_ids=program.column.tolist(), coefficients=program.value.tolist()
         ),
     )
+
+
+# --- Keeps lines that HiGHS prints by itself off the standard output: leftovers of its debugging, beyond its options.
+
+
+PREFIX = b"Highs"  # HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();
+ONE_AT_A_TIME = threading.Lock()  # the standard output is the process'
+
+
+@contextmanager
+def without_solver_lines() -> Iterator[None]:
+    """Lines that begin like HiGHS's are dropped; what else is written meanwhile (by other threads) appears after it."""
+    if os.name != "posix":  # the C library's buffer cannot be reached the same way
+        yield
+        return
+    library = ctypes.CDLL(None)
+    try:
+        sys.stdout.flush()
+        library.fflush(None)
+        os.fstat(1)
+    except (OSError, ValueError, AttributeError):  # there is no standard output
+        yield
+        return
+    with ONE_AT_A_TIME, tempfile.TemporaryFile() as file:
+        saved = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            library.fflush(None)
+            os.dup2(saved, 1)
+            os.close(saved)
+            file.seek(0)
+            kept = b"".join(line for line in file if not line.startswith(PREFIX))
+            while kept:
+                kept = kept[os.write(1, kept) :]

@@ -1,28 +1,204 @@
-"""From a captured step and a cluster to a Plan: every logical shape is solved, the best wins. No process groups."""
+"""choose_plan: one stage over all devices, or a pipeline; by predicted step seconds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.inter_op.search import microbatch_counts, plan_pipeline
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
-from alpa_strategy.intra_op.presets import restrict
 from alpa_strategy.intra_op.problem import Solution
-from alpa_strategy.intra_op.solve import NotCheaper, solve
+from alpa_strategy.intra_op.restrict import restrict
+from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.optimizer_info import against_early_step, optimizer_info_of, with_reason
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
+
+MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
+SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
+BACKWARD_SHARE = 2 / 3  # of compute
+
+
+def choose_plan(
+    task: PlanTask,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+    stage_costs: Callable[[], OpCosts] | None = None,
+) -> Plan:
+    """A plan of one stage, or a pipeline.
+
+    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
+    micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
+    faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
+    can. Where neither fits and the optimizer allows it, one stage whose parameters are updated within the backward.
+
+    Args:
+        pinned: as for `plan_step`; then there is one stage.
+        stage_costs: makes the op costs of pipelines, when they are looked at; None: `task.costs`.
+
+    Raises:
+        PlanError: nothing fits, or a pin cannot be met.
+    """
+
+    def of_stages() -> PlanTask:
+        return task if stage_costs is None else replace(task, costs=stage_costs())
+
+    if pinned is not None:
+        return plan_step(task, pinned)
+    if task.options.asks_for_pipeline:
+        return _asked_for(task, of_stages)
+    try:
+        one = plan_step(task)
+    except PlanError as error:
+        return _where_one_stage_fails(task, of_stages, error)
+    one = _or_data_parallel(one, task)
+    if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
+        return one
+    waiting = max(0.0, 1 - divided_seconds(task.step, task.cluster, task.op_costs) / hidden_seconds(one))
+    if waiting < SCREEN:
+        return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
+    return _faster(one, of_stages())
+
+
+def _asked_for(task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
+    """The pipeline that the options ask for."""
+    options = task.options
+    if task.cluster.num_devices == 1 and ((options.num_stages or 1) > 1 or options.schedule is not None):
+        raise PlanError(
+            "num_stages and schedule need at least 2 devices",
+            "leave them out; num_microbatches and remat are for one device, too",
+        )
+    try:
+        return plan_pipeline(of_stages())
+    except DoesNotFitError as error:
+        raise with_reason(error, against_early_step(task.step, task.optimizer, options)) from error
+
+
+def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:
+    """A pipeline, or one stage that updates parameters within the backward; `error`, with a reason, where none fits."""
+    if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
+        with suppress(PlanError):  # the first error speaks of the ordinary case
+            return plan_pipeline(of_stages())
+    if not isinstance(error, DoesNotFitError):
+        raise error
+    against = against_early_step(task.step, task.optimizer, task.options)
+    if against is None:
+        early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True))
+        note = "parameters are updated within the backward: all gradients at once would not fit"
+        with suppress(PlanError):
+            return _with_note(plan_step(early), note)
+    raise with_reason(error, against) from error
+
+
+def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:
+    """The solved stage, or plain data parallelism where that is faster because its reduction hides in the backward.
+
+    The ILP adds up what runs side by side: fair to all layouts but to this one, most of whose communication is hidden.
+    """
+    data, options = one.baselines.get("data"), task.options
+    is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
+    if data is None or not is_free or options.baselines:
+        return one
+    seconds = hidden_seconds(one)
+    if data - BACKWARD_SHARE * one.predicted.compute_seconds >= seconds:
+        return one
+    flat = replace(options, parallel="data", logical_mesh=(task.cluster.num_devices,))
+    try:
+        plan = plan_step(replace(task, options=flat, progress=unseen))
+    except PlanError:
+        return one
+    if hidden_seconds(plan) >= seconds:
+        return one
+    plan = replace(plan, fingerprint=one.fingerprint, baselines=one.baselines, solver_seconds=one.solver_seconds)
+    return _with_note(plan, "data parallel: the reduction of gradients runs beside the backward")
+
+
+def _faster(one: Plan, task: PlanTask) -> Plan:
+    """The single stage, or a pipeline that is clearly faster; a note says why."""
+    seconds = hidden_seconds(one)
+    started = time.perf_counter()
+    limit = seconds * (1 - MARGIN)
+    try:
+        # Stages that take turns on one micro-batch win only where everything is latency, the least sure to predict. One
+        # stage gains nothing from micro-batches but memory: where it seems to, short ops were timed on a warmer cache.
+        many = plan_pipeline(task, known=limit, several=True)
+    except PlanError:
+        many = None
+    spent = {"pipelines": time.perf_counter() - started}
+    if many is None or many.predicted.step_seconds > limit:
+        found = f"none is faster by {MARGIN:.0%}"
+        return _with_note(replace(one, solver_seconds={**one.solver_seconds, **spent}), f"no pipeline: {found}")
+    many = replace(
+        many,
+        baselines={"one stage": one.predicted.step_seconds, **one.baselines},
+        solver_seconds={**one.solver_seconds, **many.solver_seconds},
+    )
+    return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
+
+
+def hidden_seconds(one: Plan) -> float:
+    """Seconds of a single stage's step where its reduction of gradients runs beside the backward."""
+    reduction = sum(
+        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
+    )
+    return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
+
+
+def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:
+    """Bytes per device of parameters, gradients and optimizer state if nothing is held twice: the least possible."""
+    total = 0.0
+    for parameter in step.parameters:
+        meta = parameter.meta
+        total += meta.num_bytes * (2 if meta.requires_grad else 1)
+        total += meta.num_elements * optimizer.state_bytes if meta.requires_grad else 0.0
+    return total / cluster.num_devices
+
+
+def divided_seconds(step: StepGraph, cluster: ClusterSpec, costs: OpCosts) -> float:
+    """Seconds of the step's ops if the devices shared them and nothing else took time; an op starts on every device."""
+    launch = cluster.device.launch_seconds * cluster.device.slowdown
+    whole = [seconds for op in step.ops for seconds in costs.op_seconds(op.call)]
+    return sum(max(seconds / cluster.num_devices, min(seconds, launch)) for seconds in whole)
+
+
+def _with_note(plan: Plan, note: str) -> Plan:
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _may_be_pipelined(task: PlanTask) -> bool:
+    """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
+    step, cluster, options = task.step, task.cluster, task.options
+    if options.num_stages == 1 or options.num_microbatches == 1:
+        return False
+    if options.parallel != "auto" or options.logical_mesh is not None:
+        return False
+    counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]
+    if not counts:
+        return False
+    try:
+        # A note says where micro-batches are not exactly the whole batch (BatchNorm): that is for the user to ask for.
+        return microbatch(step, counts[-1], cluster.num_devices).graph.notes == step.notes
+    except PlanError:
+        return False
+
+
+# --- From a captured step and a cluster to a Plan: every logical shape is solved, the best wins. No process groups.
+
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
 
@@ -62,9 +238,7 @@ def make_plan(
     Raises:
         CaptureError, PlanError: see there.
     """
-    from alpa_strategy.capture.capture import capture_step
-    from alpa_strategy.planner.choose import choose_plan
-    from alpa_strategy.planner.optimizer_info import optimizer_info_of
+    from alpa_strategy.planner.planner import choose_plan
 
     options, progress = options or PlanOptions(), progress or unseen
     started = time.perf_counter()

@@ -1,0 +1,337 @@
+"""A run of a step's ops as a StepGraph of its own: what a stage executes. Values keep the whole step's numbers.
+
+A stage's inputs are those parameters, buffers, constants and batch leaves that it reads, and `received`: values that
+earlier stages make. What later stages read is `sent`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.cost.flops import op_flops
+from alpa_strategy.errors import PlanError
+from alpa_strategy.ir.graph import AppendRecord, LogRecord, MetricRecord, StepGraph, ValueRef
+
+
+def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
+    """Ops [first, last) of `step` as a graph.
+
+    A log, metric or output stays where its last value is made; its other values are received there. One that holds no
+    value made by an op belongs to the slice with the last op. A buffer is updated where its new value is made.
+    """
+    if not 0 <= first < last <= len(step.ops):
+        raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")
+    ops = step.ops[first:last]
+    maker = makers(step)
+    is_end = last == len(step.ops)
+
+    def is_home(values: Sequence[int]) -> bool:
+        made = [maker[v] for v in values if v in maker]
+        return first <= max(made) < last if made else is_end
+
+    logs = tuple(record for record in step.logs if is_home(values_of(record)))
+    metrics = tuple(record for record in step.metrics if is_home(values_of(record)))
+    appended = tuple(record for record in step.appended if is_home(values_of(record)))
+    checks = tuple(check for check in step.checks if is_home((check.value,)))
+    output = _keep(step.output, lambda value: is_home((value,)))
+    updates = {b.update for b in step.buffers if b.update is not None and is_home((b.update,))}
+    loss = step.loss if step.loss >= 0 and is_home((step.loss,)) else -1
+    read = {value for op in ops for value in op.operands} | updates
+    read.update(value for record in (*logs, *metrics, *appended) for value in values_of(record))
+    read.update(values_of(output), [loss] if loss >= 0 else [], [check.value for check in checks])
+    here = {value for op in ops for value in op.results}
+    handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
+    return replace(
+        step,
+        parameters=tuple(p for p in step.parameters if p.value in read),
+        buffers=tuple(
+            b if b.update in updates else replace(b, update=None)
+            for b in step.buffers
+            if b.value in read or b.update in updates
+        ),
+        batch=tuple(b for b in step.batch if b.value in read),
+        constants=tuple(c for c in step.constants if c.value in read),
+        ops=ops,
+        loss=loss,
+        output=output,
+        logs=logs,
+        metrics=metrics,
+        checks=checks,
+        appended=appended,
+        received=tuple(sorted(read & handed_in)),
+        sent=tuple(sorted(v for v in here if v in step.sent or last_readers(step)[v] >= last)),
+    )
+
+
+def slice_stages(step: StepGraph, cuts: Sequence[int]) -> tuple[StepGraph, ...]:
+    """The stages between cut positions: `cuts` ascends from 0 to the number of ops."""
+    return tuple(slice_stage(step, a, b) for a, b in pairwise(cuts))
+
+
+def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
+    """`slice_stage` as it is planned and lowered on a mesh of `num_devices`.
+
+    Batch rows arrive divided over the stage's devices where they divide evenly, else whole (`batch_scope`).
+    """
+    stage = slice_stage(step, first, last)
+    even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)
+    return replace(stage, batch_scope="rank" if even and step.batch_scope == "rank" else "global")
+
+
+def shared_parameters(step: StepGraph, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Name of every parameter that ops of several stages read -> these stages: its gradient is summed over them."""
+    users: dict[int, set[int]] = {p.value: set() for p in step.parameters}
+    for stage, (first, last) in enumerate(pairwise(cuts)):
+        for op in step.ops[first:last]:
+            for value in users.keys() & op.operands:
+                users[value].add(stage)
+    return {p.name: tuple(sorted(users[p.value])) for p in step.parameters if len(users[p.value]) > 1}
+
+
+def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
+    """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
+    last = last_readers(step)
+    return tuple(v for v, op in sorted(makers(step).items()) if op < position <= last[v])
+
+
+def values_of(node: Any) -> tuple[int, ...]:
+    """Value indices in an output structure, log or metric record, in order, each once."""
+    found: dict[int, None] = {}
+
+    def visit(item: Any) -> None:
+        if isinstance(item, ValueRef):
+            found[item.index] = None
+        elif isinstance(item, LogRecord):
+            visit(item.value)
+        elif isinstance(item, AppendRecord):
+            visit(item.items)
+        elif isinstance(item, MetricRecord):
+            visit(item.args)
+            visit(tuple(value for _, value in item.kwargs))
+        elif not pytree.tree_is_leaf(item):
+            for value in pytree.tree_leaves(item):
+                visit(value)
+
+    visit(node)
+    return tuple(found)
+
+
+def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
+    """An output structure without the values of other stages: left out of tuples and lists, None elsewhere."""
+    if isinstance(node, ValueRef):
+        return node if wanted(node.index) else None
+    if isinstance(node, dict):
+        return {key: _keep(value, wanted) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        kept = [_keep(item, wanted) for item in node if not isinstance(item, ValueRef) or wanted(item.index)]
+        return tuple(kept) if isinstance(node, tuple) else kept
+    return node
+
+
+@lru_cache(maxsize=8)
+def _tables(key: _ById) -> tuple[dict[int, int], dict[int, int]]:
+    step = key.step
+    maker = {value: index for index, op in enumerate(step.ops) for value in op.results}
+    last = dict.fromkeys(maker, -1)
+    for index, op in enumerate(step.ops):
+        for value in op.operands:
+            if value in last:
+                last[value] = index
+    records = [values_of(record) for record in (*step.logs, *step.metrics, *step.appended)]
+    for values in records:  # read where the record's last value is made
+        homes = [maker[v] for v in values if v in maker]
+        for value in values:
+            if value in last:
+                last[value] = max(last[value], *homes)
+    return maker, last
+
+
+class _ById:
+    """A step as a cache key: by identity (graphs are frozen, and hashing one would visit all of it)."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.step = step
+
+    def __hash__(self) -> int:
+        return id(self.step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.step is other.step
+
+
+def makers(step: StepGraph) -> dict[int, int]:
+    """Value -> index of the op that makes it."""
+    return _tables(_ById(step))[0]
+
+
+def last_readers(step: StepGraph) -> dict[int, int]:
+    """Op-made value -> index of the last op (or record's home) that reads it; -1 when none does."""
+    return _tables(_ById(step))[1]
+
+
+# --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa, section 5.2, equation
+# 5).
+#
+# The bytes at a cut are those of every value made before and read after it, so a skip over several layers counts at
+# each boundary that it crosses. Stages are made of whole layers.
+
+
+EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
+MAX_LAYERS = 64
+MAX_NAMES = 4  # of a stage's modules that are listed
+PLAIN_LAYERS = 16  # where the model has no repeated blocks
+
+
+def cluster_layers(step: StepGraph, num_layers: int | None = None, epsilon: float = EPSILON) -> tuple[int, ...]:
+    """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
+
+    Minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
+    layers' FLOPs; no layer has more than (1 + epsilon) times the average FLOPs (more where single ops force it).
+
+    Raises:
+        PlanError: there are fewer ops than layers.
+    """
+    num_layers = num_layers or default_num_layers(step)
+    if not 1 <= num_layers <= len(step.ops):
+        raise PlanError(
+            f"the step has {len(step.ops)} ops, which cannot make {num_layers} layers", "ask for fewer stages"
+        )
+    flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
+    return best_cuts(boundary_bytes(step), flops, num_layers, epsilon)
+
+
+def boundary_bytes(step: StepGraph) -> np.ndarray:
+    """[position]: bytes of the values that cross a cut before op `position`; 0 at both ends."""
+    change = np.zeros(len(step.ops) + 2)
+    last = last_readers(step)
+    for value, op in makers(step).items():
+        if last[value] > op:
+            change[op + 1] += step.values[value].num_bytes
+            change[last[value] + 1] -= step.values[value].num_bytes
+    return np.cumsum(change)[: len(step.ops) + 1]
+
+
+def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, epsilon: float = EPSILON) -> tuple[int, ...]:
+    """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n].
+
+    The smallest largest cut is found by bisection (a greedy walk tells whether a threshold is feasible); the ties by a
+    DP over the positions below the threshold, O(num_layers * positions * window).
+    """
+    n = len(flops)
+    prefix = np.concatenate([[0.0], np.cumsum(flops)])
+    slack = prefix[-1] * 1e-12
+    limit = (1 + epsilon) * prefix[-1] / num_layers
+    inner = np.arange(1, n)
+    while _fewest_layers(prefix, inner, limit + slack, n) > num_layers:
+        limit *= 1.1  # single ops are larger than that
+    thresholds = np.unique(bytes_at[1:n]) if n > 1 else np.zeros(0)
+
+    def feasible(threshold: float) -> bool:
+        allowed = inner[bytes_at[1:n] <= threshold]
+        return len(allowed) >= num_layers - 1 and _fewest_layers(prefix, allowed, limit + slack, n) <= num_layers
+
+    low, high = 0, len(thresholds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(thresholds[middle]) else (middle + 1, high)
+    allowed = inner[bytes_at[1:n] <= thresholds[low]] if len(thresholds) else inner
+    return _tied_cuts(np.array([0, *allowed, n]), bytes_at, prefix, num_layers, limit + slack)
+
+
+def default_num_layers(step: StepGraph) -> int:
+    """One layer per repeated block of the module (`blocks.0`, `blocks.1`, ...), or a plain number without such."""
+    work: dict[tuple[str, int] | None, float] = defaultdict(float)
+    for op in step.ops:
+        work[_block(op.module)] += op_flops(op.call)
+    blocks = [block for block in work if block is not None]
+    repeated = sum(work[block] for block in blocks) > 0.5 * sum(work.values())
+    count = len(blocks) if repeated and len(blocks) > 1 else PLAIN_LAYERS
+    count = -(-count // -(-count // MAX_LAYERS))  # several blocks a layer where there are many
+    return max(1, min(count, sum(op_flops(op.call) > 0 for op in step.ops)))
+
+
+def span_name(step: StepGraph, first: int, last: int) -> str:
+    """The modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to layer2.0` where many.
+
+    Numbered modules of one list are named by the first and the last.
+    """
+    runs: list[list[str]] = []  # each the modules of one list, or a single one
+    owners: list[str | None] = []
+    for module in dict.fromkeys(op.module for op in step.ops[first:last] if op.module):
+        block = _block(module)
+        owner, name = (None, module) if block is None else (block[0], f"{block[0]}.{block[1]}")
+        if owner is not None and owner in owners:
+            runs[owners.index(owner)].append(name)
+        elif [name] not in runs:
+            runs.append([name])
+            owners.append(owner)
+    if not runs:  # ops of the LightningModule itself
+        return step.ops[first].name if last == first + 1 else f"{step.ops[first].name} to {step.ops[last - 1].name}"
+    names = [run[0] if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{runs[0][0]} to {runs[-1][-1]}"
+
+
+def _block(module: str) -> tuple[str, int] | None:
+    """`blocks.3.attn.qkv` -> (`blocks`, 3); None outside of numbered modules."""
+    parts = module.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:depth]), int(part)
+    return None
+
+
+def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int) -> float:
+    """Layers that a greedy walk needs when cuts are at `allowed` only; inf where one layer exceeds the limit."""
+    ends = np.append(allowed, n)
+    work = prefix[ends]
+    count, position = 0, 0
+    while position < n:
+        reach = int(np.searchsorted(work, prefix[position] + limit, side="right")) - 1
+        if reach < 0 or ends[reach] <= position:
+            return np.inf
+        position = int(ends[reach])
+        count += 1
+    return count
+
+
+def _tied_cuts(
+    points: np.ndarray, bytes_at: np.ndarray, prefix: np.ndarray, num_layers: int, limit: float
+) -> tuple[int, ...]:
+    """Of all ways to take `num_layers` steps over `points`, the least sum of bytes, then of squared FLOPs."""
+    m = len(points)
+    work, weight = prefix[points], bytes_at[points]
+    weight[0] = 0.0
+    start = np.searchsorted(work, work - limit, side="left")
+    width = int((np.arange(m) - start).max())
+    before = np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]  # [end, candidates for the layer's start]
+    valid = before >= start[:, None]
+    before = np.maximum(before, 0)
+    square = (work[:, None] - work[before]) ** 2
+    total, spread = np.full(m, np.inf), np.full(m, np.inf)
+    total[0] = spread[0] = 0.0
+    came: list[np.ndarray] = []
+    for _ in range(num_layers):
+        reach = np.where(valid, (total + weight)[before], np.inf)
+        least = reach.min(axis=1)
+        tied = np.where(reach <= least[:, None], spread[before] + square, np.inf)
+        best = tied.argmin(axis=1)
+        total, spread = least, np.where(np.isfinite(least), tied[np.arange(m), best], np.inf)
+        came.append(before[np.arange(m), best])
+    path = [m - 1]
+    for origin in reversed(came):
+        path.append(int(origin[path[-1]]))
+    return tuple(int(points[i]) for i in reversed(path))
+
+
+def layer_flops(step: StepGraph, cuts: Sequence[int]) -> tuple[float, ...]:
+    """Forward FLOPs of every layer."""
+    prefix = [0.0, *accumulate(op_flops(op.call) for op in step.ops)]
+    return tuple(prefix[b] - prefix[a] for a, b in pairwise(cuts))
