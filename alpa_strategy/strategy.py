@@ -251,7 +251,7 @@ class AlpaStrategy(ParallelJob):
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.store.finish_backward()
+        self.run.finish_backward()
         with as_in_training_step(self.lightning_module):
             self.run.finish_step()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)

@@ -22,7 +22,7 @@ from alpa_strategy.errors import CheckpointError
 
 
 class Holder(Protocol):
-    """A ParameterStore or StagedParameters: which parameters there are, and which chunks of them this rank holds."""
+    """A ParameterStore: which parameters there are, and which chunks of them this rank holds."""
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -35,7 +35,7 @@ from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_re
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.microbatch.microstep import Cut
-from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.parameters import MeshParameters
 
 
 def without_unused_parameters(step: StepGraph) -> StepGraph:
@@ -63,13 +63,13 @@ def evaluation_pins(step: StepGraph, running: Mapping[str, ParameterPlan], num_a
 
 
 def evaluation_inputs(
-    module: Any, step: StepGraph, store: ParameterStore, pins: Mapping[str, ParameterPlan]
+    module: Any, step: StepGraph, store: MeshParameters, pins: Mapping[str, ParameterPlan]
 ) -> dict[str, Tensor]:
     """Name -> the tensor that `pins` promise. Collective where one is gathered."""
     return {given.name: _input(module, given, store, pins[given.name]) for given in step.parameters}
 
 
-def _input(module: Any, given: ParameterInput, store: ParameterStore, pin: ParameterPlan) -> Tensor:
+def _input(module: Any, given: ParameterInput, store: MeshParameters, pin: ParameterPlan) -> Tensor:
     parameter = module.get_parameter(given.name)
     name = store.name_of(parameter)
     shape = torch.Size(given.meta.shape)
@@ -78,7 +78,7 @@ def _input(module: Any, given: ParameterInput, store: ParameterStore, pin: Param
     if all(mode == "R" for mode in pin.modes):
         tensor = store.step_input(name).detach()
         if tensor.numel() != shape.numel():  # a shard, of other segments than the step's
-            tensor = store.gather(name)
+            tensor = store.gather_like(name, parameter.detach())
         return tensor.reshape(shape)
     return store.step_input(name).detach()
 
@@ -86,7 +86,7 @@ def _input(module: Any, given: ParameterInput, store: ParameterStore, pin: Param
 class EvaluationParameters:
     """The parameters of one pipeline stage as an evaluation step takes them (a `staged_step.StageParameters`)."""
 
-    def __init__(self, module: Any, graph: StepGraph, store: ParameterStore, pins: Mapping[str, ParameterPlan]) -> None:
+    def __init__(self, module: Any, graph: StepGraph, store: MeshParameters, pins: Mapping[str, ParameterPlan]) -> None:
         self._module, self._graph, self._store, self._pins = module, graph, store, pins
 
     def step_inputs(self) -> dict[str, Tensor]:

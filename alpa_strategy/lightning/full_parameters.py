@@ -28,7 +28,7 @@ class WholeParameters:
     """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
 
     Args:
-        store: the run's parameters (`ParameterStore` or `StagedParameters`).
+        store: the run's parameters (a `ParameterStore`).
     """
 
     def __init__(self, store: Any) -> None:

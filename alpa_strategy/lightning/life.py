@@ -120,11 +120,8 @@ class ModuleLife:
         """A backward whose gradients stay local: another batch of the same optimizer step follows."""
         assert self.run is not None
         self._is_accumulating = True
-        self.run.store.sync(False)
-        try:
+        with self.run.accumulating():
             yield
-        finally:
-            self.run.store.sync(True)
 
     def after_optimizer_step(self) -> None:
         """Parameters have new values."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,10 @@ from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation import EvaluationParameters, evaluation_pins
-from alpa_strategy.lightning.optimizer_state import shard_state
 from alpa_strategy.lightning.planning import find_or_make_following_plan
 from alpa_strategy.lightning.programs import Program
 from alpa_strategy.lightning.replay import step_buffers
 from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun, batch_rows
-from alpa_strategy.lightning.staged_optimizer_state import gather_staged_state, staged_state_dict
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import (
@@ -37,11 +35,11 @@ from alpa_strategy.pipeline.build import (
     build_pipeline,
     stage_meshes,
     stage_randoms,
-    stage_stores,
 )
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.planner.task import is_for
-from alpa_strategy.runtime.staged_parameters import StagedParameters
+from alpa_strategy.runtime.optimizer_state import shard_state
+from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.sharding.localize import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
@@ -73,10 +71,11 @@ class PipelinedRun(TrainingRun):
         meshes = stage_meshes(stages, backend=backend)
         randoms = stage_randoms(stages, meshes, self._seed)
         self._places = StagePlaces(meshes, randoms, self._job.device, self._cluster)
-        self._stores = stage_stores(self.module, parameters, stages, meshes, bucket_bytes)
+        staged = [p for p in parameters if any(name in stage.parameter_plans for stage in stages for name in p.names)]
         world = build_mesh((world_size(),), backend=backend)
-        self.store = StagedParameters(self.module, parameters, stages, self._stores, world)
-        self.store.shard(self._whole)
+        self.store = ParameterStore(self.module, staged, stages, meshes, world)
+        self.store.shard(self._whole, bucket_bytes)
+        self._stores = self.store.of_stage
         shard_state(self._optimizer, self.store, self._whole)
         return self._lowered(self.step)
 
@@ -240,16 +239,13 @@ class PipelinedRun(TrainingRun):
     def _random_streams(self) -> dict[int, ShardedRandom]:
         return dict(self._places.randoms)
 
-    def whole_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        with self.whole.suspended():
-            return staged_state_dict(optimizer, self.store)
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """As of a TrainingRun: a pipeline reduces the gradients of each of its steps."""
+        yield
 
-    def release(self) -> None:
-        """Give the module and the optimizer their whole tensors back, for good. Collective."""
-        self.metrics.make_local()
-        gather_staged_state(self._optimizer, self.store)
-        self.store.unshard()
+    def finish_backward(self) -> None:
+        """As of a TrainingRun: a pipeline's gradients are complete before the Trainer's backward."""
 
     def drop(self, lowered: PipelinedStep | WholeStep) -> None:
         """A program is not used any more. No communication."""

@@ -12,7 +12,7 @@ class Room:
     """Each answer is None where they fit, else why they do not, for a message.
 
     Args:
-        store: the run's parameters (`ParameterStore` or `StagedParameters`).
+        store: the run's parameters (a `ParameterStore`).
         limit: bytes of the device that may be used.
     """
 

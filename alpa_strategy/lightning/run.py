@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.metric_state import MetricStates
-from alpa_strategy.lightning.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import Prepared, capture, check_optimizer, find_or_make_plan
 from alpa_strategy.lightning.programs import Program, Programs
@@ -43,6 +42,7 @@ from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lower.codegen import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.task import is_for
+from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 
@@ -135,10 +135,9 @@ class TrainingRun:
         self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
         self.mesh = build_mesh(self.stage.logical_mesh, backend=self._job.backend)
         self._random = ShardedRandom(self.mesh, self._seed)
-        plans = self.stage.parameter_plans
         stepping = StepInBackward(self._optimizer, bucket_bytes) if self.stage.steps_in_backward else None
-        self.store = ParameterStore(self.module, self.step.parameters, plans, self.mesh, bucket_bytes, stepping)
-        self.store.shard(self._whole)
+        self.store = ParameterStore(self.module, self.step.parameters, (self.stage,), (self.mesh,), self.mesh, stepping)
+        self.store.shard(self._whole, bucket_bytes)
         shard_state(self._optimizer, self.store, self._whole)
         return self._lowered(self.step)
 
@@ -187,8 +186,22 @@ class TrainingRun:
         """The step's escaping values, as far as they are there (`pending`); the loss can be differentiated."""
         step = program.step
         buffers = step_buffers(self.module, step, counters)
-        with self.store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return program.lowered(self.store.step_inputs(), buffers, batch_rows(step, batch), pending)
+        parameters = self.store.of_stage[0]
+        with parameters.regather_hooks() if self._gathers_at_use else nullcontext():
+            return program.lowered(parameters.step_inputs(), buffers, batch_rows(step, batch), pending)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A backward whose gradients stay local: another batch of the same optimizer step follows."""
+        self.store.sync(False)
+        try:
+            yield
+        finally:
+            self.store.sync(True)
+
+    def finish_backward(self) -> None:
+        """After the Trainer's backward: complete gradients. Collective."""
+        self.store.finish_backward()
 
     def whole_parameters(self) -> WholeParameters:
         """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
@@ -207,7 +220,7 @@ class TrainingRun:
         self, step: StepGraph, lowered: LoweredEvaluation, batch: Any, counters: Mapping[str, int]
     ) -> dict[int, Tensor]:
         """The step's escaping values, whole on every rank. Collective."""
-        parameters = evaluation_inputs(self.module, step, self.store, lowered.pins)
+        parameters = evaluation_inputs(self.module, step, self.store.of_stage[0], lowered.pins)
         buffers = step_buffers(self.module, step, counters)
         return lowered.step(parameters, buffers, batch_rows(step, batch))
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint.loading import read_held
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.lightning.staged_optimizer_state import described_states
-from alpa_strategy.runtime.staged_parameters import StagedParameters
+from alpa_strategy.runtime.optimizer_state import Described, StateValue, described_states, gather_state, numbers_of
+from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class Sharing:
@@ -24,10 +24,10 @@ class Sharing:
     Every rank goes through all parameters in the same order, so that all come to the same shares.
 
     Args:
-        store: ParameterStore or StagedParameters, None when every rank holds everything.
+        store: the run's parameters, None when every rank holds everything.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: ParameterStore | None) -> None:
         self.store = store
         self._loads: dict[int, list[int]] = {}
 
@@ -77,39 +77,33 @@ def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]
 def optimizer_state(optimizer: Optimizer, sharing: Sharing) -> dict[str, Any]:
     """`optimizer.state_dict()` with `LocalShards` in the place of tensors that lie as their parameters do.
 
-    Collective under a pipeline: the stages tell each other which state there is.
+    Collective where the module has stages: they tell each other which state there is.
     """
     result = optimizer.state_dict()
-    numbers = _numbers(optimizer, result)
-    state = dict(result["state"])
-    if isinstance(sharing.store, StagedParameters):
-        state.update(_staged(optimizer, numbers, sharing))
-    else:
-        for parameter, number in numbers.items():
-            if number in state:
-                state[number] = _in_shards(parameter, state[number], sharing)
-    return {**result, "state": {number: state[number] for number in numbers.values() if number in state}}
+    described = {} if sharing.store is None else dict(described_states(optimizer, sharing.store))
+    state = {}
+    for parameter, number in numbers_of(optimizer, result).items():
+        if parameter in described:
+            state[number] = _described_in_shards(optimizer, parameter, described[parameter], sharing)
+        elif number in result["state"]:  # no stage uses the parameter: every rank has it whole
+            state[number] = _in_shards(parameter, result["state"][number], sharing)
+    return {**result, "state": state}
 
 
-def _staged(
-    optimizer: Optimizer, numbers: Mapping[nn.Parameter, int], sharing: Sharing
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    known = set()
-    for parameter, described in described_states(optimizer, sharing.store):
-        known.add(parameter)
-        own = optimizer.state.get(parameter, {})
-        yield (
-            numbers[parameter],
-            {
-                key: sharing.shards(parameter, own[key] if key in own else torch.empty(0, dtype=detail))
-                if kind == "tensor"
-                else content
-                for key, (kind, content, detail) in described.items()
-            },
-        )
-    for parameter, number in numbers.items():  # those that no stage uses
-        if parameter not in known and parameter in optimizer.state:
-            yield number, _in_shards(parameter, optimizer.state[parameter], sharing)
+def _described_in_shards(
+    optimizer: Optimizer, parameter: nn.Parameter, described: Described, sharing: Sharing
+) -> dict[str, Any]:
+    store, own = sharing.store, optimizer.state.get(parameter, {})
+    shape = store.whole_shape(store.name_of(parameter))
+    state: dict[str, Any] = {}
+    for key, what in described.items():
+        if isinstance(what, StateValue):
+            state[key] = own.get(key, what.value)
+        elif what.shape == shape:
+            state[key] = sharing.shards(parameter, own.get(key, torch.empty(0, dtype=what.dtype)))
+        else:  # rows and columns of a factored moment
+            state[key] = gather_state(optimizer, store, parameter, key, what)
+    return state
 
 
 def _in_shards(parameter: nn.Parameter, state: Mapping[str, Any], sharing: Sharing) -> dict[str, Any]:
@@ -120,13 +114,6 @@ def _in_shards(parameter: nn.Parameter, state: Mapping[str, Any], sharing: Shari
 
 def _lies_as(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-
-
-def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[nn.Parameter, int]:
-    """Parameter -> its number in the optimizer's state dict."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    return dict(zip(parameters, numbers, strict=True))
 
 
 def restore_groups(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
@@ -144,7 +131,7 @@ def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]],
     """
     now = optimizer.state_dict()
     state = {}
-    for parameter, number in _numbers(optimizer, now).items():
+    for parameter, number in numbers_of(optimizer, now).items():
         name = None if store is None else store.name_of(parameter)
         if number in stored and (name is None or store.chunks(name, parameter.detach())):
             state[number] = {key: _local(value, parameter, name, store) for key, value in stored[number].items()}

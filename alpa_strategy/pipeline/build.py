@@ -1,7 +1,8 @@
 """From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
 
-`stage_meshes`, then `stage_stores` (the caller shards them), then `build_pipeline`; a second pipeline for another
-shape of batch takes the same meshes and stores."""
+`stage_meshes`, then a `ParameterStore` (the caller shards it), then `build_pipeline`; a second pipeline for another
+shape of batch takes the same meshes and parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +18,21 @@ from torch import nn
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.mesh import MeshComm, TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.counters import COUNTERS
-from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_parameters, stage_ranks
+from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.microbatch.microstep import MicroStep
-from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.pipeline.executor import OwnStage, Pipeline
 from alpa_strategy.pipeline.per_step_values import DerivedValues
 from alpa_strategy.pipeline.recompute import Recompute, Span
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import Parameters
-from alpa_strategy.runtime.parameters import ParameterStore
 
 
 def stage_meshes(
@@ -42,50 +40,6 @@ def stage_meshes(
 ) -> list[TorchMesh | None]:
     """This rank's mesh per stage, None for stages of others. Collective over the whole job."""
     return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], timeout, backend)
-
-
-def stage_stores(
-    module: nn.Module,
-    parameters: Sequence[ParameterInput],
-    stages: Sequence[StagePlan],
-    meshes: Sequence[TorchMesh | None],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> dict[int, ParameterStore]:
-    """Stage -> the store of its parameters, for this rank's stages; stages on one mesh share one. Not sharded yet.
-
-    Args:
-        parameters: those of a step; a stage has those of which its plan says how they are stored.
-
-    Raises:
-        PlanError: stages on one mesh store a parameter that both use in different ways.
-    """
-    inputs: dict[int, dict[str, ParameterInput]] = {}
-    plans: dict[int, dict[str, ParameterPlan]] = {}
-    users: dict[str, tuple[int, ParameterPlan]] = {}
-    for stage, mesh in zip(stages, meshes, strict=True):
-        if mesh is None:
-            continue
-        for given in stage_parameters(parameters, stage):
-            plan = stage.parameter_plans[given.name]
-            if users.setdefault(given.name, (id(mesh), plan)) != (id(mesh), plan):
-                raise PlanError(
-                    f"two stages on the same devices store {given.name} differently",
-                    "give their logical meshes and this parameter's placement the same form",
-                )
-            inputs.setdefault(id(mesh), {})[given.name] = given
-            plans.setdefault(id(mesh), {})[given.name] = plan
-    made: dict[int, ParameterStore] = {}
-    stores: dict[int, ParameterStore] = {}
-    for index, mesh in enumerate(meshes):
-        if mesh is None:
-            continue
-        key = id(mesh)
-        if key not in made:
-            made[key] = ParameterStore(
-                module, tuple(inputs.get(key, {}).values()), plans.get(key, {}), mesh, bucket_bytes
-            )
-        stores[index] = made[key]
-    return stores
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from alpa_strategy.pipeline.split_backward import SplitBackward
 
 
 class Parameters(Protocol):
-    """The stage's parameters (`runtime.parameters.ParameterStore`, or one that several stages share)."""
+    """The stage's parameters (`runtime.parameters.MeshParameters`, which stages on one mesh share)."""
 
     def step_inputs(self) -> Mapping[str, Tensor]:
         """Name -> what the stage's program takes."""

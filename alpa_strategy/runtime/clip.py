@@ -14,7 +14,7 @@ from alpa_strategy.comm.mesh import MeshComm, all_reduce_over
 
 
 class Gradients(Protocol):
-    """What the norm needs to know of a store (`ParameterStore` or `StagedParameters`)."""
+    """What the norm needs to know of a store (a `ParameterStore`)."""
 
     mesh: MeshComm
 

@@ -4,141 +4,137 @@ The module keeps its Parameter objects under their names, so optimizers, callbac
 only `data` is replaced. Values and gradients move by `Reshard`s from the storage layout to the one that the step uses:
 
     mode    stored       in the step   gradient after the step
-    R       Replicate    R             complete on every device already
-    R*      Replicate    R*            Partial, all-reduced once per step
+    R       Invariant    R             complete on every device already
+    R*      Invariant    R*            Partial, all-reduced once per step
     S<d>    Shard(d)     S<d>          complete on its shard already
     G<d>    Shard(d)     R*            Partial, reduce-scattered once per step; gathered once per step
+
+`ParameterStore` is all of them, of any number of stages: what the Trainer, checkpoints and the optimizer's state ask.
+`MeshParameters` is the part of it on one mesh: what the stages there ask while a step runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.comm.mesh import MeshComm, Pending
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.regather import Regather
-from alpa_strategy.errors import PlanError, RuntimeMismatchError
+from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.placement import Layout
-from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
-from alpa_strategy.runtime.parameter_data import replace_data
+from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 from alpa_strategy.runtime.step_in_backward import StepInBackward
-from alpa_strategy.runtime.stored import StoredParameter, replica
+
+T = TypeVar("T")
 
 
-class ParameterStore:
-    """Parameters of one stage on one mesh.
+class MeshParameters:
+    """Parameters of the stages on one mesh, while steps run.
 
     Args:
-        module: the user's module; holds whole parameters, equal on all ranks, until `shard`.
-        inputs: the step's parameters.
-        plans: name -> plan; by any of a tied parameter's names.
-        mesh: the stage's mesh.
-        bucket_bytes: size of the gradient buckets.
-        stepping: updates parameters within the backward where their gradient is complete then.
+        stepping: as for `ParameterStore`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: tuple[ParameterInput, ...],
-        plans: Mapping[str, ParameterPlan],
-        mesh: MeshComm,
-        bucket_bytes: int = BUCKET_BYTES,
-        stepping: StepInBackward | None = None,
-    ) -> None:
+    def __init__(self, mesh: MeshComm, stepping: StepInBackward | None) -> None:
         self.mesh = mesh
         self._stepping = stepping
-        self._stored: dict[str, StoredParameter] = {}
-        self._by_name: dict[str, StoredParameter] = {}
-        self._by_parameter: dict[nn.Parameter, StoredParameter] = {}
+        self._sharded: dict[str, ShardedParameter] = {}
+        self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
+        self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._is_sharded = False
-        for given in inputs:
-            plan = next((plans[name] for name in given.names if name in plans), None)
-            if plan is None:
-                raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
-            stored = StoredParameter.of(given, plan, module.get_parameter(given.name), mesh)
-            self._stored[given.name] = stored
-            self._by_parameter[stored.parameter] = stored
-            self._by_name.update(dict.fromkeys(given.names, stored))
-        self._reducer = GradientReducer(mesh, [self._entry(s) for s in self._trainable()], bucket_bytes)
 
-    def _trainable(self) -> list[StoredParameter]:
-        return [stored for stored in self._stored.values() if stored.parameter.requires_grad]
+    def add(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> ShardedParameter:
+        """A stage of this mesh has this parameter. PlanError when another one stores it otherwise."""
+        known = self._by_parameter.get(parameter)
+        if known is not None:
+            if known.plan != plan:
+                raise PlanError(
+                    f"two stages on the same devices store {given.name} differently",
+                    "give their logical meshes and this parameter's placement the same form",
+                )
+            return known
+        sharded = ShardedParameter.of(given, plan, parameter, self.mesh)
+        self._sharded[given.name] = self._by_parameter[parameter] = sharded
+        self._by_name.update(dict.fromkeys(given.names, sharded))
+        return sharded
 
-    def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach) -> None:
-        """Replace every parameter's data by this device's shard, and watch the backward. Once, before training.
-
-        Args:
-            values: gives the whole of a parameter (all of it is freed before the next is asked for).
-        """
-        for stored in self._stored.values():
-            if stored.to_whole.forward_steps:
-                replace_data(stored.parameter, self.shard_like(stored.name, values(stored.parameter)))
-                stored.parameter.grad = None
+    def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int) -> None:
+        """See `ParameterStore.shard`."""
+        for sharded in self._sharded.values():
+            parameter = sharded.parameter
+            if not sharded.is_whole:
+                replace_data(parameter, sharded.shard_like(values(parameter)))
+                parameter.grad = None
             elif values is not Tensor.detach:
-                stored.parameter.data = values(stored.parameter)
-        for stored in self._trainable():
-            if stored.to_use.backward_steps and not stored.is_gathered_once:
-                self._watch(stored)
+                parameter.data = values(parameter)
+        trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
+        self._reducer = GradientReducer(self.mesh, [self._entry(sharded) for sharded in trained], bucket_bytes)
+        for sharded in trained:
+            if sharded.to_use.backward_steps and not sharded.is_gathered_once:
+                self._watch(sharded)
         if self._stepping is not None:
-            complete = [s for s in self._trainable() if not s.to_use.backward_steps and not s.is_gathered_once]
-            self._hooks += self._stepping.watch(stored.parameter for stored in complete)
-        self._is_sharded = True
+            complete = [s for s in trained if not s.to_use.backward_steps and not s.is_gathered_once]
+            self._hooks += self._stepping.watch(sharded.parameter for sharded in complete)
 
-    def unshard(self) -> None:
-        """Give every parameter its whole data back, on every device. Collective; ends training with this store."""
+    def stop(self) -> None:
+        """Watch no backward any more, keep no copies."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self.after_optimizer_step()
-        for stored in self._stored.values():
-            stored.accumulator = None  # it remembers the shard's shape
-            if stored.to_whole.forward_steps:
-                stored.parameter.grad = None
-                replace_data(stored.parameter, stored.whole_of(stored.parameter.detach()))
-        self._is_sharded = False
+        for sharded in self._sharded.values():
+            sharded.accumulator = None  # it remembers the shard's shape
 
-    # One training step
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The step's name of a parameter, None when no stage here uses it."""
+        sharded = self._by_parameter.get(parameter)
+        return None if sharded is None else sharded.name
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those that stages here use."""
+        return tuple(self._by_parameter)
+
+    def gather_like(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a tensor laid out as parameter `name`, on every device of the mesh. Collective there."""
+        return self._by_name[name].gather_like(tensor)
 
     def step_inputs(self) -> Mapping[str, Tensor]:
         """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
 
         All gatherings start now and run beside the step; asking for a parameter waits for its own.
         """
-        for stored in self._stored.values():
-            if stored.is_gathered_once and stored.leaf is None:
-                self._gathering(stored)
-        return _StepInputs(self, tuple(self._stored))
+        for sharded in self._sharded.values():
+            if sharded.is_gathered_once and sharded.leaf is None:
+                sharded.begin_gathering()
+        return _StepInputs(self, tuple(self._sharded))
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
-        return self._step_input(self._by_name[name])
-
-    def _step_input(self, stored: StoredParameter) -> Tensor:
-        if not stored.is_gathered_once:
-            return stored.in_step(stored.parameter)
-        if stored.leaf is None:
+        sharded = self._by_name[name]
+        if not sharded.is_gathered_once:
+            return sharded.in_step(sharded.parameter)
+        if sharded.leaf is None:
             with torch.no_grad():
-                leaf = self._gathering(stored).wait()
-            stored.gathering = None
-            leaf = leaf.requires_grad_(stored.parameter.requires_grad)
+                leaf = sharded.begin_gathering().wait()
+            sharded.gathering = None
+            leaf = leaf.requires_grad_(sharded.parameter.requires_grad)
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
-            stored.leaf = leaf
-        return stored.leaf
+                leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
+            sharded.leaf = leaf
+        return sharded.leaf
 
-    def _gathering(self, stored: StoredParameter) -> Pending:
-        """The gathering of the step's copy, begun now where it is not under way."""
-        if stored.gathering is None:
-            with torch.no_grad():
-                stored.gathering = stored.to_use.start(stored.in_step(stored.parameter.detach()))
-        return stored.gathering
+    def regather_hooks(self) -> Regather:
+        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
+        return Regather(self._by_parameter)
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
@@ -149,7 +145,7 @@ class ParameterStore:
         self._reducer.held = frozenset(names)
 
     def finish_backward(self) -> None:
-        """After every backward: complete `parameter.grad` (when `sync` is on). Collective."""
+        """After every backward: complete `parameter.grad` (when `sync` is on). Collective over the mesh."""
         if self._stepping is not None:
             self._stepping.finish()
         self._reducer.finish()
@@ -157,180 +153,288 @@ class ParameterStore:
             self._stepping.reset()
 
     def after_optimizer_step(self) -> None:
-        """Drop gathered copies: the next step gathers the new values."""
-        for stored in self._stored.values():
-            self._drop_copy(stored)
+        """Parameters have new values: copies that were gathered for the last step go."""
+        for sharded in self._sharded.values():
+            sharded.drop_copy()
 
-    def _drop_copy(self, stored: StoredParameter) -> None:
-        if stored.gathering is not None:  # the step did not use it
-            stored.gathering.wait()
-        stored.leaf = stored.gathering = None
-
-    def discard_gradients(self) -> None:
-        """Forget what an interrupted or skipped backward left behind."""
-        self._reducer.reset()
-        if self._stepping is not None:
-            self._stepping.reset()
-        for stored in self._stored.values():
-            stored.complete, stored.is_complete, stored.parameter.grad = None, False, None
-            if stored.leaf is not None:
-                stored.leaf.grad = None
-
-    def regather_hooks(self) -> Regather:
-        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
-        return Regather(stored.parameter for stored in self._stored.values())
-
-    # Whole values: checkpoints, logging, optimizer state
-
-    def gather(self, name: str) -> Tensor:
-        """The whole parameter, on every device. Collective."""
-        stored = self._by_name[name]
-        return self.gather_like(name, stored.parameter.detach())
-
-    def gather_like(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a tensor laid out as parameter `name` (a moment of its optimizer). Collective.
-
-        Tensors of another shape than the local parameter's (step counters) are returned as they are.
-        """
-        stored = self._by_name[name]
-        return stored.whole_of(tensor) if tensor.shape == stored.local_shape else tensor
-
-    def shard_like(self, name: str, whole: Tensor) -> Tensor:
-        """This device's part (a copy) of a tensor of parameter `name`'s whole shape; other shapes as they are."""
-        stored = self._by_name[name]
-        return stored.part_of(whole) if whole.shape == stored.module_shape else whole
-
-    def load_full(self, name: str, tensor: Tensor) -> None:
-        """Overwrite this device's part of parameter `name` by that of the whole `tensor`."""
-        stored = self._by_name[name]
-        if tensor.shape != stored.module_shape:
-            raise RuntimeMismatchError(
-                f"a value of shape {list(tensor.shape)} was given for {name}, which is {list(stored.module_shape)}",
-                "load a checkpoint of the same model",
-            )
-        with torch.no_grad():
-            stored.parameter.copy_(self.shard_like(name, tensor) if self._is_sharded else tensor)
-        self._drop_copy(stored)
-
-    def whole_shape(self, name: str) -> torch.Size:
-        """Shape of the whole parameter, as the module had it."""
-        return self._by_name[name].module_shape
-
-    def take_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Write this device's part of parameter `name` into `part`, and into a copy that is gathered for the step."""
-        stored = self._by_name[name]
-        part.copy_(self.shard_like(name, whole))
-        if stored.leaf is not None:
-            stored.leaf.data.copy_(stored.used_part_of(whole))
-        else:
-            self._drop_copy(stored)
-
-    def local_shape(self, name: str) -> torch.Size:
-        """Shape of this device's part of parameter `name`, as the module holds it."""
-        return self._by_name[name].local_shape
-
-    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes of the whole parameter that this device holds: (where it begins, a view of `tensor`) each.
-
-        More than one where the step sees the parameter in segments.
-
-        Args:
-            tensor: laid out as parameter `name`.
-        """
-        return self._by_name[name].chunks(tensor)
-
-    def replica(self, name: str) -> tuple[int, int]:
-        """Of the devices that hold the same part of a parameter: which one this is, and how many they are."""
-        return replica(self._by_name[name].layout, self.mesh)
-
-    def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The step's name of a parameter, None when the step does not use it."""
-        stored = self._by_parameter.get(parameter)
-        return stored.name if stored is not None else None
-
-    def layout_of(self, parameter: nn.Parameter) -> Layout:
-        """Where a parameter's (and its gradient's) elements lie; what the step does not use is replicated."""
-        stored = self._by_parameter.get(parameter)
-        return stored.layout if stored is not None else Layout.replicated(len(self.mesh.shape))
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether this device has a part of the parameter: it has one of all that the step uses."""
-        return parameter in self._by_parameter
-
-    @property
-    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters of which this device holds a part only."""
-        return tuple(s.parameter for s in self._stored.values() if s.to_whole.forward_steps)
-
-    def counts_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this device's elements count in a sum over the mesh: of those that hold the same, the first does."""
-        return replica(self.layout_of(parameter), self.mesh)[0] == 0
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The step's parameters."""
-        return tuple(self._by_parameter)
-
-    # Gradients
-
-    def _watch(self, stored: StoredParameter) -> None:
+    def _watch(self, sharded: ShardedParameter) -> None:
         """Announce the gradient of a parameter that the step uses as it is stored.
 
         `parameter.grad` may hold a gradient that an earlier backward reduced already (the user does not clear it at
         every step): it is set aside, so that it is not summed over the devices again.
         """
-        parameter = stored.parameter
+        parameter = sharded.parameter
 
         def before(grads: tuple[Tensor, ...]) -> None:
             if parameter.grad is None:
-                stored.complete = None
-            elif stored.is_complete:
-                stored.complete, parameter.grad = parameter.grad, None
-            stored.is_complete = False
+                sharded.complete = None
+            elif sharded.is_complete:
+                sharded.complete, parameter.grad = parameter.grad, None
+            sharded.is_complete = False
 
         # A hook of the node that adds to `grad`, not of the tensor: those also run for `torch.autograd.grad`.
-        stored.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._hooks.append(stored.accumulator.register_prehook(before))
+        sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._hooks.append(sharded.accumulator.register_prehook(before))
         self._hooks.append(
-            parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(stored.name))
+            parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
         )
 
-    def _entry(self, stored: StoredParameter) -> GradientEntry:
-        parameter = stored.parameter
+    def _entry(self, sharded: ShardedParameter) -> GradientEntry:
+        parameter = sharded.parameter
 
         def put(grad: Tensor) -> None:
             grad = grad.view_as(parameter)
-            if stored.complete is not None:
-                grad = grad + stored.complete
-                stored.complete = None
-            elif stored.is_gathered_once and parameter.grad is not None:
+            if sharded.complete is not None:
+                grad = grad + sharded.complete
+                sharded.complete = None
+            elif sharded.is_gathered_once and parameter.grad is not None:
                 grad = grad + parameter.grad
             parameter.grad = grad
-            stored.is_complete = True
+            sharded.is_complete = True
 
         return GradientEntry(
-            name=stored.name,
-            reshard=stored.to_use,
-            shape=stored.used_shape,
+            name=sharded.name,
+            reshard=sharded.to_use,
+            shape=sharded.used_shape,
             dtype=parameter.dtype,
             device=parameter.device,
-            holder=lambda: stored.leaf if stored.is_gathered_once else parameter,
+            holder=lambda: sharded.leaf if sharded.is_gathered_once else parameter,
             put=put,
             is_used_up=lambda: self._stepping is not None and self._stepping.has_stepped(parameter),
         )
 
 
 class _StepInputs(Mapping[str, Tensor]):
-    """What the step takes, by name; each waits for its gathering when it is asked for."""
+    """See `MeshParameters.step_inputs`."""
 
-    def __init__(self, store: ParameterStore, names: tuple[str, ...]) -> None:
-        self._store, self._names = store, names
+    def __init__(self, parameters: MeshParameters, names: tuple[str, ...]) -> None:
+        self._parameters, self._names = parameters, names
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._store.step_input(name)
+        return self._parameters.step_input(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+@dataclass
+class _Known:
+    """A parameter of any stage, as this rank sees it. The first stage that uses it owns it.
+
+    Attributes:
+        shape: of the whole, in the module.
+        source: the rank that speaks for the owning stage.
+        owned: as the owning stage has it, where this rank is one of its.
+        held: as any stage of this rank has it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    source: int
+    owned: ShardedParameter | None
+    held: ShardedParameter | None
+
+
+class ParameterStore:
+    """Parameters that any stage uses, in the stages' order: the same on every rank.
+
+    Where stages lie on different devices, a rank holds the parameters of its own stages only, the others are empty, and
+    whatever gathers is collective over the whole job: the owning stage gathers, and sends to the others.
+
+    Args:
+        module: the user's module; holds whole parameters, equal on all ranks, until `shard`.
+        inputs: the step's parameters, each of which some stage holds.
+        stages: their `parameter_plans` say, by any of a parameter's names, how it is stored.
+        meshes: per stage this rank's mesh, None for stages of others.
+        mesh: of the whole job.
+        stepping: updates parameters within the backward where their gradient is complete then.
+
+    Attributes:
+        of_stage: this rank's stages -> their parameters; stages on one mesh share them.
+
+    Raises:
+        PlanError: no stage has one of the parameters, or stages on one mesh store it in different ways.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[ParameterInput],
+        stages: Sequence[StagePlan],
+        meshes: Sequence[MeshComm | None],
+        mesh: MeshComm,
+        stepping: StepInBackward | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.of_stage: dict[int, MeshParameters] = {}
+        self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
+        self._known: dict[nn.Parameter, _Known] = {}
+        self._by_name: dict[str, _Known] = {}
+        self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages
+        for index, (stage, own_mesh) in enumerate(zip(stages, meshes, strict=True)):
+            if own_mesh is not None:
+                here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, stepping))
+                self.of_stage[index] = here
+            for given in inputs:
+                plan = next(
+                    (stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None
+                )
+                if plan is None:
+                    continue
+                parameter = module.get_parameter(given.name)
+                sharded = None if own_mesh is None else here.add(given, plan, parameter)
+                if parameter not in self._known:
+                    source = stage_ranks(stage)[0]
+                    self._known[parameter] = _Known(given.name, parameter, parameter.shape, source, sharded, sharded)
+                    self._by_name.update(dict.fromkeys(given.names, self._known[parameter]))
+                elif self._known[parameter].held is None:
+                    self._known[parameter].held = sharded
+        for given in inputs:
+            if given.name not in self._by_name:
+                raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
+
+    # Which parameters there are, and what this rank has of them
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All stages' parameters, in the same order on every rank."""
+        return tuple(self._known)
+
+    @property
+    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that are not whole on every rank; all where other ranks may lack what this one holds."""
+        whole = (known.held is not None and known.held.is_whole for known in self._known.values())
+        return tuple(p for p, is_whole in zip(self._known, whole, strict=True) if self._is_split or not is_whole)
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The step's name of a parameter, None when the step does not use it."""
+        known = self._known.get(parameter)
+        return None if known is None else known.name
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter, as the module had it."""
+        return self._by_name[name].shape
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a stage of this rank uses the parameter: it is empty here otherwise."""
+        known = self._known.get(parameter)
+        return known is not None and known.held is not None
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is one of the stage that owns the parameter."""
+        known = self._known.get(parameter)
+        return known is not None and known.owned is not None
+
+    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes of the whole parameter that this rank holds, if any: see `ShardedParameter.chunks`."""
+        held = self._by_name[name].held
+        return [] if held is None else held.chunks(tensor)
+
+    def replica(self, name: str) -> tuple[int, int] | None:
+        """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
+        owned = self._by_name[name].owned
+        return None if owned is None else owned.replica()
+
+    def counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's elements count in a sum over all ranks: of those that hold the same, the first's do."""
+        known = self._known.get(parameter)
+        if known is None:  # the step does not use it: it is whole everywhere
+            return not any(self.mesh.coordinate)
+        return known.owned is not None and known.owned.replica()[0] == 0
+
+    # Into shards, and out of them
+
+    def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Replace every parameter's data by this rank's part, and watch the backward. Once, before training.
+
+        Args:
+            values: gives the whole of a parameter (all of it is freed before the next is asked for).
+            bucket_bytes: size of the gradient buckets.
+        """
+        for mesh in self._meshes.values():
+            mesh.shard(values, bucket_bytes)
+        for parameter, known in self._known.items():
+            if known.held is None:
+                replace_data(parameter, parameter.new_empty(0))
+                parameter.grad = None
+
+    def unshard(self) -> None:
+        """Give every parameter its whole data back, on every rank. Collective; ends training with this store."""
+        for mesh in self._meshes.values():
+            mesh.stop()
+        for parameter in self.sharded_parameters:
+            known = self._known[parameter]
+            if known.owned is None or not known.owned.is_whole:
+                parameter.grad = None  # that of a part
+            replace_data(parameter, self.gather(known.name))
+
+    # A training step, where the backward is the Trainer's (stages of a pipeline are told by the pipeline)
+
+    def sync(self, enabled: bool) -> None:
+        """See `MeshParameters.sync`."""
+        for mesh in self._meshes.values():
+            mesh.sync(enabled)
+
+    def finish_backward(self) -> None:
+        """See `MeshParameters.finish_backward`."""
+        for mesh in self._meshes.values():
+            mesh.finish_backward()
+
+    def after_optimizer_step(self) -> None:
+        """See `MeshParameters.after_optimizer_step`."""
+        for mesh in self._meshes.values():
+            mesh.after_optimizer_step()
+
+    # Whole values: checkpoints, user code, optimizer state
+
+    def gather(self, name: str) -> Tensor:
+        """The whole parameter, on every rank. Collective."""
+        return self.gather_like(name, self._by_name[name].parameter.detach())
+
+    def gather_like(self, name: str, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """The whole of a tensor laid out as parameter `name` (its gradient), on every rank. Collective.
+
+        Tensors of another shape than the owning stage's parts are taken as they are there.
+
+        Args:
+            tensor: on ranks outside of the owning stage only its dtype is looked at.
+            shape: of the whole, that of the parameter by default.
+        """
+        known = self._by_name[name]
+        if known.owned is not None:
+            whole = known.owned.gather_like(tensor)
+        else:
+            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=known.parameter.device)
+        if self._is_split:
+            whole = whole.contiguous()
+            dist.broadcast(whole, src=known.source)
+        return whole
+
+    def said_by_owners(self, own: Mapping[str, T]) -> dict[str, T]:
+        """By name of the parameter what the stage that owns it says, on every rank. Collective.
+
+        Args:
+            own: what this rank would say of parameters that its stages own, small and picklable.
+        """
+        if not self._is_split:
+            return dict(own)
+        everyone: list[dict[str, T]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, dict(own))
+        known = self._known.values()
+        return {each.name: everyone[each.source][each.name] for each in known if each.name in everyone[each.source]}
+
+    def shard_like(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part (a copy) of a tensor of parameter `name`'s whole shape, empty where it holds none; other
+        shapes as they are."""
+        held = self._by_name[name].held
+        return whole.new_empty(0) if held is None else held.shard_like(whole)
+
+    def take_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
+        """Write this rank's part of parameter `name`, if it holds any, into `part`, and into a gathered copy."""
+        held = self._by_name[name].held
+        if held is not None:
+            held.take_whole(whole, part)

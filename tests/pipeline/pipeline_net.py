@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from stores import store_on
 from torch import nn
 from torch.nn.functional import linear
 
@@ -22,7 +23,6 @@ from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, du
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.pipeline.executor import OwnStage, Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
-from alpa_strategy.runtime.parameters import ParameterStore
 
 WIDTH, ROWS = 6, 144
 IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
@@ -180,11 +180,11 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         inputs = tuple(ParameterInput(0, (n,), TensorMeta((WIDTH, WIDTH), F64, True)) for n in mine)
         store = stores.get(case.ranks)
         if store is None:
-            store = stores[case.ranks] = ParameterStore(net, inputs, dict.fromkeys(mine, case.plan), mesh)
+            store = stores[case.ranks] = store_on(mesh, net, inputs, dict.fromkeys(mine, case.plan))
             store.shard()
         program = program_of(case, mesh, net, sent[i], i == last, rows)
         parameters = {n: net.get_parameter(n) for n in mine}
-        own[i] = OwnStage(program, store, mesh, parameters, {"count": net.count})
+        own[i] = OwnStage(program, store.of_stage[0], mesh, parameters, {"count": net.count})
     shared = []
     for name, stages in users.items():
         if len({cases[i].ranks for i in stages}) > 1:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_object
+from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.search import plan_pipeline
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
@@ -28,8 +29,9 @@ from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms, stage_stores
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
 from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.runtime.parameters import ParameterStore
 
 ADAM = OptimizerInfo(state_bytes=16)
 CASES = {
@@ -95,13 +97,18 @@ def random_stages(graph, places, rng, remat=False):
             return stages
 
 
+def sharded(module, micro, stages, meshes):
+    """This rank's stages -> their parameters, in shards."""
+    store = ParameterStore(module, micro.graph.parameters, stages, meshes, build_mesh((dist.get_world_size(),)))
+    store.shard()
+    return store.of_stage
+
+
 def prepare(module, micro, stages, schedule):
-    """(pipeline, one store per mesh), ready to step."""
+    """(pipeline, this rank's parameters per mesh), ready to step."""
     meshes = stage_meshes(stages)
-    stores = stage_stores(module, micro.graph.parameters, stages, meshes)
+    stores = sharded(module, micro, stages, meshes)
     distinct = list({id(s): s for s in stores.values()}.values())
-    for store in distinct:
-        store.shard()
     places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
     return build_pipeline(module, micro, stages, schedule, places, stores), distinct
 
@@ -237,9 +244,7 @@ def run_in_half(places, remat):
     micro = microbatch(step, 4, 2)
     stages = random_stages(micro.graph, places, python_random.Random(3), remat)
     meshes = stage_meshes(stages)
-    stores = stage_stores(module, micro.graph.parameters, stages, meshes)
-    for store in {id(s): s for s in stores.values()}.values():
-        store.shard()
+    stores = sharded(module, micro, stages, meshes)
     leaves = torch.utils._pytree.tree_leaves(mine)
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
     found = []

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from proofs.thread_mesh import run_on_threads
+from stores import store_on
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +26,6 @@ from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
 from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
-from alpa_strategy.runtime.parameters import ParameterStore
 
 ROWS = 12
 
@@ -106,10 +106,10 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     optimizer = make_optimizer(net)
     inputs = inputs_of(net)
     plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
-    store = ParameterStore(net, inputs, plans, mesh, bucket_bytes)
+    store = store_on(mesh, net, inputs, plans)
     identities = {n: id(p) for n, p in net.named_parameters()}
     alive = loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0])  # knows the whole shapes
-    store.shard()
+    store.shard(bucket_bytes=bucket_bytes)
     uses = {}
     for p in inputs:
         # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
@@ -119,9 +119,9 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     for i, x in enumerate(batches()):
         for axis in divided:
             x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
-        context = store.regather_hooks() if regather else torch.enable_grad()
+        context = store.of_stage[0].regather_hooks() if regather else torch.enable_grad()
         with context:
-            values = {name: uses[name](tensor) for name, tensor in store.step_inputs().items()}
+            values = {name: uses[name](tensor) for name, tensor in store.of_stage[0].step_inputs().items()}
             loss = loss_sum(values, x)
         del values
         if i % accumulate == 0 and clear:
@@ -141,7 +141,6 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     moments = {n: store.gather_like(n, optimizer.state[p]["exp_avg"]) for n, p in named.items() if p in optimizer.state}
     for n, p in named.items():
         assert torch.equal(store.shard_like(n, values[n]), p.detach())
-        assert p.shape == store.local_shape(n)
     store.unshard()
     assert alive.requires_grad
     assert loss.requires_grad  # knows the shards' shapes
@@ -215,11 +214,11 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
     def freed(mesh, regather, dtype):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs}, mesh)
+        store = store_on(mesh, net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs})
         store.shard()
         gather = Reshard(source_layout(plan_of(mode, (7, 6))), (REPLICATE,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
-        with store.regather_hooks() if regather else torch.enable_grad():
+        with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
             weight = gather(net.first.weight.to(dtype))
             storage = StorageWeakRef(weight.untyped_storage())
             y = F.linear(x, weight)
@@ -246,10 +245,10 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
             torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         )
         given = ParameterInput(0, ("weight",), TensorMeta((4, 3, 2), torch.float64, True))
-        store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
+        store = store_on(mesh, module, (given,), {"weight": ParameterPlan(("S0",))})
         store.shard()
         gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (4, 3, 2), mesh)
-        with store.regather_hooks() if regather else torch.enable_grad():
+        with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
             weight = gather(module.weight)
             weight = read(weight[..., 0]) if read is torch.t else read(weight)
             x = torch.ones_like(weight, requires_grad=True)
@@ -276,12 +275,12 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
         module = nn.Module()
         module.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
         given = ParameterInput(0, ("weight",), TensorMeta((4, 6), torch.float64, True))
-        store = ParameterStore(module, (given,), {"weight": ParameterPlan(("S0",))}, mesh)
+        store = store_on(mesh, module, (given,), {"weight": ParameterPlan(("S0",))})
         store.shard()
         made = make(module.weight.detach())
         gather = Reshard((shard(0),), (INVARIANT,), (2 * made.shape[0], *made.shape[1:]), mesh)
         before = len(mesh.axes[0].record)
-        with store.regather_hooks():
+        with store.of_stage[0].regather_hooks():
             whole = gather(make(module.weight))
             x = torch.ones_like(whole, requires_grad=True)
             loss = (x * whole).sum()
@@ -295,10 +294,10 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
+        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
         store.shard()
         gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (7, 6), mesh)
-        with store.regather_hooks():
+        with store.of_stage[0].regather_hooks():
             y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
         with torch.no_grad():
             net.first.weight.add_(1)
@@ -312,12 +311,12 @@ def test_reduction_runs_in_buckets_during_the_backward():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh, bucket_bytes=400)
-        store.shard()
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store.shard(bucket_bytes=400)
         record, counts = mesh.axes[0].record, []
         for _ in range(2):
             before = len(record)
-            loss_sum(store.step_inputs(), batches()[0]).backward()
+            loss_sum(store.of_stage[0].step_inputs(), batches()[0]).backward()
             during = len(record)
             store.finish_backward()
             counts.append((during - before, [num_bytes for _, num_bytes in record[during:]]))
@@ -336,11 +335,11 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh)
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
         store.shard()
         for _ in range(2):
             net.zero_grad()
-            given = store.step_inputs()
+            given = store.of_stage[0].step_inputs()
             loss = given["first.weight"].sum() + (given["bias"] * 3 if mesh.coordinate[0] == 1 else 0)
             loss.backward()
             store.finish_backward()
@@ -364,17 +363,26 @@ def test_misuse_is_an_error():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs}, mesh)
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
         store.shard()
-        loss = loss_sum(store.step_inputs(), batches()[0])
+        loss = loss_sum(store.of_stage[0].step_inputs(), batches()[0])
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeMismatchError, match="made twice"):
             loss.backward()
-        store.discard_gradients()
-        loss_sum(store.step_inputs(), batches()[0]).backward()
+
+    run_on_threads((2,), work)
+
+
+def test_a_gradient_that_is_asked_for_leaves_the_reduced_one():
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store.shard()
+        loss_sum(store.of_stage[0].step_inputs(), batches()[0]).backward()
         store.finish_backward()
         reduced = net.bias.grad.clone()
-        torch.autograd.grad(loss_sum(store.step_inputs(), batches()[0]), net.bias)  # leaves .grad as it is
+        torch.autograd.grad(loss_sum(store.of_stage[0].step_inputs(), batches()[0]), net.bias)  # leaves .grad as it is
         assert torch.equal(net.bias.grad, reduced)
 
     run_on_threads((2,), work)
@@ -388,13 +396,13 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
         net = make_net()
         inputs = inputs_of(net)
         plans = {p.name: ParameterPlan((mode if p.meta.shape else "R*",)) for p in inputs}
-        store = ParameterStore(net, inputs, plans, mesh)
+        store = store_on(mesh, net, inputs, plans)
         store.shard()
         seen = []
         for names in (("first.weight", "second.bias"), ("first.weight", "unused"), ("second.bias",)):
             net.zero_grad()
             store.after_optimizer_step()
-            given = store.step_inputs()
+            given = store.of_stage[0].step_inputs()
             sum(given[name].sum() for name in names).backward()
             store.finish_backward()
             seen.append({n: p.grad.unique().tolist() for n, p in net.named_parameters() if p.grad is not None})
@@ -409,11 +417,11 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
         ]
 
 
-def test_gradients_of_subsets_values_and_loading():
+def test_gradients_of_subsets_and_other_values():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = ParameterStore(net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}, mesh)
+        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
         store.shard()
         for parameter in net.parameters():
             parameter.grad = torch.full_like(parameter, 2.0)
@@ -422,11 +430,10 @@ def test_gradients_of_subsets_values_and_loading():
         clip_by_value(subset, 0.5)
         assert net.first.weight.grad.max().item() == 0.5
         assert net.second.weight.grad.max().item() == 2.0
-        store.load_full("third.weight", torch.arange(42.0, dtype=torch.float64).view(7, 6))
-        whole = store.gather("first.weight")
-        with pytest.raises(RuntimeMismatchError, match=r"first\.weight"):
-            store.load_full("first.weight", torch.ones(2, 2))
-        return whole
+        with torch.no_grad():
+            whole = torch.arange(42.0, dtype=torch.float64).view(7, 6)
+            store.take_whole("third.weight", whole, net.third.weight.data)  # another name of the same
+        return store.gather("first.weight")
 
     for whole in run_on_threads((3,), work):
         assert torch.equal(whole.flatten(), torch.arange(42.0, dtype=torch.float64))
@@ -435,7 +442,7 @@ def test_gradients_of_subsets_values_and_loading():
 def test_plans_that_do_not_fit_are_refused():
     net = make_net()
     with pytest.raises(PlanError, match="nothing of parameter"):
-        ParameterStore(net, inputs_of(net), {}, build_mesh((1,)))
+        store_on(build_mesh((1,)), net, inputs_of(net), {})
     plans = {p.name: ParameterPlan(("R", "R")) for p in inputs_of(net)}
     with pytest.raises(PlanError, match="1 axes"):
-        ParameterStore(net, inputs_of(net), plans, build_mesh((1,)))
+        store_on(build_mesh((1,)), net, inputs_of(net), plans)

@@ -1,4 +1,4 @@
-"""StoredParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
+"""ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from alpa_strategy.ir.placement import INVARIANT, Layout, shard, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, source_layout
 
 
-@dataclass
-class StoredParameter:
+@dataclass(eq=False)
+class ShardedParameter:
     """The first fields are for good; those with a default are the state of one training step.
 
     Attributes:
         name: the step's first name of it.
+        plan: how it is stored.
         shape: of the whole in the step.
         module_shape: of the whole in the module: `shape`, or with its first two dims in one (a segmented weight).
         layout: of the values in storage, dims of `shape`.
@@ -34,6 +35,7 @@ class StoredParameter:
     """
 
     name: str
+    plan: ParameterPlan
     parameter: nn.Parameter
     mesh: MeshComm
     shape: torch.Size
@@ -49,7 +51,9 @@ class StoredParameter:
     is_complete: bool = False
 
     @classmethod
-    def of(cls, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter, mesh: MeshComm) -> StoredParameter:
+    def of(
+        cls, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter, mesh: MeshComm
+    ) -> ShardedParameter:
         """The module's `parameter` under its plan.
 
         Raises:
@@ -71,6 +75,7 @@ class StoredParameter:
         storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
         return cls(
             name=given.name,
+            plan=plan,
             parameter=parameter,
             mesh=mesh,
             shape=shape,
@@ -82,12 +87,17 @@ class StoredParameter:
         )
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every device of the mesh holds all of it."""
+        return not self.to_whole.forward_steps
+
+    @property
     def local_shape(self) -> torch.Size:
         """Shape of this device's part, as the module holds it."""
         local = self._local_step_shape
         if self.module_shape == self.shape:
             return local
-        return torch.Size((local[0] * local[1], *local[2:]))
+        return torch.Size((local[0] * local[1], *local[2:]))  # [segments, rows, ...] -> [segments * rows, ...]
 
     @property
     def used_shape(self) -> tuple[int, ...]:
@@ -98,21 +108,51 @@ class StoredParameter:
         """A tensor of `local_shape` in the dims of the step (a view)."""
         return tensor if self.module_shape == self.shape else tensor.view(self._local_step_shape)
 
-    def whole_of(self, tensor: Tensor) -> Tensor:
-        """The whole tensor (`module_shape`) from every device's part (`local_shape`). Collective."""
+    def gather_like(self, tensor: Tensor) -> Tensor:
+        """The whole (`module_shape`) of a tensor laid out as this parameter: itself, a moment of its optimizer.
+
+        Collective. Tensors of another shape than `local_shape` (step counters) are returned as they are.
+        """
+        if tensor.shape != self.local_shape:
+            return tensor
         return self.to_whole.values(self.in_step(tensor)).view(self.module_shape)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This device's part (`local_shape`, a copy) of a whole tensor (`module_shape`)."""
+    def shard_like(self, whole: Tensor) -> Tensor:
+        """This device's part (`local_shape`, a copy) of a tensor of `module_shape`; other shapes as they are."""
+        if whole.shape != self.module_shape:
+            return whole
         part = self._piece(whole, self.layout).clone(memory_format=torch.contiguous_format)
         return part.view(self.local_shape)
 
-    def used_part_of(self, whole: Tensor) -> Tensor:
-        """What the step uses here (`used_shape`, a view) of a whole tensor (`module_shape`)."""
-        return self._piece(whole, self._use)
+    def take_whole(self, whole: Tensor, part: Tensor) -> None:
+        """Write this device's part of `whole` into `part`, and into a copy that is gathered for the step."""
+        part.copy_(self.shard_like(whole))
+        if self.leaf is not None:
+            self.leaf.data.copy_(self._piece(whole, self._use))
+        else:
+            self.drop_copy()
+
+    def drop_copy(self) -> None:
+        """The copy that was gathered for a step, or is being gathered, holds old values."""
+        if self.gathering is not None:  # the step did not use it
+            self.gathering.wait()
+        self.leaf = self.gathering = None
+
+    def begin_gathering(self) -> Pending:
+        """The gathering of the step's copy, begun now where it is not under way."""
+        if self.gathering is None:
+            with torch.no_grad():
+                self.gathering = self.to_use.start(self.in_step(self.parameter.detach()))
+        return self.gathering
 
     def chunks(self, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes of the whole that this device holds: (where it begins, a view of `tensor`) each."""
+        """The boxes of the whole that this device holds: (where it begins, a view of `tensor`) each.
+
+        More than one where the step sees the parameter in segments.
+
+        Args:
+            tensor: laid out as the parameter.
+        """
         ranges = self.layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         starts = tuple(start for start, _ in ranges)
         if self.module_shape == self.shape:
@@ -123,6 +163,14 @@ class StoredParameter:
             return [((first * size, *starts[2:]), tensor)]
         segments = self.in_step(tensor).unbind(0)
         return [((i * size + start, *starts[2:]), part) for i, part in zip(range(first, last), segments, strict=True)]
+
+    def replica(self) -> tuple[int, int]:
+        """Of the devices that hold the same part: which one this is, and how many they are."""
+        index, count = 0, 1
+        for placement, size, coordinate in zip(self.layout, self.mesh.shape, self.mesh.coordinate, strict=True):
+            if not isinstance(placement, Shard):
+                index, count = index * size + coordinate, count * size
+        return index, count
 
     @property
     def _use(self) -> Layout:
@@ -137,10 +185,13 @@ class StoredParameter:
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
 
 
-def replica(layout: Layout, mesh: MeshComm) -> tuple[int, int]:
-    """Of the devices that hold the same part of a tensor in `layout`: which one this is, and how many they are."""
-    index, count = 0, 1
-    for placement, size, coordinate in zip(layout, mesh.shape, mesh.coordinate, strict=True):
-        if not isinstance(placement, Shard):
-            index, count = index * size + coordinate, count * size
-    return index, count
+def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """`parameter.data = data`, of any shape, and gradients have that shape from now on.
+
+    A graph that is still alive (a weight that weight normalization computed when the module was built, a loss that
+    somebody keeps) holds the node that adds to `parameter.grad`, and that node remembers the shape of the data that it
+    was made for. PyTorch makes a new node when the dtype changes, so it is changed there and back.
+    """
+    other = torch.float32 if parameter.dtype != torch.float32 else torch.float64
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
