@@ -38,7 +38,7 @@ class PlanOptions:
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
-        schedule: a name of `torch.distributed.pipelining` to pin (see inter_op/schedules.py), for at least two stages;
+        schedule: a name of `torch.distributed.pipelining` to pin (see schedules.py), for at least two stages;
             None to solve.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from alpa_strategy.inter_op.schedules import ONE_STAGE, SCHEDULES, Slot, timeline, why_not
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.schedules import ONE_STAGE, SCHEDULES, Slot, timeline, why_not
 from alpa_strategy.units import format_seconds
 
 MAX_DRAWN = {"text": 8, "picture": 24}  # micro-batches: more make the pieces too small to see

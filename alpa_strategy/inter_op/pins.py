@@ -9,11 +9,11 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.schedules import ONE_STAGE, SCHEDULES, stages_per_rank, why_not
 from alpa_strategy.inter_op.stage_costs import is_allowed
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
+from alpa_strategy.schedules import ONE_STAGE, SCHEDULES, stages_per_rank, why_not
 
 _Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.candidates import Candidate, solve_schedules
+from alpa_strategy.inter_op.candidates import Candidate, runtime_seconds, seconds_on_the_clock, solve_schedules
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import check_pins, least_stages, submeshes
-from alpa_strategy.inter_op.schedules import rank_of, runtime_seconds, seconds_on_the_clock
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, span_name
@@ -30,6 +29,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.schedules import rank_of
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 

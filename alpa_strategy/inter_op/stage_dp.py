@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.schedules import Terms
+from alpa_strategy.schedules import Terms
 
 GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 

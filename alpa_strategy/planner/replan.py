@@ -17,7 +17,6 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.schedules import in_flight, rank_of, why_not
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, span_name, stage_on
@@ -27,6 +26,7 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.task import fingerprint_of
+from alpa_strategy.schedules import in_flight, rank_of, why_not
 
 Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
 

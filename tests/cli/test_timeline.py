@@ -11,7 +11,7 @@ from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display import plan_html, plan_svg, plan_table
 from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
-from alpa_strategy.inter_op.schedules import FOLDED, LOOPED, SCHEDULES, num_actions, rank_of
+from alpa_strategy.schedules import FOLDED, LOOPED, SCHEDULES, num_actions, rank_of
 
 
 def staged(schedule, num_microbatches=8, num_meshes=2):

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from alpa_strategy.inter_op.schedules import Terms, in_flight, terms
 from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
+from alpa_strategy.schedules import Terms, in_flight, terms
 
 
 def random_tables(rng: np.random.Generator, num_layers: int, submeshes, candidates: int, boundary: bool) -> StageTables:

@@ -10,9 +10,9 @@ from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.inter_op.schedules import SCHEDULES
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
+from alpa_strategy.schedules import SCHEDULES
 
 
 def plan(model="mlp", rows=8, devices=4, cluster=None, **options):

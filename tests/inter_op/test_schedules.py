@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.schedules import (
+from alpa_strategy.schedules import (
     SCHEDULES,
     actions,
     in_flight,

@@ -16,8 +16,8 @@ from pipeline_net import COUNT, LOSS, StageCase, build, check_steps, global_batc
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
-from alpa_strategy.inter_op.schedules import actions, in_flight
 from alpa_strategy.pipeline.recompute import Recompute, Span
+from alpa_strategy.schedules import actions, in_flight
 
 TWO = (StageCase((0,), (0, 1)), StageCase((1,), (2, 3)))
 THREE = tuple(StageCase((i,), (i,)) for i in range(3))

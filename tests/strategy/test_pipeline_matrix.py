@@ -13,7 +13,7 @@ import pytest
 from equality.harness import assert_same, record
 from strategy.staged_plans import staged_plan
 
-from alpa_strategy.inter_op.schedules import FOLDED, LOOPED, SCHEDULES
+from alpa_strategy.schedules import FOLDED, LOOPED, SCHEDULES
 
 STEPS = 3
 assert pipeline_models.MODELS  # adds to the models that `record` knows
