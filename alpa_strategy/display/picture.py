@@ -15,9 +15,12 @@ from alpa_strategy.display.plan_facts import (
     short_layers,
     waiting_seconds,
 )
-from alpa_strategy.display.table import MODE_MEANINGS, mode_kind
+from alpa_strategy.display.table import MODE_MEANINGS
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
-from alpa_strategy.ir.plan import Plan, StagePlan
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
 WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
@@ -178,13 +181,13 @@ def _group(body: list[str], group: ParameterGroup, left: float, chips: float, y:
     body.append(_text(left, y + 15, name, 'font-size="12" font-family="ui-monospace, \'DejaVu Sans Mono\', monospace"'))
     for axis, mode in enumerate(group.modes):
         x = chips + CHIP * axis
-        colour = MODE_COLOURS.get(mode_kind(mode), "#eeeeee")
+        colour = MODE_COLOURS.get(mode.storage.value, "#eeeeee")
         body.append(f'<rect x="{x:.1f}" y="{y}" width="{CHIP - 6}" height="{ROW - 4}" rx="4" fill="{colour}"/>')
-        body.append(_text(x + (CHIP - 6) / 2, y + 14.5, mode, 'font-size="11" text-anchor="middle"'))
+        body.append(_text(x + (CHIP - 6) / 2, y + 14.5, str(mode), 'font-size="11" text-anchor="middle"'))
 
 
 def _legend(body: list[str], plan: Plan, y: float) -> float:
-    used = {mode_kind(mode) for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    used = {mode.storage.value for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
     for kind in (kind for kind in MODE_MEANINGS if kind in used):
         body.append(f'<rect x="{MARGIN}" y="{y}" width="30" height="16" rx="4" fill="{MODE_COLOURS[kind]}"/>')
         label = kind + ("n" if kind in "SG" else "")
@@ -209,25 +212,25 @@ SPLIT_MEANINGS = {
 MAX_BOX, MIN_BOX, BOX_HEIGHT, STRIP_LABEL = 18.0, 5.0, 22, 190
 
 
-def split_kind(strategy: str) -> str:
-    """What one mesh axis divides under an op's strategy text: `S0,R*->S0` is `batch`, `R*,S0->S1` is `out`."""
-    left, _, right = strategy.partition("@")[0].partition("->")
-    first, result = left.split(",")[0].strip(), right.split(",")[0].strip() or "R"
-    if result == "P":
+def split_kind(strategy: AxisStrategy) -> str:
+    """What one mesh axis divides under an op's strategy: `S0,R*->S0` is `batch`, `R*,S0->S1` is `out`."""
+    first = strategy.inputs[0].shard_dim if strategy.inputs else None
+    result = strategy.outputs[0] if strategy.outputs else INVARIANT
+    if result is PARTIAL:
         return "in"
-    if result[0] != "S":
+    if result.shard_dim is None:
         return "repeated"
-    if first[0] != "S":
+    if first is None:
         return "out"
-    return "batch" if first == result == "S0" else "other"
+    return "batch" if first == result.shard_dim == 0 else "other"
 
 
 def products(stage: StagePlan) -> list[tuple[str, tuple[str, ...]]]:
     """(op name, what each mesh axis divides) of the stage's products, in order."""
     found = []
     for name, strategy in stage.strategies.items():
-        if PRODUCTS.match(name) and all("->" in text for text in strategy):
-            found.append((name, tuple(split_kind(text) for text in strategy)))
+        if PRODUCTS.match(name):
+            found.append((name, tuple(map(split_kind, strategy))))
     return found
 
 

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan
 
 Shape = tuple[int, ...]
 
@@ -18,7 +20,7 @@ class ParameterGroup:
 
     pattern: str
     names: tuple[str, ...]
-    modes: tuple[str, ...]
+    modes: tuple[ParameterMode, ...]
     layout: str
     shape: Shape | None
 
@@ -30,7 +32,7 @@ def parameter_groups(
 
     Where one pattern falls into several groups, each shows the indices that it stands for: `blocks.{0-2,5}.fc.weight`.
     """
-    members: dict[tuple[str, Shape | None, tuple[str, ...]], list[str]] = {}
+    members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...]], list[str]] = {}
     for name, plan in plans.items():
         shape = shapes.get(name) if shapes else None
         members.setdefault((collapse_indices(name), shape, plan.module_modes), []).append(name)
@@ -54,7 +56,7 @@ def collapse_indices(name: str) -> str:
 
 def merge_groups(groups: tuple[ParameterGroup, ...]) -> tuple[ParameterGroup, ...]:
     """Join groups that differ only in their last part and are kept alike: `blocks.*.attn.qkv.{weight,bias}`."""
-    merged: dict[tuple[str, tuple[str, ...]], list[ParameterGroup]] = {}
+    merged: dict[tuple[str, tuple[ParameterMode, ...]], list[ParameterGroup]] = {}
     for group in groups:
         stem = group.pattern.rpartition(".")[0]
         merged.setdefault((stem, group.modes), []).append(group)

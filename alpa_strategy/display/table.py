@@ -23,7 +23,8 @@ from alpa_strategy.display.plan_facts import (
     waiting_seconds,
 )
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
-from alpa_strategy.ir.plan import Collective, Plan, StagePlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Collective, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
@@ -219,7 +220,7 @@ def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None, stands_for
             ]
         elif sized:
             row += ["", ""]
-        table.add_row(*row, *(Text(mode, style=MODE_STYLES.get(mode_kind(mode), "")) for mode in group.modes))
+        table.add_row(*row, *(Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes))
     return table
 
 
@@ -240,7 +241,7 @@ def _by_time(collective: Collective) -> tuple[float, str]:
 
 
 def _legend(plan: Plan) -> Table:
-    used = {mode_kind(mode) for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
+    used = {mode.storage.value for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
     table = Table.grid(padding=(0, 2))
     for kind, meaning in MODE_MEANINGS.items():
         if kind in used:
@@ -248,11 +249,6 @@ def _legend(plan: Plan) -> Table:
                 Text(kind + ("n" if kind in "SG" else ""), style=MODE_STYLES[kind]), Text(meaning, style="dim")
             )
     return table
-
-
-def mode_kind(mode: str) -> str:
-    """`R`, `R*`, `S` or `G` of a mode such as `S0`."""
-    return mode if mode in ("R", "R*") else mode[:1]
 
 
 def _grid(shape: tuple[int, ...]) -> str:

@@ -25,7 +25,9 @@ from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shape
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, span_name
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import ParameterPlan, Plan, Predicted
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
@@ -253,7 +255,7 @@ def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Pla
 
 
 def _no_fingerprint():
-    from alpa_strategy.ir.plan import Fingerprint
+    from alpa_strategy.ir.stage_plan import Fingerprint
 
     return Fingerprint("", "", "", "", "", "")
 

@@ -25,7 +25,8 @@ from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
-from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
 from alpa_strategy.units import format_bytes
 
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit

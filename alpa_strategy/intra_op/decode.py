@@ -15,8 +15,8 @@ from alpa_strategy.intra_op.options import (
     step_collectives_of,
 )
 from alpa_strategy.intra_op.problem import evaluate
-from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
-from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
+from alpa_strategy.ir.placement import DualLayout
+from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, waiting_limit
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
@@ -38,7 +38,7 @@ def decode(
         for i, (p, options) in enumerate(zip(step.parameters, intra.parameters, strict=True))
     }
     strategies = {
-        op.name: tuple(str(s) for s in options.strategies[assignment[num_parameters + i]])
+        op.name: options.strategies[assignment[num_parameters + i]]
         for i, (op, options) in enumerate(zip(step.ops, intra.ops, strict=True))
     }
     return StagePlan(
@@ -57,8 +57,8 @@ def decode(
     )
 
 
-def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, str]:
-    return {value: dual_layout_to_str(b.layouts[assignment[b.choice]]) for value, b in choices.items()}
+def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, DualLayout]:
+    return {value: b.layouts[assignment[b.choice]] for value, b in choices.items()}
 
 
 def used_transfers(intra: IntraOp, assignment: Sequence[int]) -> list[tuple[int, DualLayout, tuple[DualLayout, ...]]]:

@@ -16,8 +16,8 @@ from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.ir.placement import DualLayout, value_layout
-from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.sharding import localize, op_strategies
 
@@ -74,15 +74,16 @@ def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...
     return meta.with_shape(value_layout(layout).local_shape(meta.shape, mesh_shape, origin)).num_bytes
 
 
-def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int = 1) -> list[str]:
+def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int = 1) -> list[ParameterMode]:
     """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is the segments' dim."""
     dims = [d for d, size in enumerate(meta.shape) if size >= axis_size and not (num_segments > 1 and d == 0)]
-    shards = [f"S{d}" for d in dims]
+    shards = [ParameterMode.parse(f"S{d}") for d in dims]
+    invariant, replicate = map(ParameterMode.parse, ("R", "R*"))
     if not meta.requires_grad:
-        return ["R", *shards]
+        return [invariant, *shards]
     # Gathering once per step costs the same whichever dim is cut evenly, so the first such stands for all of them.
     even_first = sorted(dims, key=lambda d: (meta.shape[d] % axis_size != 0, d))
-    return ["R*", "R", *shards, *[f"G{d}" for d in even_first[:1]]]
+    return [replicate, invariant, *shards, *[ParameterMode.parse(f"G{d}") for d in even_first[:1]]]
 
 
 def step_collectives_of(
@@ -90,20 +91,22 @@ def step_collectives_of(
 ) -> list[tuple[str, int, int]]:
     """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives."""
     found: list[tuple[str, int, int]] = []
-    source = source_layout(plan, meta.requires_grad)
+    source = plan.step_layout(meta.requires_grad)
     whole = local_bytes(meta, source, mesh_shape)
     num_bytes = whole
     for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
-        if mode[0] == "G":
+        if mode.is_gathered_once:
             found += [("all_gather", axis, num_bytes), ("reduce_scatter", axis, num_bytes)]
             num_bytes = -(-num_bytes // mesh_shape[axis])
-    found += [("all_reduce", axis, num_bytes) for axis, mode in enumerate(plan.modes) if mode == "R*"]
+    found += [
+        ("all_reduce", axis, num_bytes) for axis, mode in enumerate(plan.modes) if mode.storage is Storage.REPLICATE
+    ]
     return found
 
 
 def is_complete_at_once(plan: ParameterPlan) -> bool:
     """Whether the parameter's gradient is complete when autograd has made it: it needs no once-per-step reduction."""
-    return all(mode == "R" or mode[0] == "S" for mode in plan.modes)
+    return all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in plan.modes)
 
 
 def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
@@ -139,7 +142,7 @@ def parameter_options(
             continue
         origin = (0,) * len(mesh.shape)
         stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
-        source = source_layout(plan, meta.requires_grad)
+        source = plan.step_layout(meta.requires_grad)
         whole = local_bytes(meta, source, mesh.shape)
         cost, size = 0.0, stored_meta.num_bytes
         if meta.requires_grad:
@@ -150,7 +153,7 @@ def parameter_options(
             size += int(stored_meta.num_elements * optimizer.state_bytes)
             if not (optimizer.steps_in_backward and is_complete_at_once(plan)):
                 size += stored_meta.num_bytes
-            if any(mode[0] == "G" for mode in modes):
+            if plan.is_gathered_once:
                 size += 2 * whole  # the gathered copy and its gradient before the scatter
         plans.append(plan)
         sources.append(source)

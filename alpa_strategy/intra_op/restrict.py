@@ -12,13 +12,13 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from alpa_strategy.errors import OptionError, PlanError, ShardingError
+from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import DualLayout, placement_from_str
-from alpa_strategy.ir.plan import ParameterPlan, shift_mode
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, Storage, modes_text
+from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"
@@ -51,16 +51,16 @@ def restrict(
                 asked = ParameterPlan(wanted, parameter.num_segments).module_modes
                 shape = list(parameter.module_shape or parameter.meta.shape)
                 raise PlanError(
-                    f"{origin} asks for modes '{' '.join(asked)}' of parameter {parameter.name!r} (shape {shape}), "
+                    f"{origin} asks for modes '{modes_text(asked)}' of parameter {parameter.name!r} (shape {shape}), "
                     f"which it cannot have on a logical mesh of {intra.mesh.shape}",
-                    "use one of: " + ", ".join(f"'{' '.join(plan.module_modes)}'" for plan in own.plans),
+                    "use one of: " + ", ".join(f"'{modes_text(plan.module_modes)}'" for plan in own.plans),
                 )
         else:
             for axis, name in enumerate(names):
                 cost += _mode_penalty(name, parameter.meta, own, axis, penalty)
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
-                allowed &= np.array([all(m[0] == "R" for m in plan.modes) for plan in own.plans])
+                allowed &= np.array([plan.is_whole for plan in own.plans])
         if not allowed.any():
             raise _nothing_left(parameter.name, options, optimizer)
         cost[~allowed] = np.inf
@@ -111,31 +111,33 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
     )
 
 
-def _meets(modes: tuple[str, ...], wanted: tuple[str, ...], exactly: bool) -> bool:
+def _meets(modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool) -> bool:
     """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept whole."""
-    return all(m == w or (not exactly and w == "R" and m == "R*") for m, w in zip(modes, wanted, strict=True))
+
+    def is_whole_anyway(mode: ParameterMode, want: ParameterMode) -> bool:
+        return not exactly and want.storage is Storage.INVARIANT and mode.storage is Storage.REPLICATE
+
+    return all(m is w or is_whole_anyway(m, w) for m, w in zip(modes, wanted, strict=True))
 
 
 def pinned_modes(
     intra: IntraOp, options: PlanOptions, pinned: Mapping[str, ParameterPlan]
-) -> dict[str, tuple[tuple[str, ...], str]]:
+) -> dict[str, tuple[tuple[ParameterMode, ...], str]]:
     """Parameter name -> (modes, who asked). Later patterns win; every pattern must match something."""
-    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    found: dict[str, tuple[tuple[ParameterMode, ...], str]] = {}
     segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
         matched = matching(pattern, names)
-        wanted = tuple(text.split())
+        wanted = tuple(read_mode(mode, f"placements[{pattern!r}]") for mode in text.split())
         if len(wanted) != len(intra.mesh.shape):
             raise OptionError(
                 f"placements[{pattern!r}] = {text!r} has {len(wanted)} modes, the logical mesh {intra.mesh.shape} has "
                 f"{len(intra.mesh.shape)} axes",
                 "give one mode per mesh axis, and fix logical_mesh so that the axes are known",
             )
-        for mode in wanted:
-            check_mode(mode, f"placements[{pattern!r}]")
         for name in matched:
-            in_step = tuple(shift_mode(mode, 1) for mode in wanted) if name in segmented else wanted
+            in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"
     found.update({name: (plan.modes, RUNNING) for alias, plan in pinned.items() if (name := names.get(alias))})
     return found
@@ -156,21 +158,19 @@ def matching(pattern: str, names: Mapping[str, str]) -> list[str]:
     return matched
 
 
-def check_mode(mode: str, where: str) -> None:
-    """Raise OptionError unless `mode` is R, R*, S<dim> or G<dim>."""
-    if mode in ("R", "R*"):
-        return
+def read_mode(text: str, where: str) -> ParameterMode:
+    """The mode that a user wrote; OptionError where it is not R, R*, S<dim> or G<dim>."""
     try:
-        placement_from_str("S" + mode[1:] if mode[:1] in ("S", "G") else "?")
-    except ShardingError:
+        return ParameterMode.parse(text)
+    except ValueError:
         raise OptionError(
-            f"{where}: {mode!r} is not a parameter mode", "write R, R*, S<dim> or G<dim>, for example S0"
+            f"{where}: {text!r} is not a parameter mode", "write R, R*, S<dim> or G<dim>, for example S0"
         ) from None
 
 
 def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float) -> np.ndarray:
     """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
-    letters = [plan.modes[axis][0] for plan in own.plans]
+    letters = [plan.modes[axis].storage.value[0] for plan in own.plans]
     if name == "auto":
         return np.zeros(len(letters))
     can_shard = "G" in letters if meta.requires_grad else "S" in letters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class AxisStrategy:
     inputs: tuple[DualPlacement, ...]
     outputs: tuple[DualPlacement, ...]
     implementation: str | None = None
-    collectives: tuple[InnerCollective, ...] = ()
+    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)  # no part of the text form
 
     def __str__(self) -> str:
         text = f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"

@@ -10,23 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from alpa_strategy.errors import PlanError, ShardingError
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.ir.plan import (
-    FORMAT_VERSION,
-    Collective,
-    Fingerprint,
-    ParameterPlan,
-    Plan,
-    Predicted,
-    StagePlan,
-    shift_mode,
-)
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, modes_text
+from alpa_strategy.ir.placement import DualLayout, dual_layout, dual_layout_to_str
+from alpa_strategy.ir.stage_plan import FORMAT_VERSION, Collective, Fingerprint, Predicted, StagePlan
 
+if TYPE_CHECKING:
+    from alpa_strategy.ir.plan import Plan
+
+T = TypeVar("T")
 AXIS_SEPARATOR = " | "
-_MODE = re.compile(r"R\*?|[SG]\d+")
 _PLACED = re.compile(r"R|S\d+")
 _IN = " in "
 _SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
@@ -42,7 +38,7 @@ _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
 
 def plan_to_data(plan: Plan) -> dict[str, Any]:
-    """Plain data (dicts, lists, texts, numbers) of a plan; inverse of `plan_from_data`."""
+    """Plain data (dicts, lists, texts, numbers) of a plan; `Plan(**plan_fields(data))` is the inverse."""
     return {
         "format_version": FORMAT_VERSION,
         "cluster_name": plan.cluster_name,
@@ -58,8 +54,8 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_from_data(data: Any) -> Plan:
-    """The plan that `data` describes; PlanError names the field that is missing or wrong."""
+def plan_fields(data: Any) -> dict[str, Any]:
+    """Fields of the Plan that `data` describes; PlanError names the one that is missing or wrong."""
     top = _Fields(data, "plan")
     version = top.get("format_version", int)
     if version != FORMAT_VERSION:
@@ -72,27 +68,26 @@ def plan_from_data(data: Any) -> Plan:
         name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
         for name, seconds in top.get("baselines", dict).items()
     }
-    return Plan(
-        fingerprint=Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
-        stages=stages,
-        predicted=_predicted_from_data(top.sub("predicted")),
-        num_microbatches=top.get("num_microbatches", int),
-        schedule=top.get("schedule", str),
-        baselines=baselines,
-        gap=top.get("gap", float),
-        notes=tuple(_check(note, str, "notes") for note in top.get("notes", list)),
-        solver_seconds={k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
-        cluster_name=top.get("cluster_name", str),
-    )
+    return {
+        "fingerprint": Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
+        "stages": stages,
+        "predicted": _predicted_from_data(top.sub("predicted")),
+        "num_microbatches": top.get("num_microbatches", int),
+        "schedule": top.get("schedule", str),
+        "baselines": baselines,
+        "gap": top.get("gap", float),
+        "notes": tuple(_check(note, str, "notes") for note in top.get("notes", list)),
+        "solver_seconds": {k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
+        "cluster_name": top.get("cluster_name", str),
+    }
 
 
-def parse_modes(text: str, where: str) -> tuple[str, ...]:
-    """`"R* S0"` -> `("R*", "S0")`; PlanError at anything but R, R*, S<dim>, G<dim>."""
-    modes = tuple(text.split())
-    for mode in modes:
-        if not _MODE.fullmatch(mode):
-            raise PlanError(f"{where}: {mode!r} is not a mode", "write R, R*, S<dim> or G<dim>, one per mesh axis")
-    return modes
+def _read_modes(text: str, where: str) -> tuple[ParameterMode, ...]:
+    """`"R* S0"` -> its modes; PlanError at anything but R, R*, S<dim>, G<dim>."""
+    try:
+        return tuple(map(ParameterMode.parse, text.split()))
+    except ValueError as error:
+        raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
 
 
 class _Fields:
@@ -122,8 +117,8 @@ class _Fields:
             raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
         return values
 
-    def mapping(self, name: str, read: Callable[[str, str], tuple[str, ...]], num_axes: int) -> dict[str, Any]:
-        """name -> one text per mesh axis, read by `read(text, where)`."""
+    def mapping(self, name: str, read: Callable[[str, str], tuple[T, ...]], num_axes: int) -> dict[str, tuple[T, ...]]:
+        """name -> what `read(text, where)` gives, one thing per mesh axis."""
         result = {}
         for key, text in self.get(name, dict).items():
             where = f"{self.path(name)}[{key!r}]"
@@ -177,9 +172,9 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
             {name: getattr(collective, name) for name in Collective.__dataclass_fields__}
             for collective in stage.collectives
         ],
-        "strategies": {op: AXIS_SEPARATOR.join(texts) for op, texts in stage.strategies.items()},
-        "received": {str(value): text for value, text in stage.received.items()},
-        "sent": {str(value): text for value, text in stage.sent.items()},
+        "strategies": {op: AXIS_SEPARATOR.join(map(str, each)) for op, each in stage.strategies.items()},
+        "received": {str(value): dual_layout_to_str(layout) for value, layout in stage.received.items()},
+        "sent": {str(value): dual_layout_to_str(layout) for value, layout in stage.sent.items()},
     }
 
 
@@ -225,7 +220,7 @@ def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
 
 
 def _parameter_to_text(plan: ParameterPlan) -> str:
-    text = " ".join(plan.module_modes)
+    text = modes_text(plan.module_modes)
     return text if plan.num_segments == 1 else f"{text}{_IN}{plan.num_segments} segments"
 
 
@@ -233,8 +228,8 @@ def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, Parameter
     found = {}
     for name, text in fields.get("parameters", dict).items():
         where = f"{fields.path('parameters')}[{name!r}]"
-        modes_text, _, segments_text = _check(text, str, where).partition(_IN)
-        modes = parse_modes(modes_text, where)
+        shown, _, segments_text = _check(text, str, where).partition(_IN)
+        modes = _read_modes(shown, where)
         if len(modes) != num_axes:
             raise PlanError(f"{where} has {len(modes)} entries for {num_axes} mesh axes", _FIX)
         match = _SEGMENTS.fullmatch(segments_text)
@@ -242,24 +237,23 @@ def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, Parameter
             raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
         num_segments = int(match[1]) if match else 1
         shift = 0 if num_segments == 1 else 1
-        found[name] = ParameterPlan(tuple(shift_mode(mode, shift) for mode in modes), num_segments)
+        found[name] = ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments)
     return found
 
 
-def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, str]:
-    """Value -> dual layout text; a field that older one-stage plans do not have."""
+def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, DualLayout]:
+    """Value -> dual layout; a field that older one-stage plans do not have."""
     found = fields.mapping(name, _read_boundary, num_axes) if fields.has(name) else {}
     for key in found:
         if not key.isdigit():
             raise PlanError(f"{fields.path(name)}: {key!r} is not the number of a value", _FIX)
-    return {int(key): " ".join(parts) for key, parts in found.items()}
+    return {int(key): layout for key, layout in found.items()}
 
 
-def _read_boundary(text: str, where: str) -> tuple[str, ...]:
-    parts = tuple(text.split())
-    if not all(_PLACED.fullmatch(part) for part in parts):
+def _read_boundary(text: str, where: str) -> DualLayout:
+    if not all(_PLACED.fullmatch(part) for part in text.split()):
         raise PlanError(f"{where}: {text!r} is not a layout of a boundary", "write R or S<dim>, one per mesh axis")
-    return parts
+    return dual_layout(text)
 
 
 def _collective_from_data(fields: _Fields) -> Collective:
@@ -273,13 +267,15 @@ def _collective_from_data(fields: _Fields) -> Collective:
     )
 
 
-def _read_strategies(text: str, where: str) -> tuple[str, ...]:
-    texts = tuple(text.split(AXIS_SEPARATOR))
-    for part in texts:
-        try:
-            readable = str(AxisStrategy.parse(part)) == part and "->" in part
-        except (ShardingError, ValueError, AttributeError):
-            readable = False
-        if not readable:
-            raise PlanError(f"{where}: {part!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")
-    return texts
+def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
+    return tuple(_read_strategy(part, where) for part in text.split(AXIS_SEPARATOR))
+
+
+def _read_strategy(text: str, where: str) -> AxisStrategy:
+    try:
+        strategy = AxisStrategy.parse(text)
+        if str(strategy) == text and "->" in text:
+            return strategy
+    except (ShardingError, ValueError, AttributeError):
+        pass  # said below
+    raise PlanError(f"{where}: {text!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")

@@ -23,7 +23,7 @@ from alpa_strategy.comm.collectives import any_rank, shared, world_size
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
 from alpa_strategy.lightning.evaluation_loop import hooks_look, is_last_of_loader, step_counters, why_uneven
 from alpa_strategy.lightning.full_parameters import WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
@@ -52,12 +52,13 @@ def evaluation_pins(step: StepGraph, running: Mapping[str, ParameterPlan], num_a
     not have, or sees in other segments, arrives whole.
     """
     pins: dict[str, ParameterPlan] = {}
+    invariant = ParameterMode.parse("R")
     for given in step.parameters:
         own = next((running[name] for name in given.names if name in running), None)
         if own is None or own.num_segments != given.num_segments:
-            modes: tuple[str, ...] = ("R",) * num_axes
+            modes = (invariant,) * num_axes
         else:
-            modes = tuple(mode if mode[0] == "S" else "R" for mode in own.modes)
+            modes = tuple(mode if mode.is_shard else invariant for mode in own.modes)
         pins[given.name] = ParameterPlan(modes, given.num_segments)
     return pins
 
@@ -75,7 +76,7 @@ def _input(module: Any, given: ParameterInput, store: MeshParameters, pin: Param
     shape = torch.Size(given.meta.shape)
     if name is None:
         return parameter.detach().view(shape)
-    if all(mode == "R" for mode in pin.modes):
+    if pin.is_whole:
         tensor = store.step_input(name).detach()
         if tensor.numel() != shape.numel():  # a shard, of other segments than the step's
             tensor = store.gather_like(name, parameter.detach())

@@ -20,7 +20,9 @@ from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation import EvaluationParameters, evaluation_pins
 from alpa_strategy.lightning.planning import find_or_make_following_plan

@@ -17,7 +17,9 @@ from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -301,8 +303,8 @@ def freed_memory(prepared: Prepared, job: Job) -> Freed:
     plan = prepared.plan
     if plan.predicted.peak_bytes > TIGHT * job.options.usable_bytes(prepared.cluster.device.memory_bytes):
         return Freed.GIVEN_BACK
-    modes = {mode[0] for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
-    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and modes <= {"R"}):
+    is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
+    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole):
         return Freed.KEPT
     return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
 
@@ -318,7 +320,7 @@ def _check_devices(plan: Plan, job: Job) -> None:
 
 def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, str], ...]:
     """Parameter plans as placement options: so that plans under different pins have different fingerprints."""
-    return tuple((glob.escape(name), " ".join(plan.module_modes)) for name, plan in parameter_plans.items())
+    return tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in parameter_plans.items())
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:
@@ -331,9 +333,9 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     if optimizer.element_wise:
         return
     for name, plan in (item for stage in stages for item in stage.parameter_plans.items()):
-        if any(mode[0] in "SG" for mode in plan.modes):
+        if not plan.is_whole:
             raise AlpaError(
                 f"{optimizer.name} does not work element by element, and the plan stores {name!r} in shards "
-                f"({' '.join(plan.module_modes)})",
+                f"({modes_text(plan.module_modes)})",
                 'use an element-wise optimizer such as AdamW, or parallel="data"',
             )

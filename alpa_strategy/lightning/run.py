@@ -19,7 +19,7 @@ from alpa_strategy.comm.mesh import Pending, build_mesh
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.lightning.evaluation import evaluation_inputs, evaluation_pins
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
@@ -132,7 +132,7 @@ class TrainingRun:
         """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
         bucket_bytes = self._job.limits.bucket_bytes
         self.stage = self.plan.stages[0]
-        self._gathers_at_use = any(mode[0] == "S" for p in self.stage.parameter_plans.values() for mode in p.modes)
+        self._gathers_at_use = any(p.uses_shards for p in self.stage.parameter_plans.values())
         self.mesh = build_mesh(self.stage.logical_mesh, backend=self._job.backend)
         self._random = ShardedRandom(self.mesh, self._seed)
         stepping = StepInBackward(self._optimizer, bucket_bytes) if self.stage.steps_in_backward else None

@@ -26,8 +26,8 @@ from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.ir.counters import COUNTERS, LateNumber, at_counters, is_late
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
-from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout, dual_layout_to_str, value_layout
-from alpa_strategy.ir.plan import StagePlan, source_layout
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
+from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.sharding import localize
 from alpa_strategy.sharding.localize import is_random
@@ -208,7 +208,7 @@ class _Writer:
         num_axes = len(mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
-            self.layouts[parameter.value] = source_layout(plan, parameter.meta.requires_grad)
+            self.layouts[parameter.value] = plan.step_layout(parameter.meta.requires_grad)
         for leaf in step.batch:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
         for given in (*step.buffers, *step.constants):
@@ -216,7 +216,7 @@ class _Writer:
         self.layouts.update(made_before or {})
         for value in step.received:
             if value in stage.received:
-                self.layouts[value] = dual_layout(stage.received[value])
+                self.layouts[value] = stage.received[value]
             elif value not in self.layouts:
                 raise PlanError(f"the plan has no layout for received value {value}", "plan this step again")
         for constant in step.constants:
@@ -226,7 +226,7 @@ class _Writer:
         """One op: the copies that it needs, then its call."""
         if op.name not in self.stage.strategies:
             raise PlanError(f"the plan has no strategy for op {op.name!r}", "plan this step again")
-        strategies = tuple(AxisStrategy.parse(text) for text in self.stage.strategies[op.name])
+        strategies = self.stage.strategies[op.name]
         operands = [
             self.copy(value, tuple(s.inputs[position] for s in strategies))
             for position, value in enumerate(op.operands)
@@ -312,7 +312,7 @@ class _Writer:
             self.op(op)
         whole = (INVARIANT,) * len(self.mesh.shape)
         results = [self.copy(value, whole, is_result=True) for value in self.step.escaping]
-        results += [self.copy(value, dual_layout(self.stage.sent[value])) for value in self.step.sent]
+        results += [self.copy(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in made]
         self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
         inputs = [

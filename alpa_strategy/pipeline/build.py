@@ -24,8 +24,9 @@ from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.counters import COUNTERS
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
+from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.pipeline.executor import OwnStage, Pipeline
@@ -149,8 +150,8 @@ def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSp
     return StageSpec(
         ranks=stage_ranks(stage),
         mesh_shape=stage.logical_mesh,
-        received={v: Layout.parse(stage.received[v]) for v in graph.received},
-        sent={v: Layout.parse(stage.sent[v]) for v in graph.sent},
+        received={v: value_layout(stage.received[v]) for v in graph.received},
+        sent={v: value_layout(stage.sent[v]) for v in graph.sent},
         batch={place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes)) for leaf in graph.batch},
         escaping=graph.escaping,
         buffer_updates={
@@ -216,7 +217,7 @@ class StageCall:
         self._received = graph.received
         self._store = store
         plans = [stage.parameter_plans[p.name] for p in graph.parameters]
-        self._gathers_at_use = any(mode[0] == "S" for plan in plans for mode in plan.modes)
+        self._gathers_at_use = any(plan.uses_shards for plan in plans)
 
     def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
         return self.run_span(inputs)[:2]

@@ -19,7 +19,9 @@ from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import against_early_step, optimizer_info_of, with_reason

@@ -21,7 +21,9 @@ from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, span_name, stage_on
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Fingerprint, Predicted, StagePlan
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions

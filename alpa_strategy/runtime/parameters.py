@@ -27,7 +27,8 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data

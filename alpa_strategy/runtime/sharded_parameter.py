@@ -12,8 +12,8 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
 from alpa_strategy.ir.placement import INVARIANT, Layout, shard, value_layout
-from alpa_strategy.ir.plan import ParameterPlan, source_layout
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class ShardedParameter:
         """
         if len(plan.modes) != len(mesh.shape):
             raise PlanError(
-                f"the plan of {given.name} has modes {' '.join(plan.modes)}, the mesh has {len(mesh.shape)} axes",
+                f"the plan of {given.name} has modes {modes_text(plan.modes)}, the mesh has {len(mesh.shape)} axes",
                 "plan again for this mesh",
             )
         shape = torch.Size(given.meta.shape)
@@ -81,9 +81,9 @@ class ShardedParameter:
             shape=shape,
             module_shape=module_shape,
             layout=plan.layout,
-            to_use=Reshard(storage, source_layout(plan), shape, mesh),
+            to_use=Reshard(storage, plan.step_layout(), shape, mesh),
             to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
-            is_gathered_once=any(mode[0] == "G" for mode in plan.modes),
+            is_gathered_once=plan.is_gathered_once,
         )
 
     @property

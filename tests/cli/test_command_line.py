@@ -26,7 +26,7 @@ def test_plan_is_stored_and_obeys_its_overrides(plan_file):
     plan = Plan.load(plan_file)
     (stage,) = plan.stages
     assert stage.logical_mesh == (2,)
-    blocks = {p.modes for name, p in stage.parameter_plans.items() if name.startswith("blocks")}
+    blocks = {tuple(map(str, p.modes)) for name, p in stage.parameter_plans.items() if name.startswith("blocks")}
     assert blocks == {("R*",)}
     assert plan.predicted.step_seconds > 0
 

@@ -10,6 +10,7 @@ from models import MODELS
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display import plan_svg
 from alpa_strategy.display.picture import products, split_kind
+from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
 
@@ -25,7 +26,7 @@ from alpa_strategy.planner.planner import make_plan
     ],
 )
 def test_kinds(strategy, kind):
-    assert split_kind(strategy) == kind
+    assert split_kind(AxisStrategy.parse(strategy)) == kind
 
 
 def test_every_product_has_a_box_and_data_parallelism_divides_the_batch():

@@ -17,6 +17,8 @@ from quiet import QUIET
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from alpa_strategy.ir.parameter_plan import modes_text
+
 SAMPLES_PER_STEP = 8
 
 
@@ -122,7 +124,7 @@ def record_model(
         "gradients": recorder.gradients,
         "metrics": recorder.metrics,
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "modes": {} if plan is None else {n: p.modes for n, p in plan.stages[0].parameter_plans.items()},
+        "modes": {} if plan is None else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
         "pipeline": None if plan is None else (len(plan.stages), plan.num_microbatches, plan.schedule),
         "mesh": None if plan is None else plan.stages[0].logical_mesh,
         "notes": () if plan is None else plan.notes,

@@ -21,8 +21,9 @@ from alpa_strategy.inter_op.subgraph import crossing_values, shared_parameters, 
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.ir.placement import Layout, dual_layout, value_layout
-from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted, source_layout
+from alpa_strategy.ir.placement import Layout, value_layout
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 
@@ -133,15 +134,15 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                 program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
                 own = {}
                 for p in stage.parameters:
-                    layout = value_layout(source_layout(plan.parameter_plans[p.name], p.meta.requires_grad))
+                    layout = value_layout(plan.parameter_plans[p.name].step_layout(p.meta.requires_grad))
                     own[p.name] = cut(parameters[p.name], layout).clone().requires_grad_(p.meta.requires_grad)
-                    local.append((p.name, own[p.name], layout, plan.parameter_plans[p.name].modes))
+                    local.append((p.name, own[p.name], layout, plan.parameter_plans[p.name].modes[0]))
                 rows = [cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R")) for b in stage.batch]
                 received = []
                 for value in stage.received:  # both stages are on one mesh here: a boundary is a resharding
                     tensor, layout = handed[value]
-                    target = dual_layout(plan.received[value])
-                    received.append(Reshard(dual_layout(layout), target, step.values[value].shape, mesh)(tensor))
+                    target = plan.received[value]
+                    received.append(Reshard(layout, target, step.values[value].shape, mesh)(tensor))
                 escaping, sent = program.run_stage(own, buffers, rows, received)
                 found.update(escaping)
                 handed.update({value: (tensor, plan.sent[value]) for value, tensor in sent.items()})
@@ -149,9 +150,9 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                     losses.append(escaping[stage.loss])
             losses[0].backward()
             summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
-            for name, piece, layout, modes in local:  # whole gradients, summed over the stages that share it
+            for name, piece, layout, mode in local:  # whole gradients, summed over the stages that share it
                 gradient = torch.zeros_like(piece) if piece.grad is None else piece.grad
-                if modes[0] == "R*" or modes[0][0] == "G":
+                if str(mode) == "R*" or mode.is_gathered_once:
                     gradient = mesh.axes[0].all_reduce(gradient)
                 whole = torch.zeros_like(summed[name])
                 cut(whole, layout).copy_(gradient)

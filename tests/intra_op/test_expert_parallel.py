@@ -39,7 +39,7 @@ def plan_experts(hidden: int, factor: int, experts: int, rows: int, **options: A
 
 
 def modes(plan: Plan, name: str) -> str:
-    return plan.stages[0].parameter_plans[name].modes[0]
+    return str(plan.stages[0].parameter_plans[name].modes[0])
 
 
 def test_large_experts_are_sharded_and_tokens_are_sent_to_them() -> None:

@@ -21,7 +21,6 @@ from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.plan import source_layout
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 
@@ -105,7 +104,7 @@ def run_lowered(case: Captured, intra: IntraOp, assignment: list[int], mesh_shap
         program = lower(step, stage, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
         parameters, batch = {}, []
         for p in step.parameters:
-            layout = value_layout(source_layout(stage.parameter_plans[p.name], p.meta.requires_grad))
+            layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
             parameters[p.name] = cut(case.parameters[p.name], layout, mesh).clone().requires_grad_(p.meta.requires_grad)
         for leaf, tensor in zip(step.batch, case.batch, strict=True):
             layout = Layout.parse(" ".join(["S0" if leaf.batch_dim == 0 else "R"] * len(mesh_shape)))
@@ -115,7 +114,7 @@ def run_lowered(case: Captured, intra: IntraOp, assignment: list[int], mesh_shap
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
         for p in step.parameters:  # what the once-per-step reduction does
             for axis, mode in enumerate(stage.parameter_plans[p.name].modes):
-                if mode == "R*" or mode[0] == "G":
+                if str(mode) == "R*" or mode.is_gathered_once:
                     gradients[p.name] = mesh.axes[axis].all_reduce(gradients[p.name])
         return {k: v.detach() for k, v in outputs.items()}, gradients, mesh
 
@@ -123,7 +122,7 @@ def run_lowered(case: Captured, intra: IntraOp, assignment: list[int], mesh_shap
         for value in step.escaping:
             torch.testing.assert_close(outputs[value], case.outputs[value], rtol=1e-10, atol=1e-12)
         for p in step.parameters:
-            layout = value_layout(source_layout(stage.parameter_plans[p.name], p.meta.requires_grad))
+            layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
             expected = cut(case.gradients[p.name], layout, mesh)
             error = (gradients[p.name] - expected).abs().max().item()
             assert error <= 1e-10 * max(1.0, expected.abs().max().item()), (p.name, stage.parameter_plans[p.name])

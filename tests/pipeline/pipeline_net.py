@@ -19,8 +19,8 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
-from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.pipeline.executor import OwnStage, Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
 
@@ -96,7 +96,7 @@ class StageCase:
     @property
     def plan(self) -> ParameterPlan:
         modes = self.modes.split() or [{"S0": "R*", "R": "R", "T": "S0"}[s] for s in self.styles]
-        return ParameterPlan(tuple(modes))
+        return ParameterPlan.parse(" ".join(modes))
 
 
 def program_of(case: StageCase, mesh, net, sent, is_last, rows):
@@ -110,7 +110,7 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
     summed = tuple(PARTIAL if s == "S0" else INVARIANT for s in case.styles)
     total = Reshard(summed, (INVARIANT,) * len(case.shape), (), mesh)
     means = Reshard(kept, (INVARIANT,) * len(case.shape), (rows,), mesh)
-    stored = case.plan.modes
+    stored = map(str, case.plan.modes)
     used = dual_layout(" ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles))
     from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))
     gather = Reshard(from_storage, used, (WIDTH, WIDTH), mesh)

@@ -26,7 +26,7 @@ from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
@@ -332,7 +332,7 @@ def run_and_count(cuts):
     graph = micro.graph
     stage = random_stage(graph, (0, len(graph.ops)), (0,), python_random.Random(0), False)
     layers = cluster_layers(graph, 4)[1:-1] if cuts == "layers" else ()
-    plans = dict.fromkeys(stage.parameter_plans, ParameterPlan(("R",)))  # nothing to gather, which has own hooks
+    plans = dict.fromkeys(stage.parameter_plans, ParameterPlan.parse("R"))  # nothing to gather, which has own hooks
     stage = replace(stage, parameter_plans=plans, remat=cuts is not None, remat_cuts=layers)
     pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())

@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Collective, Fingerprint, Predicted, StagePlan
 from alpa_strategy.planner.task import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
-MODES = st.sampled_from(["R", "R*", "S0", "S1", "G0", "G12"])
-AXIS_STRATEGIES = st.sampled_from(["S0,R*,R*->S0", "R*,S0,S0->S1", "R,R->P", "S0->S0@sharded_loss", "->R"])
+MODES = st.sampled_from([ParameterMode.parse(text) for text in ("R", "R*", "S0", "S1", "G0", "G12")])
+AXIS_STRATEGIES = st.sampled_from(
+    [AxisStrategy.parse(t) for t in ("S0,R*,R*->S0", "R*,S0,S0->S1", "R,R->P", "S0->S0@sharded_loss", "->R")]
+)
 SECONDS = st.floats(0, 1e6)
 
 
@@ -51,9 +56,8 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-STAGE = StagePlan(
-    (1, 2), 0, (2,), (0, 1), {"w": ParameterPlan(("R*",))}, {"linear": ("S0,R*->S0",)}, (), Predicted(1.0, 2)
-)
+STRATEGIES = {"linear": (AxisStrategy.parse("S0,R*->S0"),)}
+STAGE = StagePlan((1, 2), 0, (2,), (0, 1), {"w": ParameterPlan.parse("R*")}, STRATEGIES, (), Predicted(1.0, 2))
 PLAN = Plan(FINGERPRINT, (STAGE,), Predicted(1.0, 2))
 
 

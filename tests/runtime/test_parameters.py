@@ -22,8 +22,8 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
-from alpa_strategy.ir.plan import ParameterPlan, source_layout
 from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 
@@ -97,7 +97,7 @@ def reference(accumulate=1, max_norm=None, norm_type=2.0, clear=True):
 
 def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
     """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too short to be cut."""
-    return ParameterPlan(tuple(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode))
+    return ParameterPlan.parse(" ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode))
 
 
 def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, regather=False, bucket_bytes=200):
@@ -113,8 +113,8 @@ def train(mesh, mode, accumulate=1, max_norm=None, norm_type=2.0, clear=True, re
     uses = {}
     for p in inputs:
         # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
-        whole = tuple(INVARIANT if m == "R" else REPLICATE for m in plans[p.name].modes)
-        uses[p.name] = Reshard(source_layout(plans[p.name]), whole, p.meta.shape, mesh)
+        whole = tuple(INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes)
+        uses[p.name] = Reshard(plans[p.name].step_layout(), whole, p.meta.shape, mesh)
     divided = [axis for axis, m in enumerate(mode) if m != "R"]
     for i, x in enumerate(batches()):
         for axis in divided:
@@ -216,7 +216,7 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         inputs = inputs_of(net)
         store = store_on(mesh, net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs})
         store.shard()
-        gather = Reshard(source_layout(plan_of(mode, (7, 6))), (REPLICATE,), (7, 6), mesh)
+        gather = Reshard(plan_of(mode, (7, 6)).step_layout(), (REPLICATE,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
         with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
             weight = gather(net.first.weight.to(dtype))
@@ -245,9 +245,9 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
             torch.randn(4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         )
         given = ParameterInput(0, ("weight",), TensorMeta((4, 3, 2), torch.float64, True))
-        store = store_on(mesh, module, (given,), {"weight": ParameterPlan(("S0",))})
+        store = store_on(mesh, module, (given,), {"weight": ParameterPlan.parse("S0")})
         store.shard()
-        gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (4, 3, 2), mesh)
+        gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (4, 3, 2), mesh)
         with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
             weight = gather(module.weight)
             weight = read(weight[..., 0]) if read is torch.t else read(weight)
@@ -275,7 +275,7 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
         module = nn.Module()
         module.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
         given = ParameterInput(0, ("weight",), TensorMeta((4, 6), torch.float64, True))
-        store = store_on(mesh, module, (given,), {"weight": ParameterPlan(("S0",))})
+        store = store_on(mesh, module, (given,), {"weight": ParameterPlan.parse("S0")})
         store.shard()
         made = make(module.weight.detach())
         gather = Reshard((shard(0),), (INVARIANT,), (2 * made.shape[0], *made.shape[1:]), mesh)
@@ -296,7 +296,7 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
         inputs = inputs_of(net)
         store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
         store.shard()
-        gather = Reshard(source_layout(ParameterPlan(("S0",))), (REPLICATE,), (7, 6), mesh)
+        gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (7, 6), mesh)
         with store.of_stage[0].regather_hooks():
             y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
         with torch.no_grad():
@@ -311,7 +311,7 @@ def test_reduction_runs_in_buckets_during_the_backward():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan.parse("R*") for p in inputs})
         store.shard(bucket_bytes=400)
         record, counts = mesh.axes[0].record, []
         for _ in range(2):
@@ -335,7 +335,7 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan.parse("R*") for p in inputs})
         store.shard()
         for _ in range(2):
             net.zero_grad()
@@ -363,7 +363,7 @@ def test_misuse_is_an_error():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan.parse("R*") for p in inputs})
         store.shard()
         loss = loss_sum(store.of_stage[0].step_inputs(), batches()[0])
         loss.backward(retain_graph=True)
@@ -377,7 +377,7 @@ def test_a_gradient_that_is_asked_for_leaves_the_reduced_one():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: ParameterPlan(("R*",)) for p in inputs})
+        store = store_on(mesh, net, inputs, {p.name: ParameterPlan.parse("R*") for p in inputs})
         store.shard()
         loss_sum(store.of_stage[0].step_inputs(), batches()[0]).backward()
         store.finish_backward()
@@ -395,7 +395,7 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        plans = {p.name: ParameterPlan((mode if p.meta.shape else "R*",)) for p in inputs}
+        plans = {p.name: ParameterPlan.parse(mode if p.meta.shape else "R*") for p in inputs}
         store = store_on(mesh, net, inputs, plans)
         store.shard()
         seen = []
@@ -443,6 +443,6 @@ def test_plans_that_do_not_fit_are_refused():
     net = make_net()
     with pytest.raises(PlanError, match="nothing of parameter"):
         store_on(build_mesh((1,)), net, inputs_of(net), {})
-    plans = {p.name: ParameterPlan(("R", "R")) for p in inputs_of(net)}
+    plans = {p.name: ParameterPlan.parse("R R") for p in inputs_of(net)}
     with pytest.raises(PlanError, match="1 axes"):
         store_on(build_mesh((1,)), net, inputs_of(net), plans)
