@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alpa_strategy.capture import as_written, functions
+from alpa_strategy.capture import opaque_ops
 from alpa_strategy.capture.graph_builder import Builder, run_fake
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import is_late
@@ -165,7 +165,7 @@ def decomposed(call: OpCall, state: AutocastState) -> fx.Graph:
 
 aten = torch.ops.aten
 
-_AUTOCAST_INSIDE = ("alpa", functions.NAMESPACE, as_written.NAMESPACE)  # their ops run under their call's autocast
+_AUTOCAST_INSIDE = ("alpa", opaque_ops.FUNCTIONS, opaque_ops.MODULES)  # their ops run under their call's autocast
 
 
 class Autocast:

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
-from alpa_strategy.capture.functions import apply_as_op
 from alpa_strategy.capture.globals_and_closures import is_value, outside_kept
+from alpa_strategy.capture.opaque_ops import apply_as_op
 from alpa_strategy.capture.python_state import SetAttribute, attributes_kept
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,

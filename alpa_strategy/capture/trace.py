@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.as_written import DataShapeError, NotAloneError, running_as_written
 from alpa_strategy.capture.data_branches import KnownValues
 from alpa_strategy.capture.globals_and_closures import outside_guards, trainer_guards
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
@@ -39,6 +38,7 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
+from alpa_strategy.capture.opaque_ops import DataShapeError, NotAloneError, opaque_modules
 from alpa_strategy.capture.python_state import attribute_guards, attribute_reads, buffer_guards
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter, place_numbers
 from alpa_strategy.capture.tracer_mode import Origins
@@ -94,7 +94,7 @@ class StepCall:
         dataloader_idx: what an evaluation step gets after batch_idx; None: nothing.
         context: see `capture_step`.
         appended: lists of which it is known that the step appends to them.
-        as_written: paths of submodules that become one op each.
+        opaque: paths of submodules that become one op each.
         namespaces: globals of code that computes with counters, see `functions_of_counters`.
     """
 
@@ -106,7 +106,7 @@ class StepCall:
     dataloader_idx: int | None
     context: Callable[[], AbstractContextManager[Any]]
     appended: tuple[ListPlace, ...] = ()
-    as_written: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
     namespaces: tuple[dict[str, Any], ...] = ()
 
 
@@ -119,7 +119,7 @@ def trace_step(call: StepCall) -> Trace:
     refused: DataShapeError | None = None
     while True:
         try:
-            return traced_with_leaves(call.batch, partial(_trace_once, replace(call, as_written=tuple(around))))
+            return traced_with_leaves(call.batch, partial(_trace_once, replace(call, opaque=tuple(around))))
         except FunctionsAsked as asked:
             call = replace(call, namespaces=(*call.namespaces, asked.namespace))
             continue
@@ -162,7 +162,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             torch.nn.utils.stateless._reparametrize_module(module, state),
             call.context(),
             Origins(module, origins, device, known, record) as watching,
-            running_as_written(module, call.as_written, watching.paused),
+            opaque_modules(module, call.opaque, watching.paused),
         ):
             arguments = _step_arguments(call, rows, record)
             with attribute_reads() as reads:
@@ -188,7 +188,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
         check_no_collectives(module_graph.graph, origins)
         place_numbers(module_graph.graph, record.numbers, origins)
-    for path in call.as_written:
+    for path in call.opaque:
         record.note(
             f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "
             "shapes of tensors in it depend on their data"

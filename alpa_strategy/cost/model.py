@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from alpa_strategy.cluster.spec import DeviceSpec
 from alpa_strategy.cost.flops import ATTENTION, DROPOUTS, Work, is_view, op_base_name, op_work, product_kind
 from alpa_strategy.cost.measured import OpTable, call_family
+from alpa_strategy.ir.custom_ops import is_opaque
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import OptimizerInfo
 
@@ -79,7 +80,7 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
     try:
-        if getattr(call.target, "is_whole", False):
+        if is_opaque(call.target):
             raise NotImplementedError("a module that runs as it is written")
         return _run(call, mode)
     except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back

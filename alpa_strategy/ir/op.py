@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.placement import DualPlacement
 
 
@@ -88,10 +89,11 @@ class OpCall:
 
 
 def target_name(target: Any) -> str:
-    """Stable printable name of an op target: `shared_name` where equal ops of several modules have one."""
+    """Stable printable name of an op target, the same in every process."""
     if isinstance(target, torch._ops.OpOverload):
-        if hasattr(target, "shared_name"):
-            return target.shared_name
+        known = custom_op(target)
+        if known is not None:
+            return known.shared_name
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from alpa_strategy.ir.custom_ops import is_opaque
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.discovery_store import DiscoveryStore
@@ -126,8 +127,7 @@ def _single(options: list[list[Placement]]) -> list[Split]:
 
 def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStrategy, ...]:
     """The strategies behind those splits that survive every trial."""
-    is_whole = getattr(call.target, "is_whole", False)  # a module with shapes inside that depend on data
-    if is_whole or is_random(call) or _is_mutating(call) or _trusts_its_data(call):
+    if is_opaque(call.target) or is_random(call) or _is_mutating(call) or _trusts_its_data(call):
         return ()
     numbers = numbers_in_code(call.target)
     candidates = _fitting(call, tuple(variants(call)))

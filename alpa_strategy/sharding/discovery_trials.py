@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
+from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.user_code import closure_values, code_names, reached_functions
 from alpa_strategy.sharding.isolation import tried
@@ -414,7 +415,8 @@ def _python_code(target: Any) -> list[Callable[..., Any]]:
     """The Python functions that an op is made of; none for ops of other languages."""
     if not isinstance(target, torch._ops.OpOverload):
         return [target]
-    functions = list(getattr(target, "python_code", ()))  # a custom autograd.Function (capture/functions.py)
+    known = custom_op(target)
+    functions = [] if known is None else list(known.python_code)
     definition = OPDEFS.get(target._schema.name)
     if definition is not None:
         functions += [definition._init_fn, definition._backward_fn, *definition._backend_fns.values()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.sharding.binding import bind, rebuild
@@ -66,8 +67,9 @@ def is_random(call: OpCall) -> bool:
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
-    if (known := getattr(call.target, "is_random", None)) is not None:
-        return known
+    known = custom_op(call.target)
+    if known is not None and known.is_random is not None:
+        return known.is_random
     if call.target.namespace not in _DESCRIBED:
         return draws_random_numbers(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
