@@ -1,0 +1,163 @@
+"""Whether a plan can compute anything but the step: every plan is checked here before it runs, given or stored.
+
+Independent of the planner on purpose: it asks the op rules (`sharding`) what each op may do, and the graph what each
+stage reads, makes and hands on; nothing of costs, solvers or searches. A plan file may be edited by hand, so what it
+says is a proposal. Ops whose operands and results are placed as their rules offer, resharded between dual layouts, give
+the whole step's values and gradients (docs/formulas.md#sharding-rules): that is all that has to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.subgraph import slice_stage
+from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
+from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
+from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.strategies import axis_strategies
+
+_FIX = "undo the edit, or leave the file out: the run then makes a new plan"
+_SHOWN = 8  # of an op's strategies, in the error
+
+
+def check_plan(stages: Sequence[StagePlan], graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
+    """PlanError where `stages` would not compute `graph`, or not on all of the job's devices.
+
+    Args:
+        stages: in pipeline order.
+        graph: what they run: the step, or its micro-batch where there are several (`MicroStep.graph`).
+        num_devices: of the job.
+        given: received values that no stage makes (`MicroStep.given`).
+    """
+    _check_ops(stages, graph)
+    _check_devices(stages, num_devices)
+    made_by: dict[int, int] = {}  # value -> the stage that sends it
+    for index, stage in enumerate(stages):
+        where = f"stages[{index}]"
+        part = slice_stage(graph, *stage.ops)
+        _check_strategies(stage, part, where)
+        for parameter in part.parameters:
+            _check_parameter(stage, parameter, where)
+        _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
+        _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
+        for value in part.received:
+            if value not in made_by and value not in given:
+                raise PlanError(f"{where} receives value {value}, which no earlier stage makes", _FIX)
+        made_by.update(dict.fromkeys(part.sent, index))
+
+
+def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
+    """Stages cover the ops once and in order; spans that are recomputed lie inside."""
+    cuts = [0, *(stage.ops[1] for stage in stages)]
+    if [stage.ops[0] for stage in stages] != cuts[:-1] or cuts[-1] != len(graph.ops) or sorted(set(cuts)) != cuts:
+        shown = ", ".join(f"[{a}, {b})" for a, b in (stage.ops for stage in stages))
+        raise PlanError(f"the stages hold ops {shown} of a step with {len(graph.ops)} ops", _FIX)
+    for index, stage in enumerate(stages):
+        if not all(a < b for a, b in stage.spans):
+            raise PlanError(f"stages[{index}].remat_cuts {list(stage.remat_cuts)} do not ascend inside its ops", _FIX)
+
+
+def _check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
+    """Every device is in one mesh; stages on the same devices see them as the same mesh."""
+    shapes: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> logical mesh
+    for index, stage in enumerate(stages):
+        size = math.prod(stage.submesh)
+        if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
+            raise PlanError(
+                f"stages[{index}] has {size} devices (submesh {list(stage.submesh)}) and the logical mesh "
+                f"{list(stage.logical_mesh)}",
+                "the product of both must be the same",
+            )
+        shapes.setdefault((stage.first_device, stage.first_device + size), stage.logical_mesh)
+    ends = sorted(shapes)
+    if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
+        shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
+        raise PlanError(f"the stages lie on devices {shown}, the job has {num_devices}", _FIX)
+
+
+def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
+    """Every op has one strategy per mesh axis, each of which its rule offers."""
+    if extra := sorted(set(stage.strategies) - {op.name for op in part.ops}):
+        raise PlanError(f"{where}.strategies has {extra[0]!r}, which is no op of that stage", _FIX)
+    for op in part.ops:
+        if op.name not in stage.strategies:
+            raise PlanError(f"{where}.strategies says nothing of {op.name!r}", _FIX)
+        _check_strategy(op, stage.strategies[op.name], stage.logical_mesh, f"{where}.strategies[{op.name!r}]")
+
+
+def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[int, ...], where: str) -> None:
+    """Later axes cut what earlier ones left, at the device with the least: so were the strategies made."""
+    if len(strategies) != len(mesh):
+        raise PlanError(f"{where} has {len(strategies)} strategies for {len(mesh)} mesh axes", _FIX)
+    local = op.call
+    for axis, strategy in enumerate(strategies):
+        offered = axis_strategies(local, mesh[axis])
+        if strategy not in offered:
+            shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + (", ..." if len(offered) > _SHOWN else "")
+            raise PlanError(
+                f"{where}: `{strategy}` on mesh axis {axis} ({mesh[axis]} devices) is no way to compute "
+                f"{op.call.target_name} in parts",
+                f"use one of {shown}",
+            )
+        last = tuple(size - 1 for size in mesh[: axis + 1])
+        local = localize(op.call, strategies[: axis + 1], mesh[: axis + 1], last).call
+
+
+def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> None:
+    plan = next((stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None)
+    where = f"{where}.parameters[{given.name!r}]"
+    if plan is None:
+        raise PlanError(f"{where} is missing: the stage uses this parameter", _FIX)
+    if reason := _why_not_stored(plan, given, stage.logical_mesh):
+        raise PlanError(f"{where} is '{modes_text(plan.module_modes)}', but {reason}", _FIX)
+
+
+def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]) -> str | None:
+    """What stands against storing a parameter so, None where nothing does."""
+    shape = given.meta.shape
+    if len(plan.modes) != len(mesh):
+        return f"the mesh has {len(mesh)} axes"
+    if plan.num_segments != given.num_segments:
+        return f"the step sees it in {given.num_segments} segments"
+    if any(mode.dim is not None and mode.dim >= len(shape) for mode in plan.modes):
+        return f"it has {len(given.module_shape or shape)} dims"
+    once = (Storage.REPLICATE, Storage.GATHER_ONCE)
+    if not given.meta.requires_grad and any(mode.storage in once for mode in plan.modes):
+        return "it has no gradient to reduce: write R or S<dim>"
+    last = tuple(size - 1 for size in mesh)  # the device with the least
+    if given.meta.num_elements and 0 in plan.layout.local_shape(shape, mesh, last):
+        return f"shape {list(given.module_shape or shape)} cannot be cut so on a mesh of {list(mesh)}"
+    return None
+
+
+def _check_boundary(
+    layouts: Mapping[int, DualLayout], wanted: Sequence[int], part: StepGraph, stage: StagePlan, where: str
+) -> None:
+    """Exactly what the graph hands over there, whole or in equal chunks."""
+    if set(layouts) != set(wanted):
+        odd = sorted(set(layouts) ^ set(wanted))[0]
+        raise PlanError(f"{where} {'has' if odd in layouts else 'lacks'} value {odd}", _FIX)
+    for value, layout in layouts.items():
+        if len(layout) != len(stage.logical_mesh) or not _is_even(layout, part.values[value].shape, stage.logical_mesh):
+            raise PlanError(
+                f"{where}[{value}] is '{dual_layout_to_str(layout)}', which a value of shape "
+                f"{list(part.values[value].shape)} cannot have on a mesh of {list(stage.logical_mesh)}",
+                "write R, or S<dim> of a dim that divides evenly",
+            )
+
+
+def _is_even(layout: DualLayout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
+    dims = [placement.shard_dim for placement in layout]
+    if any(dim is not None and dim >= len(shape) for dim in dims):
+        return False
+    for dim in {dim for dim in dims if dim is not None}:
+        chunks = math.prod(size for size, cut in zip(mesh, dims, strict=True) if cut == dim)
+        if shape[dim] % chunks or not shape[dim]:
+            return False
+    return all(str(value) in ("R", f"S{dim}") for value, dim in zip(layout, dims, strict=True))

@@ -1,0 +1,85 @@
+"""A plan that passes the check computes the step: whatever is edited in it is refused, or gives the same numbers."""
+
+from __future__ import annotations
+
+import random as python_random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from lowered_cases import captured, problem_of, random_assignment, run_lowered_stage, stage_of
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
+from alpa_strategy.ir.placement import DualPlacement
+from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.planner.plan_check import check_plan
+
+MESHES = [(2,), (4,), (2, 2)]
+PLACEMENTS = ("R", "R*", "P", "S0", "S1", "S2")
+MODES = ("R", "R*", "S0", "S1", "G0", "G1")
+
+
+def edited(stage: StagePlan, rng: python_random.Random) -> StagePlan:
+    """One thing changed, as a person with an editor might: an op's placement on an axis, or a parameter's mode."""
+    if rng.random() < 0.3:
+        name = rng.choice(sorted(stage.parameter_plans))
+        plan = stage.parameter_plans[name]
+        modes = list(plan.module_modes)
+        modes[rng.randrange(len(modes))] = ParameterMode.parse(rng.choice(MODES))
+        in_step = tuple(mode.shifted(1) for mode in modes) if plan.num_segments > 1 else tuple(modes)
+        plans = {**stage.parameter_plans, name: ParameterPlan(in_step, plan.num_segments)}
+        return replace(stage, parameter_plans=plans)
+    name = rng.choice(sorted(stage.strategies))
+    axes = list(stage.strategies[name])
+    axis = rng.randrange(len(axes))
+    sides = [list(axes[axis].inputs), list(axes[axis].outputs)]
+    side = rng.choice([side for side in sides if side])
+    side[rng.randrange(len(side))] = DualPlacement.parse(rng.choice(PLACEMENTS))
+    implementation = axes[axis].implementation if rng.random() < 0.9 else None
+    axes[axis] = AxisStrategy(tuple(sides[0]), tuple(sides[1]), implementation)
+    return replace(stage, strategies={**stage.strategies, name: tuple(axes)})
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "convnet"])
+def test_what_rules_offer_passes(name, mesh_shape):
+    intra = problem_of(name, mesh_shape)
+    for seed in range(20):
+        stage = stage_of(intra, random_assignment(intra, python_random.Random(seed)), mesh_shape)
+        check_plan([stage], captured(name, int(np.prod(mesh_shape))).step, int(np.prod(mesh_shape)))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_edited_plans_are_refused_or_right(name, mesh_shape):
+    intra, case = problem_of(name, mesh_shape), captured(name, int(np.prod(mesh_shape)))
+    rng = python_random.Random(hash(mesh_shape))
+    refused = 0
+    for _ in range(12):
+        stage = edited(stage_of(intra, random_assignment(intra, rng), mesh_shape), rng)
+        try:
+            check_plan([stage], case.step, int(np.prod(mesh_shape)))
+        except PlanError:
+            refused += 1
+            continue
+        run_lowered_stage(case, stage, mesh_shape)
+    assert refused
+
+
+def test_the_errors_name_the_place():
+    intra, case = problem_of("mlp", (2,)), captured("mlp", 2)
+    stage = stage_of(intra, [0] * len(intra.problem.choices), (2,))
+    name = next(op for op in stage.strategies if op.startswith("linear"))
+    wrong = {**stage.strategies, name: (AxisStrategy.parse("S0,R,R->S0"),)}  # the `*` dropped
+    with pytest.raises(PlanError, match=rf"stages\[0\].strategies\['{name}'\].*is no way to compute"):
+        check_plan([replace(stage, strategies=wrong)], case.step, 2)
+    with pytest.raises(PlanError, match="says nothing of"):
+        check_plan([replace(stage, strategies={})], case.step, 2)
+    with pytest.raises(PlanError, match="the job has 4"):
+        check_plan([stage], case.step, 4)
+    with pytest.raises(PlanError, match="hold ops"):
+        check_plan([replace(stage, ops=(0, 3))], case.step, 2)
+    with pytest.raises(PlanError, match="logical mesh"):
+        check_plan([replace(stage, logical_mesh=(10**9,))], case.step, 2)
