@@ -14,6 +14,42 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import WorkerPool
 
+# Tests without process groups that take seconds each all the same: scripts/test.sh runs them, test_quick.sh does not.
+NOT_QUICK = {
+    "test_a_broken_contract_fails",
+    "test_a_loop_over_time_in_two_stages",
+    "test_a_loop_over_time_is_priced_at_or_just_above_its_ilp",
+    "test_a_pipeline_where_the_network_binds",
+    "test_a_representative_part_has_proved_rules",
+    "test_a_stage_that_does_not_fit_is_named",
+    "test_any_divisor",
+    "test_digest_of_logged_functions_is_the_same_in_every_process",
+    "test_equals_brute_force_with_memory_limit",
+    "test_every_combination_is_right_on_a_mesh",
+    "test_exactly_the_sound_splits",
+    "test_large_experts_are_sharded_and_tokens_are_sent_to_them",
+    "test_loss_falls",
+    "test_module_runs_as_a_command",
+    "test_nothing_unsound",
+    "test_plans_are_whole_and_keep_to_the_options",
+    "test_runs_are_priced_at_or_just_above_their_ilp",
+    "test_same_digest_in_another_process",
+    "test_small_gap_with_tight_memory",
+    "test_what_the_error_offers_can_be_had",
+}
+# Folders whose tests start processes of their own, or train under a Trainer.
+NOT_QUICK_FOLDERS = {"checkpoint", "conformance", "equality", "install", "strategy"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `quick` what scripts/test_quick.sh runs: tests of one process, about a second at most."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        slow = "pool" in names or item.get_closest_marker("slow") or folder in NOT_QUICK_FOLDERS
+        if not slow and item.name.partition("[")[0] not in NOT_QUICK:
+            item.add_marker(pytest.mark.quick)
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
