@@ -20,6 +20,7 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.binding import bind, rebuild, slots
+from alpa_strategy.sharding.rule_families import RESHAPES
 
 aten = torch.ops.aten
 
@@ -292,7 +293,6 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
 
 RowCut = tuple[int, int]  # dim, segments
 
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy")
 _SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
@@ -304,13 +304,13 @@ def _name(call: OpCall) -> str:
 
 def regroups_dims(call: OpCall) -> bool:
     """Whether the op may merge or split dims, so that rows in several runs do not stay where single runs do."""
-    return _name(call) in (*_VIEWS, "view_as", "reshape_as")
+    return _name(call) in RESHAPES
 
 
 def row_views(call: OpCall, cuts: Sequence[RowCut | None], num_parts: int) -> tuple[RowCut, ...] | None:
     """Where the results have their rows when the operands have them at `cuts` (None: whole); None: not as rows."""
     name, first = _name(call), cuts[0]
-    if name in _VIEWS and len(cuts) == 1 and first is not None and call.target._overloadname != "dtype":
+    if name in RESHAPES and len(cuts) == 1 and first is not None and call.target._overloadname != "dtype":
         found = _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
         return None if found is None else (found,)
     if name in ("cat", "concat"):

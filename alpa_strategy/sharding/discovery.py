@@ -44,7 +44,7 @@ from alpa_strategy.sharding.discovery_trials import (
 )
 from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.localize import is_random
-from alpa_strategy.sharding.splits import rounds_sums
+from alpa_strategy.sharding.splits import has_elements, rounds_sums
 
 MAX_HYPOTHESES = 1500
 
@@ -67,13 +67,7 @@ def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) 
             store.put(call, [str(strategy) for strategy in found])
     else:
         found = _prove_again(call, axis_size, tuple(known))
-    return (repeated, *(s for s in found if _fits(s, call, axis_size) and not rounds_sums(call, s)))
-
-
-def _fits(strategy: AxisStrategy, call: OpCall, axis_size: int) -> bool:
-    """Every sharded dim has an element for each device."""
-    pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
-    return all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs)
+    return (repeated, *(s for s in found if has_elements(call, s, axis_size) and not rounds_sums(call, s)))
 
 
 @lru_cache(maxsize=4096)

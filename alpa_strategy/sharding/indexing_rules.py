@@ -8,11 +8,11 @@ from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.rule_families import aligned
+from alpa_strategy.sharding.rule_families import aligned, along
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 
 
-def cross_entropy(call: OpCall, axis_size: int) -> Found:
+def cross_entropy(call: OpCall) -> Found:
     """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of exp, target)."""
     bound = bind(call)
     logits, target = bound["logits"].index, bound["target"].index
@@ -40,7 +40,7 @@ def cross_entropy(call: OpCall, axis_size: int) -> Found:
     return Found(splits)
 
 
-def batch_norm_train(call: OpCall, axis_size: int) -> Found:
+def batch_norm_train(call: OpCall) -> Found:
     """Channels are independent; rows share their statistics: sums and counts are reduced, forward and backward."""
     names = ("x", "weight", "bias", "running_mean", "running_var")
     present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
@@ -63,7 +63,7 @@ def batch_norm_train(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in (channels, rows) if s is not None))
 
 
-def batch_norm(call: OpCall, axis_size: int) -> Found:
+def batch_norm(call: OpCall) -> Found:
     """aten.batch_norm: with given statistics everything is parallel, with batch statistics the channels are."""
     if bind(call)["training"]:
         return Found(read("[n!, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n!, c, *s!]", call) or ())
@@ -80,7 +80,7 @@ def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[S
     return [s for s in found if s is not None]
 
 
-def gather(call: OpCall, axis_size: int) -> Found:
+def gather(call: OpCall) -> Found:
     """gather, take_along_dim: other dims of equal size are parallel; or the index is cut and the source is whole."""
     bound = bind(call)
     source, index = (s.index for s in slots(call)[:2])
@@ -93,19 +93,19 @@ def gather(call: OpCall, axis_size: int) -> Found:
     return Found((*splits, *([along] if along is not None else [])), carries=True)
 
 
-def scatter(call: OpCall, axis_size: int) -> Found:
+def scatter(call: OpCall) -> Found:
     """scatter, scatter_add: dims other than the scattered one where self, index and src are equally long."""
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
     return Found(tuple(_same_size_dims(call, operands, bind(call)["dim"] % rank))) if rank else Found()
 
 
-def adding(call: OpCall, axis_size: int) -> Found:
+def adding(call: OpCall) -> Found:
     """scatter_add, index_add: as scatter; or what is added is cut along the dim, and every device adds its own part.
 
     The tensor that is added to counts once: on the first device.
     """
-    found = scatter(call, axis_size) if "scatter" in call.target_name else index_along(call, axis_size)
+    found = scatter(call) if "scatter" in call.target_name else index_along(call)
     bound = bind(call)
     rank = len(call.results[0].shape)
     given = bound.get("src", bound.get("source"))
@@ -128,7 +128,7 @@ def along_dim(call: OpCall) -> int:
     return bind(call)["dim"] % len(call.results[0].shape) if "scatter" in call.target_name else 0
 
 
-def index_along(call: OpCall, axis_size: int) -> Found:
+def index_along(call: OpCall) -> Found:
     """index_add, index_copy, index_fill, index_reduce: an index along one dim, of which every device needs all."""
     bound = bind(call)
     rank = len(call.results[0].shape)
@@ -143,7 +143,7 @@ def index_along(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None))
 
 
-def repeated_along(call: OpCall, axis_size: int) -> Found:
+def repeated_along(call: OpCall) -> Found:
     """repeat_interleave with a count for each element of one dim: the other dims; every device needs all counts."""
     bound = bind(call)
     source, counts = bound["self"].index, bound["repeats"].index
@@ -186,7 +186,7 @@ def _broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | Non
     return own if own >= 0 and call.operands[operand].shape[own] != 1 else None
 
 
-def index_put(call: OpCall, axis_size: int) -> Found:
+def index_put(call: OpCall) -> Found:
     """x[i, :, j] = values: the dims of x that are not indexed, which the values share or broadcast over."""
     bound = bind(call)
     source, values = bound["self"].index, bound["values"].index
@@ -202,7 +202,7 @@ def index_put(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None))
 
 
-def fourier(call: OpCall, axis_size: int) -> Found:
+def fourier(call: OpCall) -> Found:
     """fft and its relatives: linear, and the dims that are not transformed are independent."""
     bound = bind(call)
     operand = slots(call)[0].index
@@ -215,7 +215,7 @@ def fourier(call: OpCall, axis_size: int) -> Found:
     return replace(found, linear=(frozenset({operand}),), origin="notation")
 
 
-def index_select(call: OpCall, axis_size: int) -> Found:
+def index_select(call: OpCall) -> Found:
     """index_select: other dims of the source are parallel; or the index is cut and the source is whole."""
     source, index = (s.index for s in slots(call)[:2])
     rank = len(call.results[0].shape)
@@ -227,7 +227,7 @@ def index_select(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None), (frozenset({source}),) if source != index else (), True)
 
 
-def index(call: OpCall, axis_size: int) -> Found:
+def index(call: OpCall) -> Found:
     """x[i, :, j]: dims of x that are not indexed are parallel, and so are the dims of the (broadcast) index tensors."""
     source, indices = tensor_arguments(call)
     indexed = _indexed(call, source, indices)
@@ -242,37 +242,42 @@ def index(call: OpCall, axis_size: int) -> Found:
     return Found(tuple(s for s in splits if s is not None), linear, True)
 
 
-def factory(call: OpCall, axis_size: int) -> Found:
+def factory(call: OpCall) -> Found:
     """full, zeros, ones, empty: any dim of the result may be made in shards."""
-    splits = (split_from_dims(call, [], [d]) for d in range(len(call.results[0].shape)))
-    fitting = [s for s in splits if s is not None and call.results[0].shape[int(s.results[0])] >= axis_size]
-    outputs = tuple(AxisStrategy((), (shard(int(s.results[0])),)) for s in fitting)
-    return Found(extra=outputs)
+    return Found(extra=tuple(AxisStrategy((), (shard(d),)) for d in range(len(call.results[0].shape))))
 
 
-def constant(call: OpCall, axis_size: int) -> Found:
+def constant(call: OpCall) -> Found:
     """arange and the like: made whole on every device (a shard of it is a slice, which costs nothing)."""
     return Found()
 
 
-def new_factory(call: OpCall, axis_size: int) -> Found:
+def new_factory(call: OpCall) -> Found:
     """new_zeros and the like read only the operand's dtype: every layout of it will do."""
-    operand, result = call.operands[0].shape, call.results[0].shape
-    layouts = [shard(d) for d in range(len(operand)) if operand[d] >= axis_size]
-    made: list[DualPlacement] = [INVARIANT, *(shard(d) for d in range(len(result)) if result[d] >= axis_size)]
+    layouts = [shard(d) for d in range(len(call.operands[0].shape))]
+    made: list[DualPlacement] = [INVARIANT, *(shard(d) for d in range(len(call.results[0].shape)))]
     pairs = [AxisStrategy((INVARIANT,), (m,)) for m in made[1:]]
     pairs += [AxisStrategy((p,), (m,)) for p in layouts for m in made if m is INVARIANT or m is p]
     return Found(extra=tuple(pairs))
 
 
-def compare_along(call: OpCall, axis_size: int) -> Found:
-    """cosine_similarity: two broadcast operands, one dim reduced and kept whole."""
-    operands = tuple(s.index for s in slots(call))
-    rank = max(len(call.operands[i].shape) for i in operands)
-    dim = dims_of(bind(call)["dim"], rank)[0]
-    splits = []
-    for d in range(rank):
-        dims = [(i, _broadcast_dim(call, i, d, rank)) for i in operands]
-        if d != dim and any(x is not None for _, x in dims):
-            splits.append(split_from_dims(call, dims, [d - (1 if d > dim else 0)]))
-    return Found(tuple(s for s in splits if s is not None), origin="reduction")
+def renorm(call: OpCall) -> Found:
+    """renorm: each slice along `dim` is scaled by itself."""
+    rank = len(call.results[0].shape)
+    return aligned(call, whole=tuple(d for d in range(rank) if d != bind(call)["dim"] % rank))
+
+
+def histogram(call: OpCall) -> Found:
+    """histogram with given bins: counts add up unless they are divided by their sum."""
+    bound = bind(call)
+    values = bound["self"].index
+    weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
+    dims = range(0 if bound["density"] else len(call.operands[values].shape))
+    splits = (split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims)
+    return Found(tuple(s for s in splits if s is not None))
+
+
+def cross(call: OpCall) -> Found:
+    """cross: along `dim`, or along the first dim of size 3."""
+    dim = bind(call)["dim"]
+    return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=((0,), (1,)))

@@ -22,8 +22,8 @@ _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
 _VIEWS = frozenset(RESHAPES)
 _SIZE_ARGUMENT = frozenset(
-    {"expand", "broadcast_to", "full", "zeros", "ones", "empty", "rand", "randn", "normal"}
-    | {"new_zeros", "new_ones", "new_empty", "new_full"}
+    {"expand", "expand_copy", "broadcast_to", "sum_to_size", "full", "zeros", "ones", "empty", "rand", "randn"}
+    | {"normal", "new_zeros", "new_ones", "new_empty", "new_full"}
 )
 
 
@@ -146,6 +146,7 @@ _CHANGES: dict[str, Changes] = {
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
     "narrow": _narrow,
+    "narrow_copy": _narrow,
     "affine_grid_generator": _grid,
     "repeat_interleave": _repeat_interleave,
 }

@@ -7,6 +7,7 @@ cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -59,17 +60,41 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
     return tuple(found)
 
 
-def along(call: OpCall, argument: str = "dim", all_if_none: bool = True) -> Found:
-    """Ops that work along the dims in `argument` and keep the shape, or change it only there (softmax, topk)."""
-    bound = bind(call)
-    rank = len(call.results[0].shape)
-    value = bound[argument]
-    whole = () if not all_if_none and value in (None, ()) else dims_of(value, rank)
-    return aligned(call, whole=whole, carries=False)
+def along(call: OpCall, where: str | int = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> Found:
+    """Ops that work along some dims and keep the shape, or change it only there (softmax, topk).
+
+    where: the dim, or the argument that names the dims (None: all).
+    """
+    value = bind(call)[where] if isinstance(where, str) else where
+    return aligned(call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False)
+
+
+def compare_along(
+    call: OpCall, where: str | int = "dim", contracted: bool = False, linear: tuple[tuple[int, ...], ...] = ()
+) -> Found:
+    """Broadcast operands, one dim reduced: whole (cosine_similarity), or a sum that is cut (linalg_vecdot)."""
+    operands = tuple(s.index for s in slots(call))
+    rank = max(len(call.operands[i].shape) for i in operands)
+    dim = dims_of(bind(call)[where] if isinstance(where, str) else where, rank)[0]
+    keep = len(call.results[0].shape) == rank
+    splits = []
+    for d in range(rank):
+        dims = _broadcast_dims(call, operands, rank, d)
+        if all(own is None for _, own in dims):
+            continue
+        if d != dim:
+            splits.append(split_from_dims(call, dims, [d if keep or d < dim else d - 1]))
+        elif contracted:
+            splits.append(split_from_dims(call, dims, [SUM]))
+    return Found(tuple(s for s in splits if s is not None), linear_sets(call, linear), origin="reduction")
 
 
 def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
-    """Reductions over the dims in `argument` (None: all). kind: `sum`, `mean`, or `other` (reduced dims stay whole)."""
+    """Reductions over the dims in `argument` (None: all).
+
+    kind: `sum`, `mean`, `nansum` (a sum, but of summands it is not that of their sum), or `other` (reduced dims stay
+    whole).
+    """
     bound = bind(call)
     operand = slots(call)[0].index
     shape = call.operands[operand].shape
@@ -84,7 +109,7 @@ def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
             position += 1
         elif kind != "other" and shape[dim] > 1:
             splits += _one(call, operand, dim, SUM, "fraction" if kind == "mean" else None)
-    linear = () if kind == "other" else (frozenset({operand}),)
+    linear = () if kind in ("nansum", "other") else (frozenset({operand}),)
     return Found(tuple(splits), linear, carries=True, origin="reduction")
 
 
@@ -125,16 +150,8 @@ DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Ops (without namespace and overload) that give a tensor another shape and nothing else.
 RESHAPES = (
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "view_copy",
-    "view_as",
-    "reshape_as",
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"),
+    *("view_copy", "squeeze_copy", "unsqueeze_copy", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
 )
 
 
@@ -245,15 +262,17 @@ def repeat_interleave(call: OpCall) -> Found:
     )
 
 
-def keep_other_dims(call: OpCall, argument: str = "dim", removed: bool = False) -> Found:
-    """Ops that cut or pick along one dim (split, chunk, select, unbind): all other dims map one to one.
+def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> Found:
+    """Ops that cut, pick or move along some dims (split, select, flip, diagonal): all other dims map one to one.
 
-    `removed`: the dim is absent from the results.
+    where: the dims, or the arguments that name them (None: all); "dim" if not given.
+    removed: those dims are absent from the results, or come last.
     """
     operand = slots(call)[0].index
-    rank = len(call.operands[operand].shape)
-    dim = dims_of(bind(call)[argument], rank)[0]
-    pairs = [(d, d - (1 if removed and d > dim else 0)) for d in range(rank) if d != dim]
+    rank, bound = len(call.operands[operand].shape), bind(call)
+    worked = {d for w in where or ("dim",) for d in dims_of(bound[w] if isinstance(w, str) else min(w, rank - 1), rank)}
+    others = [d for d in range(rank) if d not in worked]
+    pairs = list(zip(others, range(rank) if removed else others, strict=False))
     return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
 
 
@@ -277,24 +296,25 @@ def pad(call: OpCall) -> Found:
     return Found(_pairs(call, operand, free), (frozenset({operand}),) if zero else (), True, "view")
 
 
-def moving(call: OpCall, argument: str = "dims") -> Found:
-    """flip, roll: dims along which nothing moves."""
-    operand = slots(call)[0].index
-    rank = len(call.operands[operand].shape)
-    moved = dims_of(bind(call)[argument], rank)
-    return Found(
-        _pairs(call, operand, [(d, d) for d in range(rank) if d not in moved]), (frozenset({operand}),), True, "view"
-    )
+def linear_only(call: OpCall, *linear: tuple[int, ...]) -> Found:
+    """Ops whose elements go anywhere, or are summed: no dim can be cut, but they are linear (in all if not given)."""
+    return Found((), linear_sets(call, linear or ((-1,),)), True, "view")
 
 
-def concatenate(call: OpCall) -> Found:
-    """cat: every dim but the concatenated one, cut in all operands; linear in all operands together."""
+def concatenate(call: OpCall, dim: int | None = None, shift: int = 0) -> Found:
+    """cat and its relatives: every dim but the concatenated one, cut in all operands; linear in all together.
+
+    dim: of the result, the argument `dim` if not given.
+    shift: the dim of the result along which vectors lie, where the result has more dims than they (vstack).
+    """
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
-    if any(len(call.operands[i].shape) != rank for i in operands):  # legacy empty tensors
-        return Found(origin="view")
-    dim = bind(call)["dim"] % rank
-    splits = (split_from_dims(call, [(i, d) for i in operands], [d]) for d in range(rank) if d != dim)
+    dim = bind(call)["dim"] % rank if dim is None else min(dim, rank - 1)
+    splits = []
+    for d in range(rank):
+        own = [(i, d - shift if len(call.operands[i].shape) == 1 < rank else d) for i in operands]
+        if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
+            splits.append(split_from_dims(call, own, [d]))
     return Found(tuple(s for s in splits if s is not None), (frozenset(operands),), True, "view")
 
 
@@ -305,3 +325,56 @@ def stack(call: OpCall) -> Found:
     dim = bind(call)["dim"] % rank
     splits = (split_from_dims(call, [(i, d) for i in operands], [d + (1 if d >= dim else 0)]) for d in range(rank - 1))
     return Found(tuple(s for s in splits if s is not None), (frozenset(operands),), True, "view")
+
+
+def write_into(call: OpCall, *removed: str, whole: str = "") -> Found:
+    """select_scatter, slice_scatter, diagonal_scatter: a tensor with a part of it replaced; the part's other dims.
+
+    removed: arguments that name dims which the part lacks; whole: one that names a dim which must not be cut.
+    """
+    target, part = (s.index for s in slots(call))
+    rank, bound = len(call.operands[target].shape), bind(call)
+    kept = [d for d in range(rank) if d not in {bound[name] % rank for name in removed}]
+    splits = [
+        split_from_dims(call, [(target, d), (part, own)], [d])
+        for own, d in enumerate(kept)
+        if not whole or d != bound[whole] % rank
+    ]
+    return Found(tuple(s for s in splits if s is not None), linear_sets(call, ((0, 1),)), True, "view")
+
+
+def diag_embed(call: OpCall) -> Found:
+    """diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
+    operand, bound, rank = slots(call)[0].index, bind(call), len(call.results[0].shape)
+    others = [d for d in range(rank) if d not in {bound["dim1"] % rank, bound["dim2"] % rank}]
+    return Found(_pairs(call, operand, list(enumerate(others))), (frozenset({operand}),), True, "view")
+
+
+def rot90(call: OpCall) -> Found:
+    """rot90: dims that are not rotated; of the two that are, the one that is not reversed."""
+    operand, bound, rank = slots(call)[0].index, bind(call), len(call.results[0].shape)
+    first, second = (d % rank for d in bound["dims"])
+    turned = {0: [(first, first), (second, second)], 1: [(first, second)], 2: [], 3: [(second, first)]}
+    pairs = [(d, d) for d in range(rank) if d not in (first, second)] + turned[bound["k"] % 4]
+    return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
+
+
+def sum_to_size(call: OpCall) -> Found:
+    """sum_to_size: the dims that stay are parallel, the others are contracted."""
+    operand = slots(call)[0].index
+    source, target = call.operands[operand].shape, call.results[0].shape
+    offset = len(source) - len(target)
+    splits: list[Split] = []
+    for d, size in enumerate(source):
+        stays = d >= offset and target[d - offset] == size
+        splits += _one(call, operand, d, d - offset if stays else SUM) if size > 1 else []
+    return Found(tuple(splits), (frozenset({operand}),), True, "reduction")
+
+
+def trapezoid(call: OpCall) -> Found:
+    """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values and places."""
+    ranks = [len(call.operands[s.index].shape) for s in slots(call)]
+    if len(set(ranks)) == 1 < len(ranks):  # a place for every value
+        return compare_along(call, linear=((0,), (1,)))
+    found = keep_other_dims(call, removed=len(call.results[0].shape) < ranks[0])
+    return replace(found, linear=linear_sets(call, ((0,), (1,))), origin="reduction")

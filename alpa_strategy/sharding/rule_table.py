@@ -1,370 +1,32 @@
-"""The rules, as data: op -> a line of index notation, or the family that it belongs to. Nothing is decided here.
+"""The table of rules: op -> a line of index notation, or the family that it belongs to; and how an op finds its rule.
 
-Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen need no entry. First
-come matrices in batches, images, losses over rows and recurrent networks: most of their dims are the op's own business
-(`i!`), and those in front of them are independent."""
+Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen need no entry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from alpa_strategy.ir.op import OpCall, Slot
+import torch
+
+from alpa_strategy.ir.op import OpCall, target_name
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding.binding import bind
-from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.rule_families import linear_sets
+from alpa_strategy.sharding.notation_rules import EACH, FIRST, NOTATION
 from alpa_strategy.sharding.splits import Found
 
-_MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
-_OTHER_MATRIX, _THIRD_MATRIX = "[*b, k!, l!]", "[*b, m!, n!]"
-_COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
+Family = Callable[[OpCall, int], "Found | None"]
 
 
-def _lines(names: str, line: str) -> dict[str, str]:
-    return {f"aten.{name}": line for name in names.split()}
+def _of(names: str, family: Callable[..., Found], *where: object, **options: object) -> dict[str, Family]:
+    """ATen's `names` -> `family(call, *where, **options)`."""
+    return dict.fromkeys(
+        (f"aten.{name}" for name in names.split()), lambda call, axis_size: family(call, *where, **options)
+    )
 
-
-MATRICES: dict[str, str] = {
-    **_lines("linalg_cholesky cholesky cholesky_inverse linalg_inv matrix_exp", f"{_MATRIX} -> {_MATRIX}"),
-    **_lines("linalg_matrix_power", f"{_MATRIX} -> {_MATRIX}"),
-    **_lines("pinverse", f"{_MATRIX} -> [*b, j!, i!]"),
-    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_lines("linalg_det logdet linalg_cond", f"{_MATRIX} -> {_NUMBER}"),
-    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_lines("linalg_slogdet", f"{_MATRIX} -> {_NUMBER}, {_NUMBER}"),
-    **_lines("linalg_eigvals linalg_eigvalsh linalg_svdvals", f"{_MATRIX} -> [*b, k!]"),
-    **_lines("linalg_eig linalg_eigh", f"{_MATRIX} -> {_VECTOR}, {_MATRIX}"),
-    **_lines("linalg_svd svd", f"{_MATRIX} -> {_OTHER_MATRIX}, [*b, r!], {_THIRD_MATRIX}"),
-    **_lines("linalg_qr qr", f"{_MATRIX} -> {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("linalg_lu", f"{_MATRIX} -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("lu_unpack", f"{_MATRIX}, [*b, r!] -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("linalg_lu_factor linalg_ldl_factor geqrf", f"{_MATRIX} -> {_MATRIX}, [*b, r!]"),
-    **_lines("linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", f"{_MATRIX} -> {_MATRIX}, [*b, r!], {_NUMBER}"),
-    **_lines("linalg_cholesky_ex linalg_inv_ex", f"{_MATRIX} -> {_MATRIX}, {_NUMBER}"),
-    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
-    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
-    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_lines("linalg_householder_product", f"{_MATRIX}, [*b, r!] -> {_MATRIX}"),
-    **_lines("ormqr", f"{_MATRIX}, [*b, r!], {_OTHER_MATRIX} -> {_OTHER_MATRIX}"),
-    **_lines("triangular_solve", f"{_OTHER_MATRIX}, {_MATRIX} -> {_OTHER_MATRIX}, {_MATRIX}"),
-    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
-    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
-}
-
-
-def solve(call: OpCall, axis_size: int) -> str:
-    """linalg_solve: right-hand sides may be vectors, as told by the ranks; solve_ex also says how it went."""
-    matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
-    told = f", {_NUMBER}" if len(call.results) > 1 else ""
-    if len(right) == 1 or right == matrix[:-1]:
-        return f"{_MATRIX}, {_VECTOR} -> {_VECTOR}{told}"
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, {columns} -> {columns}{told}"
-
-
-def solve_triangular(call: OpCall, axis_size: int) -> str:
-    """linalg_solve_triangular: matrix, right-hand sides."""
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, {columns} -> {columns}"
-
-
-def lu_solve(call: OpCall, axis_size: int) -> str:
-    """linalg_lu_solve: factors, pivots, right-hand sides."""
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, [*b, r!], {columns} -> {columns}"
-
-
-_PLACES = {1: "w!", 2: "h!, w!", 3: "d!, h!, w!"}
-
-
-def _image(num_dims: int) -> str:
-    return f"[*b, {_PLACES[num_dims]}]"
-
-
-IMAGES: dict[str, str] = {
-    **{
-        f"aten.{name}": f"{_image(n)} -> {_image(n)}"
-        for n, names in (
-            (1, "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
-            (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d"),
-            (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad2d replication_pad2d"),
-            (3, "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d replication_pad3d"),
-        )
-        for name in names.split()
-    },
-    **{
-        f"aten.{kind}{n}d{suffix}": f"{_image(n)} -> {_image(n)}, {_image(n)}"
-        for n in (1, 2, 3)
-        for kind, suffix in (("max_pool", "_with_indices"), ("adaptive_max_pool", ""))
-    },
-    **{f"aten.max_unpool{n}d": f"{_image(n)}, {_image(n)} -> {_image(n)}" for n in (2, 3)},
-    **{
-        f"aten.max_pool{n}d_with_indices_backward": f"[*b, {_PLACES[n]}], [*b, x!, y!{', z!' * (n - 2)}], "
-        f"[*b, {_PLACES[n]}] -> [*b, x!, y!{', z!' * (n - 2)}]"
-        for n in (2, 3)
-    },
-    **{
-        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {_PLACES[n]}], [n, c, {_PLACES[n]}]"
-        for n in (2, 3)
-    },
-    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
-    **_lines("im2col", "[n, c!, h!, w!] -> [n, k!, l!]"),
-    **_lines("col2im", "[n, k!, l!] -> [n, c!, h!, w!]"),
-    **_lines("pixel_shuffle pixel_unshuffle channel_shuffle", "[*b, c!, h!, w!] -> [*b, c!, h!, w!]"),
-}
-
-
-def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
-    """The line of a loss over rows, whose index is `n` in `operands`: a number for each, or their sum or mean."""
-
-    def line(call: OpCall, axis_size: int) -> str:
-        reduction = bind(call)["reduction"]
-        row = "n@fraction" if reduction == 1 else "n"
-        terms = [term.replace("n", row) for term in operands]
-        return f"{', '.join(terms)} -> {'[n]' if reduction == 0 else '[]'}"
-
-    return line
-
-
-ROW_LOSSES = {
-    "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
-    "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
-    "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
-    "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
-}
-
-
-def recurrent(call: OpCall, axis_size: int) -> str:
-    """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights are whole."""
-    bound = bind(call)
-    batched = len(call.operands[bound["input"].index].shape) == 3
-    if "batch_sizes" in bound:  # packed sequences: rows of many samples, interleaved
-        return "[never!] -> []"
-    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
-    outer = "[t!, i!]" if not batched else "[b, t!, i!]" if bound["batch_first"] else "[t!, b, i!]"
-    result = outer.replace("i!", "o!")
-    hidden = [f"[l!, b, h{k}!]" if batched else f"[l!, h{k}!]" for k in range(len(states))]
-    weights = [
-        "[" + ", ".join(f"w{k}d{d}!" for d in range(len(call.operands[slot.index].shape))) + "]"
-        for k, slot in enumerate(bound["params"])
-    ]
-    return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
-
-
-def cell(call: OpCall, axis_size: int) -> str:
-    """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell: samples are independent."""
-    bound = bind(call)
-    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
-    batch = "b, " if len(call.operands[bound["input"].index].shape) == 2 else ""
-    hidden = [f"[{batch}h{k}!]" for k in range(len(states))]
-    operands = [f"[{batch}i!]", *hidden, "[g!, i!]", "[g!, h0!]", "[g!]?", "[g!]?"]
-    return f"{', '.join(operands)} -> {', '.join(hidden[: len(call.results)])}"
-
-
-def searchsorted(call: OpCall, axis_size: int) -> str:
-    """Every value is looked up by itself: in one sorted sequence, or in that of its own row."""
-    sequence = bind(call)["sorted_sequence"]
-    if len(call.operands[sequence.index].shape) == 1:
-        return "[s!], [*b], [s!]? -> [*b]"
-    return "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]"
-
-
-def embedding_bag(call: OpCall, axis_size: int) -> str:
-    """Columns of the table are independent; `max` (mode 2) also says from which row each element came."""
-    bound = bind(call)
-    rows_of_maxima = "[m!, d]" if bound["mode"] == 2 and len(call.results[3].shape) == 2 else "[m!]"
-    weights = ", [i!]" if isinstance(bound["per_sample_weights"], Slot) else ""
-    return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
-
-
-RECURRENT = {
-    **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
-}
-
-LOOKUPS = {
-    "aten.searchsorted.Tensor": searchsorted,
-    "aten.embedding_bag": embedding_bag,
-    "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
-    "aten.take": "[*s!], [*i] -> [*i]",
-    "aten.multinomial": "[*b, c!] -> [*b, n!]",
-    "aten.linalg_solve": solve,
-    "aten.linalg_solve_ex": solve,
-    "aten.linalg_solve_triangular": solve_triangular,
-    "aten.linalg_lu_solve": lu_solve,
-}
-
-BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {**MATRICES, **IMAGES, **ROW_LOSSES, **RECURRENT, **LOOKUPS}
-
-
-Family = Callable[[OpCall, int], Found]
-
-
-@dataclass(frozen=True)
-class Notation:
-    """A rule in index notation. `select` picks the line from the call and axis size where one line is not enough.
-
-    linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
-    carries: offer `R*` -> `R*` (see `Found`).
-    """
-
-    line: str | Callable[[OpCall, int], str]
-    linear: tuple[tuple[int, ...], ...] = ()
-    carries: bool = False
-
-    def __call__(self, call: OpCall, axis_size: int) -> Found | None:
-        line = self.line if isinstance(self.line, str) else self.line(call, axis_size)
-        splits = read(line, call)
-        if splits is None:
-            return None
-        return Found(splits, linear_sets(call, self.linear), self.carries)
-
-
-def _no_size(family: Callable[..., Found], **options: object) -> Family:
-    return lambda call, axis_size: family(call, **options)
-
-
-def _matmul(call: OpCall, axis_size: int) -> str:
-    left, right = (len(o.shape) for o in (call.operands[bind(call)[n].index] for n in ("self", "other")))
-    if left == 1:
-        return "[k], [k] -> []" if right == 1 else "[k], [*b, k, n] -> [*b, n]"
-    return "[*b, m, k], [k] -> [*b, m]" if right == 1 else "[*b, m, k], [*b, k, n] -> [*b, m, n]"
-
-
-def _einsum(call: OpCall, axis_size: int) -> str:
-    equation = bind(call)["equation"].replace(" ", "").replace("...", "*")
-    left, arrow, right = equation.partition("->")
-    if not arrow:
-        letters = left.replace(",", "")
-        right = ("*" if "*" in left else "") + "".join(sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1))
-
-    def term(text: str) -> str:
-        repeated = {c for operand in left.split(",") for c in operand if operand.count(c) > 1}
-        return "[" + ", ".join("*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text) + "]"
-
-    return ", ".join(term(t) for t in left.split(",")) + " -> " + term(right)
-
-
-def _attention(call: OpCall, axis_size: int) -> str:
-    arguments = bind(call)
-    rows = "l!" if arguments["is_causal"] else "l"
-    heads = "h=, " if arguments["enable_gqa"] else ""
-    query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
-    return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
-
-
-def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
-    arguments = bind(call)
-    if transposed is None:
-        transposed = arguments["transposed"]
-    groups = arguments["groups"]
-    if groups == 1:
-        weight = "[c, o, *s!]" if transposed else "[o, c, *s!]"
-        return f"[*n, c, *s!], {weight}, +[o]? -> [*n, o, *s!]"
-    channel = "c=" if groups % axis_size == 0 else "c!"
-    return f"[*n, {channel}, *s!], [{channel}, i!, *s!], [{channel}]? -> [*n, {channel}, *s!]"
-
-
-def _group_norm(call: OpCall, axis_size: int) -> str:
-    channel = "c=" if bind(call)["num_groups"] % axis_size == 0 else "c!"
-    return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
-
-
-def _instance_norm(call: OpCall, axis_size: int) -> str:
-    """Samples are independent, unless running statistics average over them."""
-    row = "n!" if bind(call)["running_mean"] is not None else "n"
-    return f"[{row}, c, *s!], [c]?, [c]?, [c]?, [c]? -> [{row}, c, *s!]"
-
-
-def _embedding(call: OpCall, axis_size: int) -> str:
-    if bind(call)["scale_grad_by_freq"]:
-        return "[v!, d], [*i!] -> [*i!, d]"
-    return "[v@vocab_embedding, d], [*i] -> [*i, d]"
-
-
-def _bag_lookup(call: OpCall, axis_size: int) -> str:
-    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
-    return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
-
-
-def _ctc_rows(call: OpCall, axis_size: int) -> str:
-    """Targets are padded to one length, or follow one another."""
-    padded = len(call.operands[bind(call)["targets"].index].shape) == 2
-    return "[t!, b, c!], [b, s!], [b], [b] -> [b]" if padded else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
-
-
-def _affine_grid(call: OpCall, axis_size: int) -> str:
-    places = "".join(f"s{d}!, " for d in range(len(call.results[0].shape) - 2))
-    return f"[n, i!, j!] -> [n, {places}k!]"
-
-
-def _one_hot(call: OpCall, axis_size: int) -> str:
-    return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
-
-
-def _row_loss(call: OpCall, axis_size: int) -> str:
-    """Losses per row (capture turns the summed ones into `cross_entropy_sum`)."""
-    if bind(call)["reduction"] != 0:
-        return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
-    target = call.operands[bind(call)["target"].index]
-    return f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? -> [n, *d]"
-
-
-_NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
-_IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
-_FIRST = ((0,),)
-
-NOTATION: dict[str, Notation] = {
-    **{name: Notation(line) for name, line in BATCHED.items()},
-    "aten.linear": Notation("[*b, k], [n, k], +[n]? -> [*b, n]"),
-    "aten.matmul": Notation(_matmul),
-    "aten.mm": Notation("[m, k], [k, n] -> [m, n]"),
-    "aten.bmm": Notation("[b, m, k], [b, k, n] -> [b, m, n]"),
-    "aten.mv": Notation("[m, k], [k] -> [m]"),
-    "aten.dot": Notation("[k], [k] -> []"),
-    "aten.outer": Notation("[m], [n] -> [m, n]"),
-    "aten.addmm": Notation("+[m, n], [m, k], [k, n] -> [m, n]"),
-    "aten.baddbmm": Notation("+[b, m, n], [b, m, k], [b, k, n] -> [b, m, n]"),
-    "aten.embedding": Notation(_embedding, carries=True),
-    "aten.layer_norm": Notation(f"{_NORM}, [*normalized_shape!]? -> [*b, *normalized_shape!]"),
-    "aten.native_layer_norm": Notation(
-        f"{_NORM}, [*normalized_shape!]? -> " + ", ".join(["[*b, *normalized_shape!]"] * 3)
-    ),
-    "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
-    "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
-    "aten.group_norm": Notation(_group_norm),
-    "aten.instance_norm": Notation(_instance_norm),
-    "aten.scaled_dot_product_attention": Notation(_attention),
-    **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
-    **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
-    "aten.convolution": Notation(_convolution),
-    **{f"aten.{kind}_pool1d": Notation(f"{_IMAGE_1D} -> {_IMAGE_1D}") for kind in ("max", "avg", "adaptive_avg")},
-    **{f"aten.{kind}_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}") for kind in ("max", "avg", "adaptive_avg")},
-    **{f"aten.{kind}_pool3d": Notation(f"{_IMAGE_3D} -> {_IMAGE_3D}") for kind in ("max", "avg", "adaptive_avg")},
-    "aten._adaptive_avg_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
-    "aten.einsum": Notation(_einsum),
-    "aten.one_hot": Notation(_one_hot),
-    "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
-    "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=_FIRST, carries=True),
-    "aten.affine_grid_generator": Notation(_affine_grid),
-    "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
-    **{f"aten.feature_{kind}": Notation("[n, c, *s!] -> [n, c, *s!]") for kind in ("dropout", "alpha_dropout")},
-    "aten.cross_entropy_loss": Notation(_row_loss),
-    "aten.nll_loss_nd": Notation(_row_loss),
-    "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),
-    "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=_FIRST, carries=True),
-    **{f"aten.{name}.dtype": Notation("[*b, c!] -> [*b, c!]") for name in ("view", "view_copy")},
-    "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=_FIRST, carries=True),
-    "alpa.ctc_rows": Notation(_ctc_rows),
-    "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
-    "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
-    "ops.bag_lookup": Notation(_bag_lookup),
-    "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
-    "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),
-}
 
 # Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be whole.
 POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -372,19 +34,19 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.sub.Tensor": ((0, 1),),
     "aten.rsub.Tensor": ((0, 1),),
     "aten.mul.Tensor": ((0,), (1,)),
-    "aten.mul.Scalar": _FIRST,
-    "aten.div.Tensor": _FIRST,
-    "aten.div.Scalar": _FIRST,
-    "aten.neg": _FIRST,
-    "aten.positive": _FIRST,
-    "aten.resolve_conj": _FIRST,
-    "aten.clone": _FIRST,
-    "aten.contiguous": _FIRST,
-    "aten._to_copy": _FIRST,
-    "aten.to": _FIRST,
-    "aten.detach": _FIRST,
-    "aten.alias": _FIRST,
-    "aten.lift_fresh_copy": _FIRST,
+    "aten.mul.Scalar": FIRST,
+    "aten.div.Tensor": FIRST,
+    "aten.div.Scalar": FIRST,
+    "aten.neg": FIRST,
+    "aten.positive": FIRST,
+    "aten.resolve_conj": FIRST,
+    "aten.clone": FIRST,
+    "aten.contiguous": FIRST,
+    "aten._to_copy": FIRST,
+    "aten.to": FIRST,
+    "aten.detach": FIRST,
+    "aten.alias": FIRST,
+    "aten.lift_fresh_copy": FIRST,
     "aten.where.self": ((1, 2),),
 }
 
@@ -413,69 +75,132 @@ UNTAGGED_POINTWISE = (
     *(f"aten.arc{name}{h}" for name in ("cos", "sin", "tan") for h in ("", "h")),
 )
 
-_LOSSES = (
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "soft_margin_loss"),
-    *("margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss"),
-)
-_OTHER_REDUCTIONS = (
-    *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "std", "var_mean", "std_mean", "prod"),
-    *("norm", "linalg_vector_norm", "logsumexp", "median", "mode", "count_nonzero", "kthvalue", "nanmedian"),
-    *("linalg_norm", "linalg_matrix_norm", "special_logsumexp", "aminmax", "nanmean"),
-)
-
-_TRANSFORMS = [f"{kind}{dims}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for dims in ("", "2", "n")]
 
 FAMILIES: dict[str, Family] = {
-    **{f"aten.{name}": _no_size(families.view) for name in families.RESHAPES},
-    **{
-        f"aten.{name}": _no_size(families.permutation)
-        for name in ("transpose", "permute", "t", "movedim", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
-    },
-    **{f"aten.{name}": _no_size(families.expand) for name in ("expand", "broadcast_to", "expand_as")},
-    **{f"aten.{name}": _no_size(families.repeat) for name in ("repeat", "tile")},
-    "aten.repeat_interleave.self_int": _no_size(families.repeat_interleave),
-    **{
-        f"aten.{name}": _no_size(families.keep_other_dims)
-        for name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split.sections")
-    },
-    "aten.tensor_split.indices": _no_size(families.keep_other_dims),
-    **{f"aten.{name}": _no_size(families.keep_other_dims, removed=True) for name in ("select.int", "unbind.int")},
-    **{f"aten.{name}": _no_size(families.slice_) for name in ("slice.Tensor", "narrow.default")},
-    **{f"aten.{name}": _no_size(families.pad) for name in ("pad", "constant_pad_nd")},
-    **{f"aten.{name}": _no_size(families.moving) for name in ("flip", "roll")},
-    **{f"aten.{name}": _no_size(families.concatenate) for name in ("cat", "concat")},
-    "aten.stack": _no_size(families.stack),
-    "aten.sum": _no_size(families.reduction, kind="sum"),
-    "aten.mean": _no_size(families.reduction, kind="mean"),
-    **{f"aten.{name}": _no_size(families.reduction, kind="other") for name in _OTHER_REDUCTIONS},
-    **{
-        f"aten.{name}": _no_size(families.along)
-        for name in ("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod")
-    },
-    **{
-        f"aten.{name}": _no_size(families.along)
-        for name in ("topk", "sort", "argsort", "logcumsumexp", "cummax", "cummin", "glu", "_softmax_backward_data")
-    },
-    **{f"aten.fft_{name}": indexing.fourier for name in _TRANSFORMS},
-    **{f"aten.{name}": _no_size(families.keep_other_dims, argument="dimension") for name in ("unfold", "unfold_copy")},
-    **{f"aten.{name}": _no_size(families.elementwise_loss) for name in _LOSSES},
-    "aten.binary_cross_entropy_with_logits": _no_size(families.elementwise_loss),
-    "aten.cosine_similarity": indexing.compare_along,
-    "aten.gather": indexing.gather,
-    "aten.take_along_dim": indexing.gather,
-    **{f"aten.{name}": indexing.scatter for name in ("scatter", "scatter_reduce")},
-    **{f"aten.{name}": indexing.adding for name in ("scatter_add", "index_add")},
-    **{f"aten.{name}": indexing.index_along for name in ("index_copy", "index_fill", "index_reduce")},
-    "aten.repeat_interleave.self_Tensor": indexing.repeated_along,
-    "aten.index_put": indexing.index_put,
-    "aten.index_select": indexing.index_select,
-    "aten.index.Tensor": indexing.index,
-    "aten.batch_norm": indexing.batch_norm,
-    **{f"aten.{name}": indexing.constant for name in ("arange", "randint", "randperm", "eye", "linspace")},
-    **{f"aten.{name}": indexing.constant for name in ("scalar_tensor", "tril_indices", "triu_indices")},
-    **{f"aten.{name}": indexing.factory for name in ("full", "zeros", "ones", "empty.memory_format", "rand", "randn")},
-    "aten.normal.float_float": indexing.factory,
-    **{f"aten.{name}": indexing.new_factory for name in ("new_zeros", "new_ones", "new_empty", "new_full")},
-    "ops.cross_entropy_sum": indexing.cross_entropy,
-    "ops.batch_norm_train": indexing.batch_norm_train,
+    # Views and their copies.
+    **_of(" ".join(families.RESHAPES), families.view),
+    **_of("transpose permute t movedim swapaxes swapdims numpy_T mT mH matrix_H adjoint", families.permutation),
+    **_of("transpose_copy permute_copy t_copy", families.permutation),
+    **_of("expand expand_copy broadcast_to expand_as", families.expand),
+    **_of("repeat tile", families.repeat),
+    **_of("repeat_interleave.self_int", families.repeat_interleave),
+    **_of("split split_with_sizes split_with_sizes_copy chunk unsafe_split unsafe_chunk", families.keep_other_dims),
+    **_of("tensor_split.sections tensor_split.indices gradient", families.keep_other_dims),
+    **_of("vsplit flipud", families.keep_other_dims, 0),
+    **_of("hsplit fliplr", families.keep_other_dims, 1),
+    **_of("dsplit", families.keep_other_dims, 2),
+    **_of("flip roll", families.keep_other_dims, "dims"),
+    **_of("fft_fftshift fft_ifftshift", families.keep_other_dims, "dim"),
+    **_of("unfold unfold_copy", families.keep_other_dims, "dimension"),
+    **_of("select.int unbind.int unbind_copy.int", families.keep_other_dims, removed=True),
+    **_of("diagonal diagonal_copy linalg_diagonal", families.keep_other_dims, "dim1", "dim2", removed=True),
+    **_of("diag_embed", families.diag_embed),
+    **_of("rot90", families.rot90),
+    **_of("slice.Tensor narrow.default narrow_copy", families.slice_),
+    **_of("pad constant_pad_nd", families.pad),
+    **_of("cat concat diff", families.concatenate),
+    **_of("hstack column_stack", families.concatenate, 1),
+    **_of("vstack", families.concatenate, 0, shift=1),
+    **_of("dstack", families.concatenate, 2, shift=1),
+    **_of("stack", families.stack),
+    **_of("select_scatter", families.write_into, "dim"),
+    **_of("diagonal_scatter", families.write_into, "dim1", "dim2"),
+    **_of("slice_scatter", families.write_into, whole="dim"),
+    # Where elements go depends on more than their dims: linear at least.
+    **_of("as_strided as_strided_copy as_strided_scatter block_diag _chunk_cat", families.linear_only),
+    **_of("diag diagflat trace", families.linear_only),
+    **_of("atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence", families.linear_only),
+    **_of("put masked_scatter", families.linear_only, (0, 2)),
+    **_of("resize resize_as", families.linear_only, (0,)),
+    **_of("linalg_tensorsolve", families.linear_only, (1,)),
+    # Sums, other reductions and losses.
+    **_of("sum", families.reduction, kind="sum"),
+    **_of("mean", families.reduction, kind="mean"),
+    **_of("nansum", families.reduction, kind="nansum"),
+    **_of("amax amin max min argmax argmin any all var std var_mean std_mean prod", families.reduction, kind="other"),
+    **_of("norm linalg_vector_norm linalg_norm linalg_matrix_norm hash_tensor", families.reduction, kind="other"),
+    **_of("logsumexp special_logsumexp count_nonzero nanmean aminmax", families.reduction, kind="other"),
+    **_of("median nanmedian mode kthvalue", families.reduction, kind="other"),
+    **_of("sum_to_size", families.sum_to_size),
+    **_of("trapezoid trapz cumulative_trapezoid", families.trapezoid),
+    **_of("cosine_similarity", families.compare_along),
+    **_of("pairwise_distance", families.compare_along, -1),
+    **_of("linalg_vecdot", families.compare_along, contracted=True, linear=EACH),
+    **_of("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div", families.elementwise_loss),
+    **_of("binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss", families.elementwise_loss),
+    **_of("margin_ranking_loss hinge_embedding_loss", families.elementwise_loss),
+    # Along some dims.
+    **_of("softmax log_softmax _softmax _log_softmax _safe_softmax _softmax_backward_data glu", families.along),
+    **_of("cumsum cumprod logcumsumexp cummax cummin topk sort argsort", families.along),
+    **_of("msort", families.along, 0),
+    **_of("linalg_cross", families.along, linear=EACH),
+    **_of("cross", indexing.cross),
+    **_of("renorm", indexing.renorm),
+    **_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", indexing.fourier),
+    **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", indexing.fourier),
+    **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", indexing.fourier),
+    # Indexing, and tensors made from nothing.
+    **_of("gather take_along_dim", indexing.gather),
+    **_of("scatter scatter_reduce", indexing.scatter),
+    **_of("scatter_add index_add", indexing.adding),
+    **_of("index_copy index_fill index_reduce", indexing.index_along),
+    **_of("repeat_interleave.self_Tensor", indexing.repeated_along),
+    **_of("index_put", indexing.index_put),
+    **_of("index_select", indexing.index_select),
+    **_of("index.Tensor", indexing.index),
+    **_of("histogram.bins_tensor", indexing.histogram),
+    **_of("batch_norm", indexing.batch_norm),
+    **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", indexing.constant),
+    **_of("full zeros ones empty.memory_format rand randn normal.float_float", indexing.factory),
+    **_of("new_zeros new_ones new_empty new_full", indexing.new_factory),
+    "ops.cross_entropy_sum": lambda call, axis_size: indexing.cross_entropy(call),
+    "ops.batch_norm_train": lambda call, axis_size: indexing.batch_norm_train(call),
 }
+
+
+def _pointwise(call: OpCall, axis_size: int) -> Found:
+    name = target_name(call.target)
+    linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
+    if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
+        linear = ((0,),)
+    found = families.aligned(call, linear=linear)
+    if name in _SCALING:
+        found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
+    return found
+
+
+_SCALING = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
+
+
+def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
+    """A product of a partial sum saves a collective only as the scaling of something by something smaller."""
+    sizes = [call.operands[i].num_elements for i in range(len(call.operands)) if i not in chosen]
+    return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
+
+
+@cache
+def rule_of(target: Any) -> Family | None:
+    name = target_name(target)
+    is_aten = isinstance(target, torch._ops.OpOverload)
+    if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
+        return _pointwise
+    for key in (name, name.rpartition(".")[0]) if is_aten else (name,):
+        if key in NOTATION:
+            return NOTATION[key]
+        if key in FAMILIES:
+            return FAMILIES[key]
+        if key in UNTAGGED_POINTWISE:
+            return _pointwise
+    return None
+
+
+def rule_lines() -> dict[str, tuple[str, str]]:
+    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
+    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
+    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
+    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
+
+
+def has_rule(target: Any) -> bool:
+    """Whether the table (or ATen's pointwise tag) covers this target."""
+    return rule_of(target) is not None

@@ -7,7 +7,7 @@ that turns it into dual placements, checks sizes and removes duplicates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -47,13 +47,14 @@ class Found:
             op (backward is linear in the gradient); offered only where it can save a collective: for what is often
             applied to parameters before they meet the data (casts, views, tables, statistics).
         origin: `rule_origin`'s answer.
+        extra: strategies that are no splits (of tensors made from nothing).
     """
 
     splits: tuple[Split, ...] = ()
     linear: tuple[frozenset[int], ...] = ()
     carries: bool = False
     origin: str = "notation"
-    extra: tuple[AxisStrategy, ...] = field(default=())
+    extra: tuple[AxisStrategy, ...] = ()
 
 
 def differentiable(call: OpCall) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -81,6 +82,12 @@ def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
     if split.even:
         return all(size % axis_size == 0 for size in sizes)
     return len(set(sizes)) == 1 and sizes[0] >= axis_size
+
+
+def has_elements(call: OpCall, strategy: AxisStrategy, axis_size: int) -> bool:
+    """Every sharded dim has an element for each device."""
+    pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
+    return all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs)
 
 
 def _widens(call: OpCall) -> bool:
@@ -152,7 +159,7 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
                 continue
             inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
             strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
-    strategies += found.extra
+    strategies += [s for s in found.extra if has_elements(call, s, axis_size)]
     return tuple(dict.fromkeys(strategies))
 
 

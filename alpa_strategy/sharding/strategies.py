@@ -5,71 +5,20 @@ And what ops without any way to divide their work cost: the note in the plan tha
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any
-
-import torch
+from functools import lru_cache
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.op import AxisStrategy, OpCall, target_name
+from alpa_strategy.ir.op import AxisStrategy, OpCall
+from alpa_strategy.sharding.discovery import discover
 from alpa_strategy.sharding.localize import localize
-from alpa_strategy.sharding.rule_families import aligned
-from alpa_strategy.sharding.rule_table import FAMILIES, NOTATION, POINTWISE_LINEAR, UNTAGGED_POINTWISE, Family
+from alpa_strategy.sharding.rule_table import rule_of
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
 
-def _pointwise(call: OpCall, axis_size: int) -> Found:
-    name = target_name(call.target)
-    linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
-    if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
-        linear = ((0,),)
-    found = aligned(call, linear=linear)
-    if name in _SCALING:
-        found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
-    return found
-
-
-_SCALING = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
-
-
-def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
-    """A product of a partial sum saves a collective only as the scaling of something by something smaller."""
-    sizes = [call.operands[i].num_elements for i in range(len(call.operands)) if i not in chosen]
-    return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
-
-
-@cache
-def _rule(target: Any) -> Family | None:
-    name = target_name(target)
-    is_aten = isinstance(target, torch._ops.OpOverload)
-    if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
-        return _pointwise
-    for key in (name, name.rpartition(".")[0]) if is_aten else (name,):
-        if key in NOTATION:
-            return NOTATION[key]
-        if key in FAMILIES:
-            return FAMILIES[key]
-        if key in UNTAGGED_POINTWISE:
-            return _pointwise
-    return None
-
-
-def rule_lines() -> dict[str, tuple[str, str]]:
-    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
-    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
-    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
-    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
-
-
-def has_rule(target: Any) -> bool:
-    """Whether the table (or ATen's pointwise tag) covers this target."""
-    return _rule(target) is not None
-
-
 def _found(call: OpCall, axis_size: int) -> Found | None:
-    rule = _rule(call.target)
+    rule = rule_of(call.target)
     if rule is None or not call.results:
         return None
     return rule(call, axis_size)
@@ -85,8 +34,6 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
         return (repeated(call),)
     found = _found(call, axis_size)
     if found is None:
-        from alpa_strategy.sharding.discovery import discover
-
         return discover(call, axis_size)
     return to_strategies(call, found, axis_size)
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from alpa_strategy.errors import OptionError
-from alpa_strategy.sharding.strategies import rule_lines
+from alpa_strategy.sharding.rule_table import rule_lines
 
 NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
 STORED = Path(__file__).with_name("op_coverage.json")

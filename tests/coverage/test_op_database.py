@@ -16,6 +16,7 @@ pytest.importorskip("expecttest")
 
 REPRESENTATIVE = frozenset(
     [
+        "addbmm",
         "addmm",
         "baddbmm",
         "bmm",
@@ -39,6 +40,19 @@ REPRESENTATIVE = frozenset(
         "tril",
         "unfold",
         "where",
+        "cartesian_prod",
+        "cross",
+        "diag_embed",
+        "diagonal_scatter",
+        "inner",
+        "kron",
+        "linalg.multi_dot",
+        "quantile",
+        "rot90",
+        "sum_to_size",
+        "tensordot",
+        "trapezoid",
+        "vstack",
         "var_mean",
         "fft.rfft",
         "nn.functional.conv2d",

@@ -1,0 +1,444 @@
+"""Rules in index notation, as data: op -> a line, or a function that picks the line from the call.
+
+First come matrices in batches, images, losses over rows and recurrent networks: most of their dims are the op's own
+business (`i!`), and those in front of them are independent. `NOTATION` at the end holds all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from alpa_strategy.ir.op import OpCall, Slot
+from alpa_strategy.sharding.binding import bind, dims_of, slots
+from alpa_strategy.sharding.notation import read
+from alpa_strategy.sharding.rule_families import linear_sets
+from alpa_strategy.sharding.splits import Found
+
+_MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
+_OTHER_MATRIX, _THIRD_MATRIX = "[*b, k!, l!]", "[*b, m!, n!]"
+_COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
+
+
+def _lines(names: str, line: str) -> dict[str, str]:
+    return {f"aten.{name}": line for name in names.split()}
+
+
+MATRICES: dict[str, str] = {
+    **_lines("linalg_cholesky cholesky cholesky_inverse linalg_inv matrix_exp", f"{_MATRIX} -> {_MATRIX}"),
+    **_lines("linalg_matrix_power", f"{_MATRIX} -> {_MATRIX}"),
+    **_lines("pinverse", f"{_MATRIX} -> [*b, j!, i!]"),
+    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
+    **_lines("linalg_det logdet linalg_cond", f"{_MATRIX} -> {_NUMBER}"),
+    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
+    **_lines("linalg_slogdet", f"{_MATRIX} -> {_NUMBER}, {_NUMBER}"),
+    **_lines("linalg_eigvals linalg_eigvalsh linalg_svdvals", f"{_MATRIX} -> [*b, k!]"),
+    **_lines("linalg_eig linalg_eigh", f"{_MATRIX} -> {_VECTOR}, {_MATRIX}"),
+    **_lines("linalg_svd svd", f"{_MATRIX} -> {_OTHER_MATRIX}, [*b, r!], {_THIRD_MATRIX}"),
+    **_lines("linalg_qr qr", f"{_MATRIX} -> {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
+    **_lines("linalg_lu", f"{_MATRIX} -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
+    **_lines("lu_unpack", f"{_MATRIX}, [*b, r!] -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
+    **_lines("linalg_lu_factor linalg_ldl_factor geqrf", f"{_MATRIX} -> {_MATRIX}, [*b, r!]"),
+    **_lines("linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", f"{_MATRIX} -> {_MATRIX}, [*b, r!], {_NUMBER}"),
+    **_lines("linalg_cholesky_ex linalg_inv_ex", f"{_MATRIX} -> {_MATRIX}, {_NUMBER}"),
+    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
+    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
+    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
+    **_lines("linalg_householder_product", f"{_MATRIX}, [*b, r!] -> {_MATRIX}"),
+    **_lines("ormqr", f"{_MATRIX}, [*b, r!], {_OTHER_MATRIX} -> {_OTHER_MATRIX}"),
+    **_lines("triangular_solve", f"{_OTHER_MATRIX}, {_MATRIX} -> {_OTHER_MATRIX}, {_MATRIX}"),
+    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
+    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
+}
+
+
+def solve(call: OpCall, axis_size: int) -> str:
+    """linalg_solve: right-hand sides may be vectors, as told by the ranks; solve_ex also says how it went."""
+    matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
+    told = f", {_NUMBER}" if len(call.results) > 1 else ""
+    if len(right) == 1 or right == matrix[:-1]:
+        return f"{_MATRIX}, {_VECTOR} -> {_VECTOR}{told}"
+    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+    return f"{_MATRIX}, {columns} -> {columns}{told}"
+
+
+def solve_triangular(call: OpCall, axis_size: int) -> str:
+    """linalg_solve_triangular: matrix, right-hand sides."""
+    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+    return f"{_MATRIX}, {columns} -> {columns}"
+
+
+def lu_solve(call: OpCall, axis_size: int) -> str:
+    """linalg_lu_solve: factors, pivots, right-hand sides."""
+    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+    return f"{_MATRIX}, [*b, r!], {columns} -> {columns}"
+
+
+_PLACES = {1: "w!", 2: "h!, w!", 3: "d!, h!, w!"}
+
+
+def _image(num_dims: int) -> str:
+    return f"[*b, {_PLACES[num_dims]}]"
+
+
+IMAGES: dict[str, str] = {
+    **{
+        f"aten.{name}": f"{_image(n)} -> {_image(n)}"
+        for n, names in (
+            (1, "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
+            (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d"),
+            (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad2d replication_pad2d"),
+            (3, "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d replication_pad3d"),
+        )
+        for name in names.split()
+    },
+    **{
+        f"aten.{kind}{n}d{suffix}": f"{_image(n)} -> {_image(n)}, {_image(n)}"
+        for n in (1, 2, 3)
+        for kind, suffix in (("max_pool", "_with_indices"), ("adaptive_max_pool", ""))
+    },
+    **{f"aten.max_unpool{n}d": f"{_image(n)}, {_image(n)} -> {_image(n)}" for n in (2, 3)},
+    **{
+        f"aten.max_pool{n}d_with_indices_backward": f"[*b, {_PLACES[n]}], [*b, x!, y!{', z!' * (n - 2)}], "
+        f"[*b, {_PLACES[n]}] -> [*b, x!, y!{', z!' * (n - 2)}]"
+        for n in (2, 3)
+    },
+    **{
+        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {_PLACES[n]}], [n, c, {_PLACES[n]}]"
+        for n in (2, 3)
+    },
+    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
+    **_lines("im2col", "[n, c!, h!, w!] -> [n, k!, l!]"),
+    **_lines("col2im", "[n, k!, l!] -> [n, c!, h!, w!]"),
+    **_lines("pixel_shuffle pixel_unshuffle channel_shuffle", "[*b, c!, h!, w!] -> [*b, c!, h!, w!]"),
+}
+
+
+def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
+    """The line of a loss over rows, whose index is `n` in `operands`: a number for each, or their sum or mean."""
+
+    def line(call: OpCall, axis_size: int) -> str:
+        reduction = bind(call)["reduction"]
+        row = "n@fraction" if reduction == 1 else "n"
+        terms = [term.replace("n", row) for term in operands]
+        return f"{', '.join(terms)} -> {'[n]' if reduction == 0 else '[]'}"
+
+    return line
+
+
+ROW_LOSSES = {
+    "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
+    "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
+    "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
+    "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
+}
+
+
+def recurrent(call: OpCall, axis_size: int) -> str:
+    """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights are whole."""
+    bound = bind(call)
+    batched = len(call.operands[bound["input"].index].shape) == 3
+    if "batch_sizes" in bound:  # packed sequences: rows of many samples, interleaved
+        return "[never!] -> []"
+    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
+    outer = "[t!, i!]" if not batched else "[b, t!, i!]" if bound["batch_first"] else "[t!, b, i!]"
+    result = outer.replace("i!", "o!")
+    hidden = [f"[l!, b, h{k}!]" if batched else f"[l!, h{k}!]" for k in range(len(states))]
+    weights = [
+        "[" + ", ".join(f"w{k}d{d}!" for d in range(len(call.operands[slot.index].shape))) + "]"
+        for k, slot in enumerate(bound["params"])
+    ]
+    return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
+
+
+def cell(call: OpCall, axis_size: int) -> str:
+    """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell: samples are independent."""
+    bound = bind(call)
+    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
+    batch = "b, " if len(call.operands[bound["input"].index].shape) == 2 else ""
+    hidden = [f"[{batch}h{k}!]" for k in range(len(states))]
+    operands = [f"[{batch}i!]", *hidden, "[g!, i!]", "[g!, h0!]", "[g!]?", "[g!]?"]
+    return f"{', '.join(operands)} -> {', '.join(hidden[: len(call.results)])}"
+
+
+def searchsorted(call: OpCall, axis_size: int) -> str:
+    """Every value is looked up by itself: in one sorted sequence, or in that of its own row."""
+    sequence = bind(call)["sorted_sequence"]
+    if len(call.operands[sequence.index].shape) == 1:
+        return "[s!], [*b], [s!]? -> [*b]"
+    return "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]"
+
+
+def embedding_bag(call: OpCall, axis_size: int) -> str:
+    """Columns of the table are independent; `max` (mode 2) also says from which row each element came."""
+    bound = bind(call)
+    rows_of_maxima = "[m!, d]" if bound["mode"] == 2 and len(call.results[3].shape) == 2 else "[m!]"
+    weights = ", [i!]" if isinstance(bound["per_sample_weights"], Slot) else ""
+    return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
+
+
+RECURRENT = {
+    **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
+}
+
+LOOKUPS = {
+    "aten.searchsorted.Tensor": searchsorted,
+    "aten.embedding_bag": embedding_bag,
+    "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
+    "aten.take": "[*s!], [*i] -> [*i]",
+    "aten.multinomial": "[*b, c!] -> [*b, n!]",
+    "aten.linalg_solve": solve,
+    "aten.linalg_solve_ex": solve,
+    "aten.linalg_solve_triangular": solve_triangular,
+    "aten.linalg_lu_solve": lu_solve,
+}
+
+BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {**MATRICES, **IMAGES, **ROW_LOSSES, **RECURRENT, **LOOKUPS}
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A rule in index notation. `select` picks the line from the call and axis size where one line is not enough.
+
+    linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
+    carries: offer `R*` -> `R*` (see `Found`).
+    """
+
+    line: str | Callable[[OpCall, int], str]
+    linear: tuple[tuple[int, ...], ...] = ()
+    carries: bool = False
+
+    def __call__(self, call: OpCall, axis_size: int) -> Found | None:
+        line = self.line if isinstance(self.line, str) else self.line(call, axis_size)
+        splits = read(line, call)
+        if splits is None:
+            return None
+        return Found(splits, linear_sets(call, self.linear), self.carries)
+
+
+def _matmul(call: OpCall, axis_size: int) -> str:
+    left, right = (len(o.shape) for o in (call.operands[bind(call)[n].index] for n in ("self", "other")))
+    if left == 1:
+        return "[k], [k] -> []" if right == 1 else "[k], [*b, k, n] -> [*b, n]"
+    return "[*b, m, k], [k] -> [*b, m]" if right == 1 else "[*b, m, k], [*b, k, n] -> [*b, m, n]"
+
+
+def _einsum(call: OpCall, axis_size: int) -> str:
+    equation = bind(call)["equation"].replace(" ", "").replace("...", "*")
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        letters = left.replace(",", "")
+        right = ("*" if "*" in left else "") + "".join(sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1))
+
+    def term(text: str) -> str:
+        repeated = {c for operand in left.split(",") for c in operand if operand.count(c) > 1}
+        return "[" + ", ".join("*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text) + "]"
+
+    return ", ".join(term(t) for t in left.split(",")) + " -> " + term(right)
+
+
+def _attention(call: OpCall, axis_size: int) -> str:
+    arguments = bind(call)
+    rows = "l!" if arguments["is_causal"] else "l"
+    heads = "h=, " if arguments["enable_gqa"] else ""
+    query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
+    return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
+
+
+def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
+    arguments = bind(call)
+    if transposed is None:
+        transposed = arguments["transposed"]
+    groups = arguments["groups"]
+    if groups == 1:
+        weight = "[c, o, *s!]" if transposed else "[o, c, *s!]"
+        return f"[*n, c, *s!], {weight}, +[o]? -> [*n, o, *s!]"
+    channel = "c=" if groups % axis_size == 0 else "c!"
+    return f"[*n, {channel}, *s!], [{channel}, i!, *s!], [{channel}]? -> [*n, {channel}, *s!]"
+
+
+def _group_norm(call: OpCall, axis_size: int) -> str:
+    channel = "c=" if bind(call)["num_groups"] % axis_size == 0 else "c!"
+    return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
+
+
+def _instance_norm(call: OpCall, axis_size: int) -> str:
+    """Samples are independent, unless running statistics average over them."""
+    row = "n!" if bind(call)["running_mean"] is not None else "n"
+    return f"[{row}, c, *s!], [c]?, [c]?, [c]?, [c]? -> [{row}, c, *s!]"
+
+
+def _embedding(call: OpCall, axis_size: int) -> str:
+    if bind(call)["scale_grad_by_freq"]:
+        return "[v!, d], [*i!] -> [*i!, d]"
+    return "[v@vocab_embedding, d], [*i] -> [*i, d]"
+
+
+def _bag_lookup(call: OpCall, axis_size: int) -> str:
+    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
+    return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
+
+
+def _ctc_rows(call: OpCall, axis_size: int) -> str:
+    """Targets are padded to one length, or follow one another."""
+    padded = len(call.operands[bind(call)["targets"].index].shape) == 2
+    return "[t!, b, c!], [b, s!], [b], [b] -> [b]" if padded else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
+
+
+def _affine_grid(call: OpCall, axis_size: int) -> str:
+    places = "".join(f"s{d}!, " for d in range(len(call.results[0].shape) - 2))
+    return f"[n, i!, j!] -> [n, {places}k!]"
+
+
+def _one_hot(call: OpCall, axis_size: int) -> str:
+    return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
+
+
+def _row_loss(call: OpCall, axis_size: int) -> str:
+    """Losses per row (capture turns the summed ones into `cross_entropy_sum`)."""
+    if bind(call)["reduction"] != 0:
+        return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
+    target = call.operands[bind(call)["target"].index]
+    return f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? -> [n, *d]"
+
+
+def _feature_dropout(call: OpCall, axis_size: int) -> str:
+    return "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
+
+
+def _terms(operands: Iterable[Iterable[str]], result: Iterable[str], num_results: int = 1) -> str:
+    """A line from lists of indices."""
+    result_term = f"[{', '.join(result)}]"
+    return ", ".join(f"[{', '.join(term)}]" for term in operands) + " -> " + ", ".join([result_term] * num_results)
+
+
+def _tensordot(call: OpCall, axis_size: int) -> str:
+    bound = bind(call)
+    terms: list[list[str]] = []
+    for name, contracted in (("self", bound["dims_self"]), ("other", bound["dims_other"])):
+        rank = len(call.operands[bound[name].index].shape)
+        summed = {d % rank: f"k{i}" for i, d in enumerate(contracted)}
+        terms.append([summed.get(d, f"{name}{d}") for d in range(rank)])
+    return _terms(terms, [i for term in terms for i in term if i[0] != "k"])
+
+
+def _multi_dot(call: OpCall, axis_size: int) -> str:
+    """A chain of matrices, of which the first and the last may be vectors."""
+    ranks = [len(meta.shape) for meta in (call.operands[slot.index] for slot in slots(call))]
+    terms = [[f"i{j}", f"i{j + 1}"] for j in range(len(ranks))]
+    if ranks[0] == 1:
+        terms[0] = terms[0][1:]
+    if ranks[-1] == 1:
+        terms[-1] = terms[-1][:1]
+    return _terms(terms, [*terms[0][: ranks[0] - 1], *terms[-1][1:]])
+
+
+def _kron(call: OpCall, axis_size: int) -> str:
+    """A dim is the first operand's times the second's: equal chunks of the first are those of the result."""
+    first, second = (len(call.operands[bind(call)[name].index].shape) for name in ("self", "other"))
+    return "[*a=], [*c!] -> [*a=]" if first >= second else "[*a!], [*c!] -> [*c!]"
+
+
+def _meshgrid(call: OpCall, axis_size: int) -> str:
+    names = [f"i{j}" for j in range(len(slots(call)))]
+    result = names[1::-1] + names[2:] if bind(call).get("indexing") == "xy" else names
+    return _terms([[name] for name in names], result, len(names))
+
+
+def _cartesian_product(call: OpCall, axis_size: int) -> str:
+    """All tuples, the last element running fastest: equal chunks of the first operand that is longer than one."""
+    sizes = [call.operands[slot.index].shape for slot in slots(call)]
+    if len(sizes) == 1:
+        return "[a] -> [a]"
+    first = next((j for j, shape in enumerate(sizes) if shape != (1,)), 0)
+    return _terms([["a="] if j == first else [f"c{j}!"] for j in range(len(sizes))], ["a=", "m!"])
+
+
+def _quantile(call: OpCall, axis_size: int) -> str:
+    """Dims that are not reduced; and every quantile by itself, whose dim comes first."""
+    bound = bind(call)
+    rank = len(call.operands[bound["self"].index].shape)
+    worked = dims_of(bound["dim"], rank)
+    own = [f"x{d}!" if d in worked else f"x{d}" for d in range(rank)]
+    result = [f"k{d}!" if d in worked else f"x{d}" for d in range(rank) if d not in worked or bound["keepdim"]]
+    if not isinstance(bound["q"], Slot):
+        return _terms([own], result)
+    quantiles = ["q"] * len(call.operands[bound["q"].index].shape)
+    return _terms([own, quantiles], [*quantiles, *result])
+
+
+def _stft(call: OpCall, axis_size: int) -> str:
+    parts = ", c!" if len(call.results[0].shape) == len(call.operands[0].shape) + 2 else ""  # real and imaginary
+    return f"[*b, t!], [w!]? -> [*b, f!, k!{parts}]"
+
+
+_NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
+_IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
+FIRST, EACH = ((0,),), ((0,), (1,))
+_WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
+
+NOTATION: dict[str, Notation] = {
+    **{name: Notation(line) for name, line in BATCHED.items()},
+    "aten.linear": Notation("[*b, k], [n, k], +[n]? -> [*b, n]"),
+    "aten.matmul": Notation(_matmul),
+    "aten.mm": Notation("[m, k], [k, n] -> [m, n]"),
+    "aten.bmm": Notation("[b, m, k], [b, k, n] -> [b, m, n]"),
+    "aten.mv": Notation("[m, k], [k] -> [m]"),
+    "aten.dot": Notation("[k], [k] -> []"),
+    "aten.outer": Notation("[m], [n] -> [m, n]"),
+    "aten.addmm": Notation("+[m, n], [m, k], [k, n] -> [m, n]"),
+    "aten.baddbmm": Notation("+[b, m, n], [b, m, k], [b, k, n] -> [b, m, n]"),
+    "aten.embedding": Notation(_embedding, carries=True),
+    "aten.layer_norm": Notation(f"{_NORM}, [*normalized_shape!]? -> [*b, *normalized_shape!]"),
+    "aten.native_layer_norm": Notation(
+        f"{_NORM}, [*normalized_shape!]? -> " + ", ".join(["[*b, *normalized_shape!]"] * 3)
+    ),
+    "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
+    "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
+    "aten.group_norm": Notation(_group_norm),
+    "aten.instance_norm": Notation(_instance_norm),
+    "aten.scaled_dot_product_attention": Notation(_attention),
+    **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
+    **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
+    "aten.convolution": Notation(_convolution),
+    **{f"aten.{kind}_pool1d": Notation(f"{_IMAGE_1D} -> {_IMAGE_1D}") for kind in ("max", "avg", "adaptive_avg")},
+    **{f"aten.{kind}_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}") for kind in ("max", "avg", "adaptive_avg")},
+    **{f"aten.{kind}_pool3d": Notation(f"{_IMAGE_3D} -> {_IMAGE_3D}") for kind in ("max", "avg", "adaptive_avg")},
+    "aten._adaptive_avg_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
+    "aten.einsum": Notation(_einsum),
+    "aten.one_hot": Notation(_one_hot),
+    "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
+    "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
+    "aten.affine_grid_generator": Notation(_affine_grid),
+    "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
+    **{f"aten.feature_{kind}": Notation(_feature_dropout) for kind in ("dropout", "alpha_dropout")},
+    "aten.cross_entropy_loss": Notation(_row_loss),
+    "aten.nll_loss_nd": Notation(_row_loss),
+    "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),
+    "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=FIRST, carries=True),
+    **{f"aten.{name}.dtype": Notation("[*b, c!] -> [*b, c!]") for name in ("view", "view_copy")},
+    "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=FIRST, carries=True),
+    "aten.inner": Notation("[*a, k], [*b, k] -> [*a, *b]", linear=EACH),
+    "aten.vdot": Notation("[k], [k] -> []", linear=EACH),
+    "aten.addmv": Notation("+[m], [m, k], [k] -> [m]", linear=_WITH_FIRST),
+    "aten.addr": Notation("[m, n], [m], [n] -> [m, n]", linear=_WITH_FIRST),
+    "aten.addbmm": Notation("+[m, n], [b, m, k], [b, k, n] -> [m, n]", linear=_WITH_FIRST),
+    "aten.kron": Notation(_kron, linear=EACH),
+    "aten.tensordot": Notation(_tensordot, linear=EACH),
+    "aten.linalg_multi_dot": Notation(_multi_dot, linear=tuple((i,) for i in range(16))),
+    "aten.linalg_vander": Notation("[*b] -> [*b, n!]"),
+    "aten.meshgrid": Notation(_meshgrid, linear=((-1,),)),
+    "aten.cartesian_prod": Notation(_cartesian_product, linear=((-1,),)),
+    "aten.pdist": Notation(lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"),
+    "aten.histc": Notation(lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"),
+    **{f"aten.{name}": Notation(_quantile) for name in ("quantile", "nanquantile")},
+    "aten.stft": Notation(_stft, linear=EACH),
+    "alpa.ctc_rows": Notation(_ctc_rows),
+    "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
+    "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
+    "ops.bag_lookup": Notation(_bag_lookup),
+    "ops.nll_sum": Notation("[n, c!, *d], [n, *d], [c!]? -> []"),
+    "ops.target_weight_sum": Notation("[*n], [c!]? -> []"),
+}
