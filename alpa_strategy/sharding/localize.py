@@ -140,7 +140,13 @@ def _repeat_interleave(
     return {"output_size": results[0].shape[dim]}
 
 
+def _cross(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """Without `dim` it is the first dim of size 3, which a cut dim can become."""
+    return {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
+
+
 _CHANGES: dict[str, Changes] = {
+    "cross": _cross,
     **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
