@@ -23,27 +23,34 @@ if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.planner import make_plan
+    from alpa_strategy.schedules import Action, Schedule, register_schedule
 
 __all__ = [
+    "Action",
     "AlpaError",
     "AlpaStrategy",
     "ClusterSpec",
     "Plan",
     "PlanOptions",
+    "Schedule",
     "capture_step",
     "export_checkpoint",
     "make_plan",
     "open_checkpoint",
+    "register_schedule",
 ]
 
 _LAZY = {
+    "Action": "alpa_strategy.schedules",
     "ClusterSpec": "alpa_strategy.cluster.spec",
     "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
+    "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.export",
     "make_plan": "alpa_strategy.planner.planner",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
+    "register_schedule": "alpa_strategy.schedules",
 }
 
 

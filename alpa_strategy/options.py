@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from alpa_strategy.errors import OptionError
+from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 BATCH_SCOPES = ("rank", "global")
-SCHEDULE_NAMES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
@@ -38,8 +38,8 @@ class PlanOptions:
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
-        schedule: a name of `torch.distributed.pipelining` to pin (see schedules.py), for at least two stages;
-            None to solve.
+        schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
+            `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
     """
 
@@ -205,10 +205,17 @@ def _maybe_count(name: str, value: object) -> int | None:
 
 
 def _schedule(name: str, value: object) -> str | None:
-    known = {text.lower(): text for text in SCHEDULE_NAMES}
-    if value is not None and (not isinstance(value, str) or value.lower() not in known):
-        raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(SCHEDULE_NAMES)}, or None to have it solved")
-    return None if value is None else known[value.lower()]
+    if value is None or isinstance(value, Schedule):
+        return None if value is None else register_schedule(value).name
+    if callable(value):
+        return register_schedule(value).name
+    known = {text.lower(): text for text in SCHEDULES}
+    if not isinstance(value, str) or value.lower() not in known:
+        known_ones = _one_of(tuple(SCHEDULES))
+        raise OptionError(
+            f"{name}={value!r} is not known", f"use {known_ones}, a function of your own, or None to have it solved"
+        )
+    return known[value.lower()]
 
 
 def _maybe_bool(name: str, value: object) -> bool | None:

@@ -1,24 +1,22 @@
 """Pipeline schedules as data: who does what in which order, how long a step takes, how much is alive meanwhile.
 
-The orders are those of `torch.distributed.pipelining` (names too), which executes them; nothing here runs anything.
-A *rank* is one mesh of the pipeline; with `v` stages per rank, stage s of N = v * num_ranks is on rank s % num_ranks,
-or folded (`ZBVZeroBubble`): stages r and N - 1 - r on rank r.
+The built-in orders are those of `torch.distributed.pipelining` (names too); nothing here runs anything. A schedule of
+one's own is a function from numbers to orders, given as `schedule=` or by `register_schedule`; what it keeps in memory
+and how long it takes follows from its actions.
+
+With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (`ZBVZeroBubble`): stages
+m and N - 1 - m on mesh m.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import OptionError, PlanError
 
-ONE_STAGE = ("GPipe", "1F1B")
-LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
-FOLDED = ("ZBVZeroBubble",)
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
-SCHEDULES = (*ONE_STAGE, *LOOPED, *FOLDED)
 WEIGHT_SHARE = 0.5  # of a backward's time that is the weights' gradients, where it is done apart
 
 
@@ -29,6 +27,58 @@ class Action:
     stage: int
     kind: str
     microbatch: int
+
+
+Orders = Sequence[Sequence[Action]]  # per mesh, its actions in order
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of work, for `schedule=` and `register_schedule`.
+
+    Attributes:
+        name: as plans and options name it.
+        orders: (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its stages does
+            `F` and `B` (or `I` and later `W`) of every micro-batch once.
+        stages_per_mesh: how many stages a mesh may have; several are tried.
+        is_folded: where the stages lie, see the module's docstring.
+        refuses: (num_meshes, num_microbatches) -> why it cannot run these, or None.
+        is_searched: whether the planner tries it where no schedule is asked for.
+        bubble: of the closed form of a step's time (see `terms`); None: the time of equal stages is simulated.
+        alive: (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted.
+    """
+
+    name: str
+    orders: Callable[[int, int, int], Orders]
+    stages_per_mesh: tuple[int, ...] = (1,)
+    is_folded: bool = False
+    refuses: Callable[[int, int], str | None] = lambda num_meshes, num_microbatches: None
+    is_searched: bool = False
+    bubble: float | None = None
+    alive: Callable[[int, int, int], Sequence[int]] | None = None
+
+    @property
+    def has_one_stage_per_mesh(self) -> bool:
+        """Whether meshes may be of different sizes: each holds one stage."""
+        return self.stages_per_mesh == (1,)
+
+
+SCHEDULES: dict[str, Schedule] = {}  # by name: the only list of schedules
+
+
+def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) -> Schedule:
+    """Make a schedule known by its name, for options and plan files; a function is one with one stage per mesh.
+
+    Raises:
+        OptionError: another schedule has this name.
+    """
+    if not isinstance(schedule, Schedule):
+        schedule = Schedule(schedule.__name__, schedule)
+    known = SCHEDULES.get(schedule.name)
+    if known is not None and known != schedule:
+        raise OptionError(f"there is another schedule {schedule.name!r}", "give this one a name of its own")
+    SCHEDULES[schedule.name] = schedule
+    return schedule
 
 
 @dataclass(frozen=True)
@@ -57,27 +107,19 @@ class Terms:
 
 def stages_per_rank(schedule: str) -> tuple[int, ...]:
     """How many stages a rank may have under a schedule (those that are searched)."""
-    return (1,) if schedule in ONE_STAGE else (2,) if schedule in FOLDED else (2, 3, 4)
+    return SCHEDULES[schedule].stages_per_mesh
 
 
 def why_not(schedule: str, num_ranks: int, num_microbatches: int) -> str | None:
     """The reason why a schedule cannot run so many micro-batches on so many ranks, or None."""
     if schedule not in SCHEDULES:
         return f"the schedule {schedule!r} is unknown"
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, num_microbatches // num_ranks)
-        if num_microbatches % rounds:
-            return f"{schedule} on {num_ranks} meshes needs micro-batches that are a multiple of {rounds}"
-    if schedule in LOOPED and num_microbatches < num_ranks:
-        return f"{schedule} on {num_ranks} meshes needs at least as many micro-batches"
-    if schedule == "ZBVZeroBubble" and num_microbatches < 2 * num_ranks - 1:
-        return f"{schedule} on {num_ranks} meshes needs at least {2 * num_ranks - 1} micro-batches"
-    return None
+    return SCHEDULES[schedule].refuses(num_ranks, num_microbatches)
 
 
 def rank_of(schedule: str, num_ranks: int, stage: int) -> int:
     """The rank that holds a stage."""
-    if schedule in FOLDED and stage >= num_ranks:
+    if SCHEDULES[schedule].is_folded and stage >= num_ranks:
         return 2 * num_ranks - 1 - stage
     return stage % num_ranks
 
@@ -92,47 +134,71 @@ def terms(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1, spli
     piece) they gain nothing by it.
     """
     _check(schedule, num_ranks, num_microbatches)
-    if schedule in ONE_STAGE:
-        return Terms(1.0, num_microbatches - 1.0)
-    total = num_microbatches * v
-    fill = (1 / 3 if schedule in ZERO_BUBBLE and splits else 1.0) / v
-    return Terms(fill, total - fill * v)
+    total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
+    if bubble is None:
+        return Terms(1.0 / v, _equal_seconds(schedule, num_ranks, num_microbatches, v) - num_ranks)
+    bubble = bubble if splits else 1.0
+    return Terms(bubble / v, total - bubble)
+
+
+@lru_cache(maxsize=256)
+def _equal_seconds(schedule: str, num_ranks: int, num_microbatches: int, v: int) -> float:
+    """Of a step whose stages all take one second of a micro-batch."""
+    each = num_ranks * v
+    return max(slot.end for slot in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_ranks))
 
 
 def in_flight(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
     """Per rank: the most (micro-batch, stage) pairs of its stages whose activations are alive at once."""
     _check(schedule, num_ranks, num_microbatches)
-    S, B = num_ranks, num_microbatches
-    match schedule:
-        case "GPipe" | "LoopedBFS":
-            return (B * v,) * S
-        case "1F1B":
-            return tuple(min(B, S - r) for r in range(S))
-        case "Interleaved1F1B":
-            per_round = B // max(1, B // S)
-            return tuple(min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S))
-        case _:
-            return tuple(_alive(order) for order in actions(schedule, S, B, v))
+    alive = SCHEDULES[schedule].alive
+    if alive is not None:
+        return tuple(alive(num_ranks, num_microbatches, v))
+    return tuple(_alive(order) for order in actions(schedule, num_ranks, num_microbatches, v))
 
 
-def num_actions(schedule: str, num_microbatches: int, v: int = 1) -> int:
-    """Actions of one rank in a step."""
-    return num_microbatches * v * (3 if schedule in ZERO_BUBBLE else 2)
+def splits_backward(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> bool:
+    """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
+    if SCHEDULES[schedule].bubble == 1.0:
+        return False
+    return any(action.kind == "W" for action in actions(schedule, num_ranks, num_microbatches, v)[0])
 
 
 @lru_cache(maxsize=64)
 def actions(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """Every rank's actions in order."""
+    """Every rank's actions in order.
+
+    Raises:
+        PlanError: the schedule cannot run these, or leaves work out.
+    """
     _check(schedule, num_ranks, num_microbatches)
-    writer = {
-        "GPipe": _gpipe,
-        "1F1B": _one_f_one_b,
-        "LoopedBFS": _looped_bfs,
-        "Interleaved1F1B": _interleaved,
-        "InterleavedZeroBubble": _interleaved,
-        "ZBVZeroBubble": _zbv,
-    }[schedule]
-    return tuple(tuple(writer(schedule, num_ranks, num_microbatches, v, rank)) for rank in range(num_ranks))
+    orders = SCHEDULES[schedule].orders(num_ranks * v, num_microbatches, num_ranks)
+    found = tuple(tuple(order) for order in orders)
+    if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
+        _check_work(schedule, found, num_ranks, num_microbatches, v)
+    return found
+
+
+def _check_work(
+    schedule: str, orders: tuple[tuple[Action, ...], ...], num_ranks: int, num_microbatches: int, v: int
+) -> None:
+    """PlanError unless every mesh does the work of its stages, each piece once."""
+    fix = "give every mesh F and B (or I and W) of every micro-batch in each of its stages once"
+    if len(orders) != num_ranks:
+        raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_ranks}", fix)
+    for rank, order in enumerate(orders):
+        parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+        done = Counter((a.stage, part, a.microbatch) for a in order for part in parts[a.kind])
+        stages = [s for s in range(num_ranks * v) if rank_of(schedule, num_ranks, s) == rank]
+        wanted = Counter((s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches))
+        if done != wanted:
+            stage, part, microbatch = min((*(wanted - done), *(done - wanted)))
+            what = {"F": "the forward", "I": "the backward", "W": "the weights' backward"}[part]
+            raise PlanError(
+                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage {stage} on mesh {rank} "
+                f"{done[stage, part, microbatch]} times instead of {wanted[stage, part, microbatch]}",
+                fix,
+            )
 
 
 def timeline(
@@ -188,7 +254,10 @@ def timeline(
                 position[rank] += 1
                 waiting -= 1
         if waiting == before:
-            raise AssertionError(f"{schedule} on {ranks} ranks with {num_microbatches} micro-batches locks up")
+            raise PlanError(
+                f"the schedule {schedule!r} locks up on {ranks} meshes with {num_microbatches} micro-batches",
+                "let every action come after those that it waits for",
+            )
     return sorted(slots, key=lambda s: (s.rank, s.start))
 
 
@@ -212,9 +281,8 @@ def _ready(
 def _alive(order: Sequence[Action]) -> int:
     """Most forwards without their (last) backward, over the order."""
     most = now = 0
-    last = "W" if any(a.kind == "W" for a in order) else "B"
     for action in order:
-        now += (action.kind == "F") - (action.kind == last)
+        now += (action.kind == "F") - (action.kind in "BW")
         most = max(most, now)
     return most
 
@@ -225,11 +293,19 @@ def _check(schedule: str, num_ranks: int, num_microbatches: int) -> None:
         raise PlanError(reason, f"choose another number of micro-batches, or one of {', '.join(SCHEDULES)}")
 
 
-def _gpipe(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
+# --- The built-in schedules: orders of one mesh (S meshes, B micro-batches, v stages per mesh), and their entries.
+
+
+def _each_mesh(order: Callable[[int, int, int, int], list[Action]]) -> Callable[[int, int, int], Orders]:
+    """All orders, from the function (S, B, v, mesh) that writes one."""
+    return lambda num_stages, B, S: [order(S, B, num_stages // S, mesh) for mesh in range(S)]
+
+
+def _gpipe(S: int, B: int, v: int, rank: int) -> list[Action]:
     return [Action(rank, kind, m) for kind in "FB" for m in range(B)]
 
 
-def _one_f_one_b(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
+def _one_f_one_b(S: int, B: int, v: int, rank: int) -> list[Action]:
     warmup = min(B, S - rank)
     order = [Action(rank, "F", m) for m in range(warmup)]
     for m in range(B):
@@ -239,15 +315,14 @@ def _one_f_one_b(schedule: str, S: int, B: int, v: int, rank: int) -> list[Actio
     return order
 
 
-def _looped_bfs(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
+def _looped_bfs(S: int, B: int, v: int, rank: int) -> list[Action]:
     stages = range(rank, S * v, S)
     order = [Action(s, "F", m) for s in stages for m in range(B)]
     return order + [Action(s, "B", m) for s in reversed(stages) for m in reversed(range(B))]
 
 
-def _interleaved(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
+def _interleaved(S: int, B: int, v: int, rank: int, zero_bubble: bool = False) -> list[Action]:
     """Depth first over the local stages; with zero bubbles, weight gradients wait `rank` micro-batches (ZB1P)."""
-    zero_bubble = schedule in ZERO_BUBBLE
     per_round = B // max(1, B // S)
     warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - rank))
     count: dict[tuple[str, int], int] = defaultdict(int)
@@ -278,7 +353,7 @@ def _interleaved(schedule: str, S: int, B: int, v: int, rank: int) -> list[Actio
     return order
 
 
-def _zbv(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
+def _zbv(S: int, B: int, v: int, rank: int) -> list[Action]:
     """ZB-V (Qi et al. 2023, section 6): stages `rank` and `2 S - 1 - rank`, wave-like."""
     stages = (rank, 2 * S - 1 - rank)
     count: dict[tuple[str, int], int] = defaultdict(int)
@@ -311,3 +386,68 @@ def _zbv(schedule: str, S: int, B: int, v: int, rank: int) -> list[Action]:
     while count["W", 0] < count["I", 0]:
         add("W", 0)
     return order
+
+
+def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
+    per_round = B // max(1, B // S)
+    return [min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S)]
+
+
+def _needs_full_meshes(name: str, needs_rounds: bool = True) -> Callable[[int, int], str | None]:
+    def refuses(num_meshes: int, num_microbatches: int) -> str | None:
+        rounds = max(1, num_microbatches // num_meshes)
+        if needs_rounds and num_microbatches % rounds:
+            return f"{name} on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
+        if num_microbatches < num_meshes:
+            return f"{name} on {num_meshes} meshes needs at least as many micro-batches"
+        return None
+
+    return refuses
+
+
+def _zbv_refuses(num_meshes: int, num_microbatches: int) -> str | None:
+    if num_microbatches >= 2 * num_meshes - 1:
+        return None
+    return f"ZBVZeroBubble on {num_meshes} meshes needs at least {2 * num_meshes - 1} micro-batches"
+
+
+LOOPS = (2, 3, 4)  # stages per mesh that are tried
+for _schedule in (
+    # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: not searched.
+    Schedule("GPipe", _each_mesh(_gpipe), bubble=1.0, alive=lambda S, B, v: [B] * S),
+    Schedule(
+        "1F1B",
+        _each_mesh(_one_f_one_b),
+        bubble=1.0,
+        alive=lambda S, B, v: [min(B, S - r) for r in range(S)],
+        is_searched=True,
+    ),
+    Schedule(
+        "LoopedBFS",
+        _each_mesh(_looped_bfs),
+        LOOPS,
+        refuses=_needs_full_meshes("LoopedBFS", needs_rounds=False),
+        bubble=1.0,
+        alive=lambda S, B, v: [B * v] * S,
+    ),
+    Schedule(
+        "Interleaved1F1B",
+        _each_mesh(_interleaved),
+        LOOPS,
+        refuses=_needs_full_meshes("Interleaved1F1B"),
+        bubble=1.0,
+        alive=_interleaved_alive,
+        is_searched=True,
+    ),
+    Schedule(
+        "InterleavedZeroBubble",
+        _each_mesh(partial(_interleaved, zero_bubble=True)),
+        LOOPS,
+        refuses=_needs_full_meshes("InterleavedZeroBubble"),
+        bubble=1 / 3,
+        is_searched=True,
+    ),
+    Schedule("ZBVZeroBubble", _each_mesh(_zbv), (2,), True, _zbv_refuses, is_searched=True, bubble=1 / 3),
+):
+    register_schedule(_schedule)
+BUILT_IN = frozenset(SCHEDULES)

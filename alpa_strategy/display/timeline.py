@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.schedules import ONE_STAGE, SCHEDULES, Slot, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, Slot, timeline, why_not
 from alpa_strategy.units import format_seconds
 
 MAX_DRAWN = {"text": 8, "picture": 24}  # micro-batches: more make the pieces too small to see
@@ -85,7 +85,7 @@ def _num_drawn(schedule: str, num_ranks: int, count: int, most: int | None) -> i
     """The largest number up to `most` that fills the pipeline and that the schedule can run, else all."""
     if most is None or count <= most:
         return count
-    least = num_ranks + 1 if schedule in ONE_STAGE else num_ranks
+    least = num_ranks + 1 if SCHEDULES[schedule].has_one_stage_per_mesh else num_ranks
     tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
     return next((n for n in tried if n < count and why_not(schedule, num_ranks, n) is None), count)
 

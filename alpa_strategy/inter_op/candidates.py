@@ -19,12 +19,11 @@ from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.subgraph import crossing_values
 from alpa_strategy.schedules import (
-    ONE_STAGE,
     SCHEDULES,
-    ZERO_BUBBLE,
     Terms,
     in_flight,
     rank_of,
+    splits_backward,
     stages_per_rank,
     terms,
     timeline,
@@ -33,8 +32,6 @@ from alpa_strategy.schedules import (
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); the clock chooses between what they give
-# GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: only on request.
-SEARCHED = tuple(s for s in SCHEDULES if s not in ("GPipe", "LoopedBFS"))
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,8 @@ def solve_schedules(
     tables = stage_tables(job, meshes, runs)
     if allowed is not None:
         tables = replace(tables, seconds=np.where(allowed[..., None], tables.seconds, np.inf))
-    names = schedules or ([job.options.schedule] if job.options.schedule else SEARCHED)
+    searched = [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+    names = schedules or ([job.options.schedule] if job.options.schedule else searched)
     found: list[Candidate] = []
     for schedule in names:
         for candidate in _solve_schedule(job, meshes, runs, tables, schedule, lambda: min([known, *_seconds(found)])):
@@ -101,23 +99,22 @@ def _solve_schedule(
     """One schedule: with one stage a mesh any meshes, in order; with several, equal meshes."""
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
     wanted = job.options.num_stages
-    if schedule in ONE_STAGE:
-        most = min(L, D)
-        counts = [wanted] if wanted else None
-        alive = in_flight(schedule, most, B)[::-1]
-        weights = terms(schedule, most, B)
-        seen: set[tuple[StageRange, ...]] = set()
-        for share in SENDER_SHARES:
-            choice = solve_stages(
-                tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
-                sender_share=share,
-            )  # fmt: skip
-            if choice is not None and choice.stages not in seen:
-                seen.add(choice.stages)
-                own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
-                sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
-                left = [sum(sizes[i:]) for i in range(len(sizes))]
-                yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
+    if SCHEDULES[schedule].has_one_stage_per_mesh:
+        for most, counts in _lengths(schedule, min(L, D), B, wanted):
+            alive = in_flight(schedule, most, B)[::-1]
+            weights = terms(schedule, most, B)
+            seen: set[tuple[StageRange, ...]] = set()
+            for share in SENDER_SHARES:
+                choice = solve_stages(
+                    tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
+                    sender_share=share,
+                )  # fmt: skip
+                if choice is not None and choice.stages not in seen:
+                    seen.add(choice.stages)
+                    own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
+                    sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
+                    left = [sum(sizes[i:]) for i in range(len(sizes))]
+                    yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
         return
     for index, mesh in enumerate(meshes):
         ranks, rest = divmod(D, math.prod(mesh))
@@ -128,7 +125,9 @@ def _solve_schedule(
             weights = terms(schedule, ranks, B, v, splits=not job.remat)
             pairs = in_flight(schedule, ranks, B, v)
             own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
-            equal = _on_equal_meshes(tables, index, v, bool(job.remat) or schedule not in ZERO_BUBBLE, runs)
+            equal = _on_equal_meshes(
+                tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
+            )
             places = [math.prod(mesh) * rank_of(schedule, ranks, i) for i in range(total)]
             equal = replace(equal, crosses=_crossings(job, places))
             choice = solve_stages(
@@ -141,6 +140,20 @@ def _solve_schedule(
                 wired = replace(tables, crosses=equal.crosses)
                 left = list(range(total, 0, -1))
                 yield _candidate(job, runs, wired, left, schedule, v, weights, choice, own)
+
+
+def _lengths(
+    schedule: str, most: int, num_microbatches: int, wanted: int | None
+) -> list[tuple[int, Sequence[int] | None]]:
+    """(most stages, numbers of stages) that one run of the DP decides between.
+
+    All at once where memory and time of a stage depend only on how far it is from the end (1F1B, GPipe: the schedules
+    with closed forms); a schedule that is known by its actions alone is taken length by length.
+    """
+    if SCHEDULES[schedule].alive is not None:
+        return [(most, [wanted] if wanted else None)]
+    numbers = range(1, most + 1) if wanted is None else [wanted]
+    return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
 
 
 def _candidate(

@@ -13,7 +13,7 @@ from alpa_strategy.inter_op.stage_costs import is_allowed
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.schedules import ONE_STAGE, SCHEDULES, stages_per_rank, why_not
+from alpa_strategy.schedules import SCHEDULES, stages_per_rank, why_not
 
 _Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
@@ -80,7 +80,7 @@ def _has_mesh(cluster: ClusterSpec, submesh: tuple[int, int], options: PlanOptio
 
 def _stages_and_meshes(schedule: str, num_devices: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """(number of stages, number of meshes) of a schedule on meshes of so many devices each (`sizes`)."""
-    if schedule not in ONE_STAGE:
+    if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}
         return sorted((n * v, n) for n in ranks if n > 1 for v in stages_per_rank(schedule))
     numbers = [1] + [0] * num_devices  # [devices]: bit n tells whether n meshes can have so many
@@ -110,7 +110,8 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
     if possible:
         fix = f"ask for one of {_short(possible)}, or leave {' or '.join(others)} out"
     else:
-        fix = "use more devices" if schedule in ONE_STAGE else "use the schedule 1F1B or GPipe, or more devices"
+        has_one = schedule in SCHEDULES and SCHEDULES[schedule].has_one_stage_per_mesh
+        fix = "use more devices" if has_one else "use the schedule 1F1B or GPipe, or more devices"
         fix += f", or leave {others[-1]} out" if others[-1:] in (["logical_mesh"], ["placements"]) else ""
     if schedule is None:
         return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)

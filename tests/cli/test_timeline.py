@@ -11,12 +11,12 @@ from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display import plan_html, plan_svg, plan_table
 from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
-from alpa_strategy.schedules import FOLDED, LOOPED, SCHEDULES, num_actions, rank_of
+from alpa_strategy.schedules import SCHEDULES, actions, rank_of
 
 
 def staged(schedule, num_microbatches=8, num_meshes=2):
     """A plan with equal stages: backward is twice the forward, boundaries are free."""
-    v = 1 if schedule not in (*LOOPED, *FOLDED) else 2
+    v = SCHEDULES[schedule].stages_per_mesh[0]
     plan = gpt_plan(num_meshes * v)
     stages = tuple(
         replace(
@@ -37,7 +37,7 @@ def test_all_actions_of_a_step_are_on_the_clock(schedule):
     drawn = plan_timeline(plan)
     v = len(plan.stages) // 2
     assert drawn.num_drawn == 8
-    assert len(drawn.slots) == 2 * num_actions(schedule, 8, v)
+    assert len(drawn.slots) == sum(map(len, actions(schedule, 2, 8, v)))
     for mesh in range(2):
         own = [slot for slot in drawn.slots if slot.rank == mesh]
         assert all(a.end <= b.start + 1e-12 for a, b in pairwise(own))

@@ -13,7 +13,7 @@ import pytest
 from equality.harness import assert_same, record
 from strategy.staged_plans import staged_plan
 
-from alpa_strategy.schedules import FOLDED, LOOPED, SCHEDULES
+from alpa_strategy.schedules import SCHEDULES
 
 STEPS = 3
 assert pipeline_models.MODELS  # adds to the models that `record` knows
@@ -36,9 +36,9 @@ FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,
 def places_of(schedule, split):
     """Ranks per stage as the schedule lays them."""
     meshes = FLAT[split]
-    if schedule in LOOPED:
+    if len(SCHEDULES[schedule].stages_per_mesh) > 1:
         return (*meshes, *meshes)
-    return (*meshes, *reversed(meshes)) if schedule in FOLDED else meshes
+    return (*meshes, *reversed(meshes)) if SCHEDULES[schedule].is_folded else meshes
 
 
 def run(model, kwargs, options, *arguments):
@@ -143,7 +143,7 @@ def cases():
         for schedule in SCHEDULES:
             for split in FLAT:
                 for inside in INSIDE:
-                    if split == "2+1+1" and schedule in (*LOOPED, *FOLDED):
+                    if split == "2+1+1" and not SCHEDULES[schedule].has_one_stage_per_mesh:
                         continue  # six stages: more than the small models' micro-batches and layers allow
                     yield (model, schedule, split, inside, *rounds[(number + number // len(rounds)) % len(rounds)])
                     number += 1
