@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError, OptionError
+from alpa_strategy.files import BadFileError, check_yaml
 from alpa_strategy.shipped_files import RECIPES, find_named, shipped_names
 
 if TYPE_CHECKING:
@@ -84,9 +85,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
     path = Path(path)
     try:
+        check_yaml(path)
         content = OmegaConf.load(path)
     except FileNotFoundError:
         raise OptionError(f"there is no recipe {path}", _nearest_recipe(path)) from None
+    except BadFileError as error:
+        raise OptionError(f"{path} {error}", "give a recipe: a small YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} cannot be read: {error}", "give a YAML text file") from None
     except yaml.YAMLError as error:

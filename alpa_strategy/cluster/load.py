@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import ClusterError
+from alpa_strategy.files import check_yaml
 from alpa_strategy.shipped_files import CLUSTERS, find_named, shipped_names
 
 
@@ -30,6 +31,7 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
     """
     file = find_cluster_file(path)
     try:
+        check_yaml(file)
         content = OmegaConf.load(file)
         for key, value in (overrides or {}).items():
             # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line too
@@ -56,6 +58,11 @@ def find_cluster_file(path: str | Path) -> Path:
         known = ", ".join(shipped_names(CLUSTERS))
         raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold: `10**400` is a whole number, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 class Fields:
@@ -98,7 +105,7 @@ class Fields:
     def number(self, key: str, expected: str, *, zero: bool = False, maximum: float = math.inf) -> float:
         """A finite number > 0 (or >= 0 with `zero`), at most `maximum`."""
         value = self.value(key, expected)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ok = _is_finite(value)
         if not ok or value < 0 or (value == 0 and not zero) or value > maximum:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return float(value)
@@ -106,7 +113,7 @@ class Fields:
     def integer(self, key: str, expected: str, minimum: int = 1) -> int:
         """A whole number >= `minimum`; 16e9 counts as one."""
         value = self.value(key, expected)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ok = _is_finite(value)
         if not ok or value != int(value) or value < minimum:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return int(value)

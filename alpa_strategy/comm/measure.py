@@ -30,8 +30,9 @@ from alpa_strategy.cluster.spec import (
     without_outliers,
 )
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
-from alpa_strategy.cost.measured import device_name, measure_device, write_json_atomically
+from alpa_strategy.cost.measured import device_name, measure_device
 from alpa_strategy.errors import ClusterError
+from alpa_strategy.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class ClusterStore:
         if not path.exists():
             return None
         try:
-            return replace(ClusterSpec.from_dict(json.loads(path.read_text()), str(path)), name=name)
+            return replace(ClusterSpec.from_dict(read_json(path), str(path)), name=name)
         except (OSError, ValueError, ClusterError) as error:
             logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
             return None
@@ -162,7 +163,7 @@ class ClusterStore:
         """Keep a measured cluster. A folder that cannot be written to costs the next job its time, not this one."""
         path = self.path(cluster.device.name, cluster.num_nodes, cluster.devices_per_node, backend)
         try:
-            write_json_atomically(path, cluster.to_dict())
+            write_json(path, cluster.to_dict())
         except OSError as error:
             logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
 

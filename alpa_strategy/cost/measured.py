@@ -6,12 +6,9 @@ Measuring is `measured.py`'s, reading between the lines is `model.py`'s.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.spec import DeviceSpec
 from alpa_strategy.cost.flops import Work, is_view, op_work
+from alpa_strategy.files import read_json, write_json
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -68,14 +66,14 @@ class OpTable:
         if not file.exists():
             return table
         try:
-            data = json.loads(file.read_text())
+            data = read_json(file)
             if data["version"] != FORMAT_VERSION:
                 raise ValueError(f"format version {data['version']}, this package writes {FORMAT_VERSION}")
             for device, families in data["devices"].items():
                 for family, calls in families.items():
                     for key, entry in calls.items():
                         table._put(device, family, key, _entry_from_dict(entry))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             logger.warning("op times in %s cannot be used (%s): ops are measured again", file, error)
             return cls(path)
         return table
@@ -94,7 +92,7 @@ class OpTable:
             device: {family: {key: _entry_to_dict(e) for key, e in calls.items()} for family, calls in families.items()}
             for device, families in self._devices.items()
         }
-        write_json_atomically(self.path, {"version": FORMAT_VERSION, "devices": devices})
+        write_json(self.path, {"version": FORMAT_VERSION, "devices": devices})
 
     def get(self, device: str, call: OpCall) -> OpTime | None:
         """The measurement of exactly this call."""
@@ -115,19 +113,6 @@ class OpTable:
 
     def _put(self, device: str, family: str, key: str, entry: OpTime) -> None:
         self._devices.setdefault(device, {}).setdefault(family, {})[key] = entry
-
-
-def write_json_atomically(path: Path, data: Any) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _dtype(meta: TensorMeta) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.files import parse_json
 from alpa_strategy.inter_op.layer_matrix import (
     AGAIN,
     ENTERING,
@@ -48,6 +50,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 logger = logging.getLogger(__name__)
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
+MAX_RUNS = 10**8  # entries of a stored table: more are no costs of ours
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 
 
@@ -102,14 +105,19 @@ class CostStore:
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 self._known[record["key"]] = record["runs"]
             except (ValueError, KeyError, TypeError):
                 continue  # the line at which an earlier planning was cut off
 
     def get(self, key: str) -> RunCosts | None:
         data = self._known.get(key)
-        return None if data is None else _runs_from_data(data)
+        try:
+            return None if data is None else _runs_from_data(data)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            logger.warning("stage costs in %s cannot be used (%r): they are worked out again", self.path, error)
+            del self._known[key]
+            return None
 
     def put(self, key: str, runs: RunCosts) -> None:
         self._known[key] = data = _runs_to_data(runs)
@@ -384,7 +392,9 @@ def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
 
 def _runs_from_data(data: dict[str, Any]) -> RunCosts:
     def array(name: str, fill: float, kind: type) -> np.ndarray:
-        flat = np.full(int(np.prod(data["size"])), fill, dtype=kind)
+        if not 0 <= math.prod(data["size"]) <= MAX_RUNS:
+            raise ValueError(f"{data['size']} runs of layers")
+        flat = np.full(math.prod(data["size"]), fill, dtype=kind)
         flat[data["at"]] = data[name]
         return flat.reshape(data["size"])
 

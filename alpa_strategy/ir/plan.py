@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alpa_strategy.errors import PlanError
+from alpa_strategy.files import BadFileError, read_json, write_json
 from alpa_strategy.ir.plan_file import plan_fields, plan_to_data
 from alpa_strategy.ir.stage_plan import Collective, Fingerprint, Predicted, StagePlan
 
@@ -52,29 +50,17 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write JSON atomically (temporary file in the same folder, then rename): a reader never sees half a plan."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=1)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan; PlanError when the file is unreadable, of another format version, or incomplete."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
         except OSError as error:
             raise PlanError(f"cannot read the plan file {path}: {error.strerror}", "check the path") from error
-        except ValueError as error:
-            raise PlanError(f"the plan file {path} is not JSON: {error}", "delete it, or give another one") from error
+        except BadFileError as error:
+            raise PlanError(f"the plan file {path} {error}", "delete it, or give another one") from error
         try:
             return cls.from_dict(data)
         except PlanError as error:

@@ -7,6 +7,7 @@ nothing here touches the disk.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AXIS_SEPARATOR = " | "
+MAX_DEVICES = 1 << 24
 _PLACED = re.compile(r"R|S\d+")
 _IN = " in "
 _SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
@@ -72,10 +74,10 @@ def plan_fields(data: Any) -> dict[str, Any]:
         "fingerprint": Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
         "stages": stages,
         "predicted": _predicted_from_data(top.sub("predicted")),
-        "num_microbatches": top.get("num_microbatches", int),
+        "num_microbatches": top.amount("num_microbatches", int),
         "schedule": top.get("schedule", str),
         "baselines": baselines,
-        "gap": top.get("gap", float),
+        "gap": top.amount("gap", float),
         "notes": tuple(_check(note, str, "notes") for note in top.get("notes", list)),
         "solver_seconds": {k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
         "cluster_name": top.get("cluster_name", str),
@@ -111,6 +113,20 @@ class _Fields:
     def sub(self, name: str) -> _Fields:
         return _Fields(self.get(name, dict), self.path(name))
 
+    def counts(self, name: str, length: int | None = None) -> tuple[int, ...]:
+        """Sizes of a mesh: from 1 on, and no more devices in all than there are anywhere."""
+        values = self.ints(name, length)
+        if min(values) < 1 or math.prod(values) > MAX_DEVICES:
+            raise PlanError(f"{self.path(name)} is {list(values)}, which is no shape of a mesh", _FIX)
+        return values
+
+    def amount(self, name: str, kind: type) -> Any:
+        """Seconds, bytes or a count: never below 0."""
+        value = self.get(name, kind)
+        if value < 0:
+            raise PlanError(f"{self.path(name)} is {value!r}, which cannot be below 0", _FIX)
+        return value
+
     def ints(self, name: str, length: int | None = None, allow_empty: bool = False) -> tuple[int, ...]:
         values = tuple(_check(v, int, self.path(name)) for v in self.get(name, list))
         if (length is not None and len(values) != length) or not (values or allow_empty):
@@ -143,11 +159,11 @@ def _predicted_to_data(predicted: Predicted) -> dict[str, Any]:
 
 def _predicted_from_data(fields: _Fields) -> Predicted:
     return Predicted(
-        step_seconds=fields.get("step_seconds", float),
-        peak_bytes=fields.get("peak_bytes", int),
-        compute_seconds=fields.get("compute_seconds", float),
-        communication_seconds=fields.get("communication_seconds", float),
-        optimizer_seconds=fields.get("optimizer_seconds", float),
+        step_seconds=fields.amount("step_seconds", float),
+        peak_bytes=fields.amount("peak_bytes", int),
+        compute_seconds=fields.amount("compute_seconds", float),
+        communication_seconds=fields.amount("communication_seconds", float),
+        optimizer_seconds=fields.amount("optimizer_seconds", float),
     )
 
 
@@ -179,11 +195,11 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
 
 
 def _stage_from_data(fields: _Fields) -> StagePlan:
-    mesh = fields.ints("logical_mesh")
+    mesh = fields.counts("logical_mesh")
     shapes = fields.sub("shapes")
     return StagePlan(
-        submesh=fields.ints("submesh", 2),
-        first_device=fields.get("first_device", int),
+        submesh=fields.counts("submesh", 2),
+        first_device=fields.amount("first_device", int),
         logical_mesh=mesh,
         ops=fields.ints("ops", 2),
         parameter_plans=_parameters_from_data(fields, len(mesh)),
@@ -199,7 +215,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
         **{
-            name: fields.get(name, float) if fields.has(name) else 0.0
+            name: fields.amount(name, float) if fields.has(name) else 0.0
             for name in ("forward_seconds", "backward_seconds", "boundary_seconds")
         },
         layers=fields.get("layers", str) if fields.has("layers") else "",
@@ -259,11 +275,11 @@ def _read_boundary(text: str, where: str) -> DualLayout:
 def _collective_from_data(fields: _Fields) -> Collective:
     return Collective(
         kind=fields.get("kind", str),
-        axis=fields.get("axis", int),
+        axis=fields.amount("axis", int),
         phase=fields.get("phase", str),
-        count=fields.get("count", int),
-        num_bytes=fields.get("num_bytes", int),
-        seconds=fields.get("seconds", float),
+        count=fields.amount("count", int),
+        num_bytes=fields.amount("num_bytes", int),
+        seconds=fields.amount("seconds", float),
     )
 
 

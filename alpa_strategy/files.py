@@ -1,0 +1,145 @@
+"""Files that people edit and other jobs write: read within limits, written whole or not at all.
+
+A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off, nested a million
+deep or hold `1e999`. `read_json` and `check_yaml` say so in a line (`BadFileError`) before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 64 << 20  # a plan of 100,000 ops has 20 MB
+MAX_DEPTH = 64
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_NODES = 100_000  # with what aliases repeat: a few lines can stand for a billion
+MAX_DIGITS = 19  # of a whole number: 64 bits
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
+_WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]{%d,}" % (MAX_DIGITS + 1))  # noqa: UP031
+
+
+class BadFileError(ValueError):
+    """What is wrong with a file's content, as a sentence that follows the file's name."""
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        BadFileError: it is no JSON, or larger, deeper or with other numbers than a file of ours can be.
+    """
+    return parse_json(_text(Path(path), MAX_BYTES))
+
+
+def parse_json(text: str) -> Any:
+    """As `read_json`, from the text."""
+    try:
+        data = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
+    except json.JSONDecodeError as error:
+        raise BadFileError(f"is not JSON: {error}") from None
+    _check_values(data, MAX_DEPTH)
+    return data
+
+
+def check_yaml(path: str | Path) -> None:
+    """BadFileError where a YAML file is too large, too deep, or stands for too much; OSError where it is unreadable.
+
+    Its syntax is the reader's business: what the parser refuses passes here.
+    """
+    text = _text(Path(path), MAX_YAML_BYTES)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _count_nodes(root, {}, 0)
+    except RecursionError:
+        raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
+    except yaml.YAMLError:
+        return
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write so that a reader sees the old file or the new one, never a part; readable as the umask says."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """As `write_json`, for any text. Its folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not `tempfile`: it makes files that only their owner can read, and teammates share a store.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _text(path: Path, max_bytes: int) -> str:
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise BadFileError(f"is larger than {max_bytes >> 20} MiB")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadFileError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _whole(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_DIGITS:
+        raise BadFileError(f"holds a number of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise BadFileError(f"holds {text:.20}, which is no finite number")
+    return value
+
+
+def _check_values(data: Any, depth: int) -> None:
+    """Depth, and texts: they are shown on terminals, where an escape sequence would be a command."""
+    if isinstance(data, str):
+        if not data.isprintable() and (bad := _UNPRINTABLE.search(data)):
+            raise BadFileError(f"holds the control character {bad[0]!a} in the text {data[:40]!a}")
+    elif isinstance(data, dict | list):
+        if depth == 0:
+            raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
+        for item in data if isinstance(data, list) else (*data, *data.values()):
+            _check_values(item, depth - 1)
+
+
+def _count_nodes(node: yaml.Node | None, known: dict[int, int], depth: int) -> int:
+    """Nodes that `node` stands for, aliases repeated; `known`: id -> count, so that each is counted once."""
+    if depth > MAX_DEPTH:
+        raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
+    if isinstance(node, yaml.ScalarNode) and _WHOLE_NUMBER.fullmatch(node.value):
+        raise BadFileError(f"holds a number of {len(node.value)} digits")
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise BadFileError("holds an alias of what it stands in")
+        return known[id(node)]
+    known[id(node)] = 0
+    children = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    count = 1 + sum(_count_nodes(child, known, depth + 1) for child in children)
+    if count > MAX_YAML_NODES:
+        raise BadFileError(f"stands for more than {MAX_YAML_NODES} values")
+    known[id(node)] = count
+    return count
