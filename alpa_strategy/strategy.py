@@ -137,7 +137,7 @@ class AlpaStrategy(ParallelJob):
 
     @property
     def run(self) -> Any:
-        """The TrainingRun whose shards the module holds, or None while it is whole."""
+        """The Run whose shards the module holds, or None while it is whole."""
         return self._life.run
 
     @property

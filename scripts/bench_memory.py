@@ -106,7 +106,7 @@ def worker(case: Case, out: Path) -> None:
     from gpt import GPT
 
     import alpa_strategy
-    import alpa_strategy.lightning.pipelined_run
+    import alpa_strategy.lightning.run
     import alpa_strategy.planner.planner
 
     class Tokens(Dataset):

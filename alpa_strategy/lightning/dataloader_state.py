@@ -191,7 +191,7 @@ class Resume:
 
     Attributes:
         passes: per training dataloader.
-        run: `TrainingRun.state_dict()`, None where the ranks are not those that wrote it.
+        run: `Run.state_dict()`, None where the ranks are not those that wrote it.
     """
 
     passes: tuple[Pass, ...]

@@ -8,8 +8,8 @@ batches of different shapes or numbers, they take turns: all evaluate one rank's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,9 +21,8 @@ from torchmetrics import Metric
 
 from alpa_strategy.comm.collectives import any_rank, shared, world_size
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
 from alpa_strategy.lightning.evaluation_loop import hooks_look, is_last_of_loader, step_counters, why_uneven
 from alpa_strategy.lightning.full_parameters import WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
@@ -35,7 +34,6 @@ from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_re
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.microbatch.microstep import Cut
-from alpa_strategy.runtime.parameters import MeshParameters
 
 
 def without_unused_parameters(step: StepGraph) -> StepGraph:
@@ -43,69 +41,6 @@ def without_unused_parameters(step: StepGraph) -> StepGraph:
     escaping = set(step.escaping)
     used = (p for p in step.parameters if p.value in step.consumers or p.value in escaping)
     return replace(step, parameters=tuple(used))
-
-
-def evaluation_pins(step: StepGraph, running: Mapping[str, ParameterPlan], num_axes: int) -> dict[str, ParameterPlan]:
-    """How the running plan's parameters arrive in an evaluation step: name -> plan of modes R and S<d> only.
-
-    What is gathered once per step arrives whole (`R`), shards arrive as shards. A parameter that the running plan does
-    not have, or sees in other segments, arrives whole.
-    """
-    pins: dict[str, ParameterPlan] = {}
-    invariant = ParameterMode.parse("R")
-    for given in step.parameters:
-        own = next((running[name] for name in given.names if name in running), None)
-        if own is None or own.num_segments != given.num_segments:
-            modes = (invariant,) * num_axes
-        else:
-            modes = tuple(mode if mode.is_shard else invariant for mode in own.modes)
-        pins[given.name] = ParameterPlan(modes, given.num_segments)
-    return pins
-
-
-def evaluation_inputs(
-    module: Any, step: StepGraph, store: MeshParameters, pins: Mapping[str, ParameterPlan]
-) -> dict[str, Tensor]:
-    """Name -> the tensor that `pins` promise. Collective where one is gathered."""
-    return {given.name: _input(module, given, store, pins[given.name]) for given in step.parameters}
-
-
-def _input(module: Any, given: ParameterInput, store: MeshParameters, pin: ParameterPlan) -> Tensor:
-    parameter = module.get_parameter(given.name)
-    name = store.name_of(parameter)
-    shape = torch.Size(given.meta.shape)
-    if name is None:
-        return parameter.detach().view(shape)
-    if pin.is_whole:
-        tensor = store.step_input(name).detach()
-        if tensor.numel() != shape.numel():  # a shard, of other segments than the step's
-            tensor = store.gather_like(name, parameter.detach())
-        return tensor.reshape(shape)
-    return store.step_input(name).detach()
-
-
-class EvaluationParameters:
-    """The parameters of one pipeline stage as an evaluation step takes them (a `staged_step.StageParameters`)."""
-
-    def __init__(self, module: Any, graph: StepGraph, store: MeshParameters, pins: Mapping[str, ParameterPlan]) -> None:
-        self._module, self._graph, self._store, self._pins = module, graph, store, pins
-
-    def step_inputs(self) -> dict[str, Tensor]:
-        """Name -> what the stage's program takes."""
-        return evaluation_inputs(self._module, self._graph, self._store, self._pins)
-
-    def regather_hooks(self) -> AbstractContextManager[Any]:
-        """Nothing is kept for a backward."""
-        return nullcontext()
-
-    def sync(self, enabled: bool) -> None:
-        """Nothing: there are no gradients."""
-
-    def hold(self, names: Collection[str]) -> None:
-        """Nothing: there are no gradients."""
-
-    def finish_backward(self) -> None:
-        """Nothing: there are no gradients."""
 
 
 MAX_SHAPES = 32  # of batches of which programs are kept

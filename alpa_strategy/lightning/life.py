@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.evaluation import Evaluation
     from alpa_strategy.lightning.job import Job
-    from alpa_strategy.lightning.run import TrainingRun
+    from alpa_strategy.lightning.run import Run
 
 
 class ModuleLife:
@@ -46,7 +46,7 @@ class ModuleLife:
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: TrainingRun | None = None
+        self.run: Run | None = None
         self.evaluation: Evaluation | None = None
         self.plan: Plan | None = None
         self.process_bytes = 0
@@ -83,6 +83,7 @@ class ModuleLife:
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.lightning.process import process_bytes
+        from alpa_strategy.lightning.run import Run
         from alpa_strategy.planner.optimizer_info import inspect_optimizer
         from alpa_strategy.runtime.host_memory import set_freed, trim
 
@@ -94,10 +95,6 @@ class ModuleLife:
             prepared = prepare(module, batch, batch_idx, job, info, rank_zero, self._checkpoints.running_plan)
             if is_on_host:
                 set_freed(freed_memory(prepared, job))
-            if prepared.plan.is_pipelined:
-                from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
-            else:
-                from alpa_strategy.lightning.run import TrainingRun as Run
             with self.deferral.sharding(module) as whole:
                 run = Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
         if is_on_host:
@@ -109,7 +106,7 @@ class ModuleLife:
         self.process_bytes = process_bytes(module, optimizers[0]) if is_on_host else 0
         _show_plan(run, job, self.process_bytes)
 
-    def _begin(self, run: TrainingRun, job: Job) -> None:
+    def _begin(self, run: Run, job: Job) -> None:
         from alpa_strategy.lightning.evaluation import Evaluation
 
         self.run, self.plan = run, run.plan
@@ -126,7 +123,7 @@ class ModuleLife:
     def after_optimizer_step(self) -> None:
         """Parameters have new values."""
         assert self.run is not None
-        self.run.store.after_optimizer_step()
+        self.run.after_optimizer_step()
         self._is_accumulating = False
 
     def end_training(self) -> None:
@@ -226,7 +223,7 @@ def _own_randomness(job: Job) -> AbstractContextManager[None]:
     return isolate_rng(include_cuda=job.device.type == "cuda")
 
 
-def _show_plan(run: TrainingRun, job: Job, process_bytes: int = 0) -> None:
+def _show_plan(run: Run, job: Job, process_bytes: int = 0) -> None:
     if job.shows:
         from alpa_strategy.display import plan_table
 

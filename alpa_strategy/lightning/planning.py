@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
-from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.comm.measure import ClusterStore, measure_cluster
+from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.cost.measured import OpTable, measure_ops
+from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
+from alpa_strategy.inter_op.search import microbatch_counts
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.job import Job
+from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import against_early_step
+from alpa_strategy.planner.planner import choose_plan, logical_shapes
+from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import Freed
+from alpa_strategy.sharding import localize, op_strategies
 
-if TYPE_CHECKING:
-    from alpa_strategy.planner.replan import Pins
+Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
 
 TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
+
+LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ def prepare(
     step = capture(module, batch, batch_idx, job)
     _check_divisible(step, job)
     cluster = job_cluster(job)
-    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, None, resumed), cluster)
+    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, resumed=resumed), cluster)
 
 
 def capture(
@@ -78,7 +90,6 @@ def capture(
 
     An evaluation step that fails in any way is a CaptureError: it can still be run as it is written.
     """
-    from alpa_strategy.capture.capture import capture_step
 
     def work() -> StepGraph:
         with job.progress("capture"):
@@ -140,9 +151,6 @@ def job_cluster(job: Job) -> ClusterSpec:
     if job.cluster is not None:
         spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
         return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
-    from alpa_strategy.comm.measure import ClusterStore, measure_cluster
-    from alpa_strategy.comm.mesh import build_mesh
-
     with job.progress("cluster"):
         return measure_cluster(
             "this cluster",
@@ -155,58 +163,64 @@ def job_cluster(job: Job) -> ClusterSpec:
         )
 
 
+@dataclass(frozen=True)
+class Running:
+    """A plan under which the module's parameters lie: another step's plan leaves them there.
+
+    Attributes:
+        pins: (stage's graph, running stage) -> how the stage's parameters arrive in it.
+    """
+
+    plan: Plan
+    pins: Pins
+
+
+def running_pins(graph: StepGraph, stage: StagePlan) -> Mapping[str, ParameterPlan]:
+    """Parameters as the running stage has them: for a training step."""
+    return stage.parameter_plans
+
+
 def find_or_make_plan(
     step: StepGraph,
     job: Job,
     cluster: ClusterSpec,
     optimizer: OptimizerInfo,
     rank_zero: RankZero,
-    running: StagePlan | None,
+    running: Running | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that rank 0 solves.
 
     Args:
-        running: the stage that is already running, for a step of another shape: parameters stay as they lie.
+        running: for a step of another shape, or an evaluation: what is running already.
+        resumed: see `prepare`.
+
+    Raises:
+        PlanError: nothing fits, or the running stages cannot run the step.
     """
-    options, pinned = job.options, None
-    if running is not None:
-        pinned = running.parameter_plans
-        options = replace(options, logical_mesh=running.logical_mesh, parallel="auto", placements=_as_pins(pinned))
-        optimizer = replace(optimizer, steps_in_backward=running.steps_in_backward)
-    data = rank_zero.result_of(
-        lambda: _plan_on_rank_zero(step, job, cluster, options, optimizer, pinned, resumed).to_dict(), "planning"
-    )
-    return Plan.from_dict(data)
+    work = functools.partial(_plan_on_rank_zero, step, job, cluster, job.options, optimizer, None, resumed)
+    if running is not None and running.plan.is_pipelined:
+        work = functools.partial(_following_plan, step, job, cluster, optimizer, running)
+    elif running is not None:
+        stage = running.plan.stages[0]
+        pinned = running.pins(step, stage)
+        options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
+        optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
+        work = functools.partial(_plan_on_rank_zero, step, job, cluster, options, optimizer, pinned, resumed)
+    return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
 
 
-def find_or_make_following_plan(
-    step: StepGraph,
-    running: Plan,
-    pins: Pins,
-    job: Job,
-    cluster: ClusterSpec,
-    optimizer: OptimizerInfo,
-    rank_zero: RankZero,
+def _following_plan(
+    step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: OptimizerInfo, running: Running
 ) -> Plan:
-    """The plan of another step on the stages of `running` (see `follow_plan`), stored or new. Collective."""
-    from alpa_strategy.cost.model import RooflineCosts
-    from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
+    """The plan of another step on the stages that are running (see `follow_plan`), stored or new."""
+    wanted = follow_fingerprint(step, running.plan, cluster, job.options, optimizer)
 
-    def work() -> dict[str, Any]:
-        wanted = follow_fingerprint(step, running, cluster, job.options, optimizer)
+    def make() -> Plan:
+        costs = known_costs(cluster, job) if cluster.measured else RooflineCosts(cluster.device)
+        return follow_plan(step, running.plan, running.pins, cluster, job.options, optimizer, costs, wanted)
 
-        def make() -> Plan:
-            costs = RooflineCosts(cluster.device)
-            if cluster.measured:
-                from alpa_strategy.lightning.costs import known_costs
-
-                costs = known_costs(cluster, job)
-            return follow_plan(step, running, pins, cluster, job.options, optimizer, costs, wanted)
-
-        return _stored(wanted, job, make).to_dict()
-
-    return Plan.from_dict(rank_zero.result_of(work, "planning"))
+    return _stored(wanted, job, make)
 
 
 def _stored(wanted: Fingerprint, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None) -> Plan:
@@ -256,12 +270,8 @@ def _plan_on_rank_zero(
         return plan
 
     def make() -> Plan:
-        from alpa_strategy.planner.planner import choose_plan
-
         if not cluster.measured:
             return choose_plan(task, pinned)
-        from alpa_strategy.lightning.costs import measured_costs, measured_stage_costs
-
         with job.progress("time ops"):
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
             costs = measured_costs(step, cluster, options, job, budget)
@@ -339,3 +349,55 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
                 f"({modes_text(plan.module_modes)})",
                 'use an element-wise optimizer such as AdamW, or parallel="data"',
             )
+
+
+def measured_costs(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
+) -> RooflineCosts:
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
+    calls: set[OpCall] = set()
+    for shape in logical_shapes(options, cluster):
+        calls |= local_calls(step, shape)
+    return _timed(calls, cluster, job, budget_seconds)
+
+
+def measured_stage_costs(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
+) -> RooflineCosts:
+    """The same with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
+    likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
+    calls: set[OpCall] = set()
+    for count in likely[:LIKELY_COUNTS]:
+        graph = microbatch(step, count, cluster.num_devices).graph
+        for size in {1, cluster.devices_per_node}:
+            calls |= local_calls(graph, (size,))
+    return _timed(calls, cluster, job, budget_seconds)
+
+
+def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float) -> RooflineCosts:
+    table = OpTable.load(job.folder / "costs" / "ops.json")
+    known = len(table)
+    with torch.enable_grad():
+        measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name)
+    if len(table) > known:
+        try:
+            table.save()
+        except OSError as error:
+            job.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
+    return RooflineCosts(cluster.device, table)
+
+
+def known_costs(cluster: ClusterSpec, job: Job) -> RooflineCosts:
+    """Costs from the table in `job.folder` as it is."""
+    return RooflineCosts(cluster.device, OpTable.load(job.folder / "costs" / "ops.json"))
+
+
+def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:
+    """Every op of the step as one device runs it under each of its strategies on the mesh."""
+    origin = (0,) * len(mesh_shape)
+    return {
+        local.call
+        for call in {op.call for op in step.ops}
+        for strategy in op_strategies(call, mesh_shape)
+        if (local := localize(call, strategy, mesh_shape, origin)).implementation is None
+    }

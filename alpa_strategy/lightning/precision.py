@@ -17,7 +17,7 @@ from alpa_strategy.runtime.clip import clip_by_norm
 
 
 def use_whole_norms(plugin: Any, run: Any) -> None:
-    """Let `plugin` clip by the norm of all shards of `run` (a TrainingRun), and agree on overflow when it scales."""
+    """Let `plugin` clip by the norm of all shards of `run` (a Run), and agree on overflow when it scales."""
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = plugin.main_params(optimizer)

@@ -12,9 +12,10 @@ from torchmetrics import Metric
 
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.ir.counters import COUNTERS, CounterRef
+from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.lightning.metric_state import MetricStates
+from alpa_strategy.pipeline.step_programs import resolve
 
 
 def fill(
@@ -123,14 +124,3 @@ def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
         return dict(metric.items(keep_base=False, copy_state=False))[ref.key]
     value = metric.compute() if last is None else last
     return value if ref.key is None else value[ref.key]
-
-
-def step_buffers(module: torch.nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
-    """What a program of `step` takes as buffers: the module's by name, and the counters."""
-    return {**{b.name: resolve(module, b.name) for b in step.buffers}, COUNTERS: counters}
-
-
-def resolve(module: torch.nn.Module, name: str) -> Any:
-    """The attribute at dotted path `name`."""
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)

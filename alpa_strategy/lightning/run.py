@@ -1,4 +1,4 @@
-"""TrainingRun: a prepared training. The plan, the sharded parameters, and one lowered program per shape of batch."""
+"""Run: a prepared training. The plan, the sharded parameters, and one program per shape of batch."""
 
 from __future__ import annotations
 
@@ -6,58 +6,57 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import RankZero
-from alpa_strategy.comm.mesh import Pending, build_mesh
-from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.parameter_plan import ParameterPlan
-from alpa_strategy.lightning.evaluation import evaluation_inputs, evaluation_pins
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
-from alpa_strategy.lightning.planning import Prepared, capture, check_optimizer, find_or_make_plan
+from alpa_strategy.lightning.planning import (
+    Pins,
+    Prepared,
+    Running,
+    capture,
+    check_optimizer,
+    find_or_make_plan,
+    running_pins,
+)
 from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.replay import (
     append_to_lists,
     output_of,
     replay_records,
-    step_buffers,
     verify,
     write_buffers,
 )
 from alpa_strategy.lightning.room import Room
 from alpa_strategy.lightning.same_steps import SameSteps
 from alpa_strategy.lightning.shape_key import shape_key
-from alpa_strategy.lower.codegen import LoweredStep, lower
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.task import is_for
-from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
+from alpa_strategy.runtime.evaluation_parameters import evaluation_pins
+from alpa_strategy.runtime.optimizer_state import unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.step_in_backward import StepInBackward
 
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept
 MAX_PROGRAMS = 16  # of one batch shape
 NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
-
-
-@dataclass(frozen=True)
-class LoweredEvaluation:
-    """What runs an evaluation step, and how its parameters arrive."""
-
-    step: LoweredStep
-    pins: Mapping[str, ParameterPlan]
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ class _Unfinished:
     pending: list[Pending]
 
 
-class TrainingRun:
-    """Plans and shards `module` in place (collective), then runs its steps.
+class Run:
+    """Shards `module` in place under its plan (collective), then runs its steps, whatever the number of stages.
 
     Args:
         module: the LightningModule; its parameters are swapped to local shards, the objects stay.
@@ -95,60 +94,39 @@ class TrainingRun:
         seed: int,
         whole: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self.module, self._whole, self._job, self._rank_zero = module, whole, job, rank_zero
-        self._optimizer_info, self._seed, self.say = optimizer_info, seed, job.say
-        self.step, self.plan, self._cluster = prepared.step, prepared.plan, prepared.cluster
-        check_optimizer(optimizer_info, self.plan.stages)
-        self._optimizer = optimizer
+        self.module, self._optimizer, self._optimizer_info = module, optimizer, optimizer_info
+        self._job, self._rank_zero, self.say = job, rank_zero, job.say
+        self.plan, self._cluster = prepared.plan, prepared.cluster
+        step, stages = prepared.step, prepared.plan.stages
+        check_optimizer(optimizer_info, stages)
         with job.progress("lower"):
-            lowered = self._set_up()
-        self.whole, self._hooks = WholeParameters(self.store), None
+            self._placed = PlacedPlan(
+                module,
+                step.parameters,
+                self.plan,
+                optimizer,
+                job.device,
+                self._cluster,
+                seed,
+                self._loss_scale,
+                job.backend,
+                job.limits.bucket_bytes,
+            )
+            self.store: ParameterStore = self._placed.store
+            self._placed.shard(optimizer, whole)
+            lowered = self._lowered(step)
+        self.whole = WholeParameters(self.store)
+        self._hooks: WholeHooks | None = None
         self.room = Room(self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes))
         self._same = SameSteps(rank_zero, job.device, MAX_SHAPES)
         self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, self.drop)
-        self._programs.add(shape_key(batch), Program(self.step, lowered, AttributeCheck(module, self.step.attributes)))
+        self._programs.add(shape_key(batch), Program(step, lowered, AttributeCheck(module, step.attributes)))
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
         self._unfinished: _Unfinished | None = None
         self._parameters = ParametersAsTheyWere(module)
 
-    def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters since the plan was made, None when nothing did that matters.
-
-        Raises:
-            RuntimeMismatchError: when it happened on some ranks only.
-        """
-        changed = self._parameters.changed()
-        if changed is not None:
-            self._same.meet_for_change(changed)
-        return changed
-
-    def see_whole_parameters(self, trainer: Any) -> None:
-        """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
-        if self.store.sharded_parameters:
-            self._hooks = WholeHooks(trainer, self.module, self.whole, self.room.for_whole)
-
-    def _set_up(self) -> Any:
-        """Build meshes, shard parameters and optimizer; what runs the first step. Collective."""
-        bucket_bytes = self._job.limits.bucket_bytes
-        self.stage = self.plan.stages[0]
-        self._gathers_at_use = any(p.uses_shards for p in self.stage.parameter_plans.values())
-        self.mesh = build_mesh(self.stage.logical_mesh, backend=self._job.backend)
-        self._random = ShardedRandom(self.mesh, self._seed)
-        stepping = StepInBackward(self._optimizer, bucket_bytes) if self.stage.steps_in_backward else None
-        self.store = ParameterStore(self.module, self.step.parameters, (self.stage,), (self.mesh,), self.mesh, stepping)
-        self.store.shard(self._whole, bucket_bytes)
-        shard_state(self._optimizer, self.store, self._whole)
-        return self._lowered(self.step)
-
-    def _lowered(self, step: StepGraph) -> Any:
-        """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
-        plan = self.plan
-        if not is_for(plan, step):
-            plan = find_or_make_plan(
-                step, self._job, self._cluster, self._optimizer_info, self._rank_zero, running=self.stage
-            )
-        return lower(step, plan.stages[0], self.mesh, self._job.device, self._random)
+    # A training step
 
     def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows.
@@ -159,13 +137,21 @@ class TrainingRun:
         """
         self._measure()
         program = self._program(batch, batch_idx)
+        if program.lowered.makes_gradients:
+            self._clear_gradients(batch_idx)
         pending: list[Pending] | None = [] if values_come_late else None
         counters = step_counters(self.module.trainer, batch_idx)
-        values = self._values(program, batch, counters, pending)
+        values = program.lowered(batch, counters, pending)
+        self._placed.random.num_steps += 1
         self._unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
         if not values_come_late:
             self.finish_step()
         return output_of(program.step, values, batch, counters)
+
+    def finish_backward(self) -> None:
+        """After the Trainer's backward: complete gradients. Collective."""
+        if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
+            self.store.finish_backward()
 
     def finish_step(self) -> None:
         """What the step does besides computing: checks, buffers, metrics and logs. Nothing where it is done."""
@@ -180,91 +166,36 @@ class TrainingRun:
             replay_records(self.module, done.step, done.values, done.counters, self.metrics)
         append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
 
-    def _values(
-        self, program: Program, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None
-    ) -> dict[int, Tensor]:
-        """The step's escaping values, as far as they are there (`pending`); the loss can be differentiated."""
-        step = program.step
-        buffers = step_buffers(self.module, step, counters)
-        parameters = self.store.of_stage[0]
-        with parameters.regather_hooks() if self._gathers_at_use else nullcontext():
-            return program.lowered(parameters.step_inputs(), buffers, batch_rows(step, batch), pending)
-
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """A backward whose gradients stay local: another batch of the same optimizer step follows."""
+        if self.plan.is_pipelined:  # it reduces the gradients of each of its steps
+            yield
+            return
         self.store.sync(False)
         try:
             yield
         finally:
             self.store.sync(True)
 
-    def finish_backward(self) -> None:
-        """After the Trainer's backward: complete gradients. Collective."""
-        self.store.finish_backward()
+    def after_optimizer_step(self) -> None:
+        """Parameters have new values."""
+        self.store.after_optimizer_step()
 
-    def whole_parameters(self) -> WholeParameters:
-        """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
-        return self.whole
+    def _clear_gradients(self, batch_idx: int) -> None:
+        """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
+        these go now, and are not there twice."""
+        trainer = self.module.trainer
+        if batch_idx % trainer.accumulate_grad_batches == 0 and clears_gradients_unseen(trainer, self.module):
+            for parameter in self.module.parameters():
+                parameter.grad = None
 
-    # Evaluation steps on the training's parameters
+    def _loss_scale(self) -> float:
+        """What the precision plugin will scale the loss by: half-precision gradients inside the step need it now."""
+        scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def lower_evaluation(self, step: StepGraph) -> LoweredEvaluation:
-        """What runs an evaluation step on the parameters as they lie. Collective."""
-        pins = evaluation_pins(step, self.stage.parameter_plans, len(self.stage.logical_mesh))
-        stage = replace(self.stage, parameter_plans=pins)
-        plan = find_or_make_plan(step, self._job, self._cluster, NO_OPTIMIZER, self._rank_zero, running=stage)
-        return LoweredEvaluation(lower(step, plan.stages[0], self.mesh, self._job.device, self._random), pins)
-
-    def evaluate(
-        self, step: StepGraph, lowered: LoweredEvaluation, batch: Any, counters: Mapping[str, int]
-    ) -> dict[int, Tensor]:
-        """The step's escaping values, whole on every rank. Collective."""
-        parameters = evaluation_inputs(self.module, step, self.store.of_stage[0], lowered.pins)
-        buffers = step_buffers(self.module, step, counters)
-        return lowered.step(parameters, buffers, batch_rows(step, batch))
-
-    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        with self.whole.suspended():
-            return whole_state_dict(optimizer, self.store)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
-        randoms = {str(stage): random.state_dict() for stage, random in self._random_streams().items()}
-        plan = self.plan.to_dict() if self._rank_zero.is_rank_zero else None
-        return {"devices": self._devices(), "seed": self._seed, "randoms": randoms, "plan": plan}
-
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
-        if state["devices"] != self._devices():
-            return False
-        self._seed = state["seed"]
-        for stage, random in self._random_streams().items():
-            random.load_state_dict(state["randoms"][str(stage)])
-        return True
-
-    def _random_streams(self) -> dict[int, ShardedRandom]:
-        """Stage -> this rank's random streams."""
-        return {0: self._random}
-
-    def _devices(self) -> list[list[int]]:
-        """Where every stage runs: the streams of one place mean nothing in another."""
-        return [[s.first_device, *s.submesh, 0, *s.logical_mesh] for s in self.plan.stages]
-
-    def release(self) -> None:
-        """Give the module and the optimizer their whole tensors back, for good. Collective."""
-        self.metrics.make_local()
-        unshard_state(self._optimizer, self.store)
-        self.store.unshard()
-
-    def drop(self, lowered: Any) -> None:
-        """A program is not used any more. No communication."""
-
-    def close(self) -> None:
-        """End what runs beside the main thread, give the hooks back. No communication."""
-        if self._hooks is not None:
-            self._hooks.remove()
+    # Programs: one per shape and content of a step
 
     def _program(self, batch: Any, batch_idx: int) -> Program:
         """What runs this batch; captured, planned and lowered now where nothing fits. Collective."""
@@ -289,6 +220,89 @@ class TrainingRun:
         self._programs.add(key, program)
         return program
 
+    def _lowered(self, step: StepGraph) -> StepProgram:
+        """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
+        if is_for(self.plan, step):
+            return self._placed.training_program(step, self.plan)
+        try:
+            plan = self._following_plan(step, running_pins, self._optimizer_info)
+        except PlanError as error:
+            if not self.plan.is_pipelined:
+                raise
+            rank_zero_warn(
+                "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
+                f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
+            )
+            return self._placed.whole_program(step)
+        return self._placed.training_program(step, plan)
+
+    def _following_plan(self, step: StepGraph, pins: Pins, optimizer: OptimizerInfo) -> Plan:
+        running = Running(self.plan, pins)
+        return find_or_make_plan(step, self._job, self._cluster, optimizer, self._rank_zero, running)
+
+    def drop(self, lowered: StepProgram) -> None:
+        """A program is not used any more. No communication."""
+        self._placed.drop(lowered)
+
+    def changed_parameters(self) -> str | None:
+        """What happened to the module's parameters since the plan was made, None when nothing did that matters.
+
+        Raises:
+            RuntimeMismatchError: when it happened on some ranks only.
+        """
+        changed = self._parameters.changed()
+        if changed is not None:
+            self._same.meet_for_change(changed)
+        return changed
+
+    # Evaluation steps on the training's parameters
+
+    def lower_evaluation(self, step: StepGraph) -> StepProgram:
+        """What runs an evaluation step on the parameters as they lie. Collective."""
+        return self._placed.evaluation_program(step, self._following_plan(step, evaluation_pins, NO_OPTIMIZER))
+
+    def evaluate(
+        self, step: StepGraph, lowered: StepProgram, batch: Any, counters: Mapping[str, int]
+    ) -> dict[int, Tensor]:
+        """The step's escaping values, whole on every rank. Collective."""
+        return lowered(batch, counters)
+
+    # Whole values, checkpoints, the end
+
+    def see_whole_parameters(self, trainer: Any) -> None:
+        """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
+        if self.store.sharded_parameters:
+            self._hooks = WholeHooks(trainer, self.module, self.whole, self.room.for_whole)
+
+    def whole_parameters(self) -> WholeParameters:
+        """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
+        return self.whole
+
+    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict as a plain Trainer would write it. Collective."""
+        with self.whole.suspended():
+            return whole_state_dict(optimizer, self.store)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+        return {**self._placed.state_dict(), "plan": self.plan.to_dict() if self._rank_zero.is_rank_zero else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
+        return self._placed.load_state_dict(state)
+
+    def release(self) -> None:
+        """Give the module and the optimizer their whole tensors back, for good. Collective."""
+        self.metrics.make_local()
+        unshard_state(self._optimizer, self.store)
+        self.store.unshard()
+
+    def close(self) -> None:
+        """End what runs beside the main thread, give the hooks back. No communication."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._placed.close()
+
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
         count = len(self._step_starts)
@@ -301,9 +315,3 @@ class TrainingRun:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             self._job.say(measured_line(self.plan, seconds))
-
-
-def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
-    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
-    leaves = pytree.tree_leaves(batch)
-    return [leaves[given.leaf] for given in step.batch]

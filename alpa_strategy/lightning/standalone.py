@@ -18,7 +18,7 @@ from alpa_strategy.comm.collectives import RankZero, agree_on_seed, on_all_ranks
 from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.run import NO_OPTIMIZER, TrainingRun
+from alpa_strategy.lightning.run import NO_OPTIMIZER, Run
 from alpa_strategy.lightning.shape_key import shape_key
 
 
@@ -46,7 +46,7 @@ def evaluation_run(
     args: tuple[Any, ...],
     job: Job,
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]],
-) -> TrainingRun:
+) -> Run:
     """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
 
     Where the ranks' batches differ in shape, they will take turns: it is planned for rank 0's, evaluated by all.
@@ -65,11 +65,7 @@ def evaluation_run(
         capturing = replace(job, options=replace(job.options, batch_scope="global"))
     step = capture(module, batch, batch_idx, capturing, name, dataloader_idx)
     cluster = job_cluster(job)
-    plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero, None)
-    if plan.is_pipelined:
-        from alpa_strategy.lightning.pipelined_run import PipelinedRun as Run
-    else:
-        Run = TrainingRun
+    plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero)
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
     prepared = Prepared(step, plan, cluster)
     with sharding(module) as whole:

@@ -138,7 +138,7 @@ def stage_randoms(
 ) -> dict[int, ShardedRandom]:
     """This rank's stages -> random streams: on a mesh of one device each stage would else draw as its neighbours do."""
     return {
-        index: ShardedRandom(mesh, seed * 1_000_003 + index, own_stream=len(stages) > 1)
+        index: ShardedRandom(mesh, seed + 1_000_003 * index, own_stream=len(stages) > 1)
         for index, mesh in enumerate(meshes)
         if mesh is not None
     }

@@ -1,0 +1,406 @@
+"""A plan on this rank, and what runs captured steps under it.
+
+`PlacedPlan` holds the meshes, random streams and parameters of this rank's stages, for as long as the module lies in
+shards. For each captured step it makes a `StepProgram`, whatever the number of stages:
+
+- `DirectStep`: one stage, the whole batch at once. The values carry their autograd graph, and the backward of the loss
+  runs it as on one device: hooks on it are called, sums over the devices may come late.
+- `PipelinedStep`: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the backward of the
+  loss finds the gradients there and only hands them over.
+- `WholeStep`: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.mesh import Pending, build_mesh
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.inter_op.subgraph import slice_stage
+from alpa_strategy.ir.counters import COUNTERS
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lower.codegen import LoweredStep, lower
+from alpa_strategy.microbatch.microstep import MicroStep
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.pipeline.build import StageParameters, StagePlaces, build_pipeline, stage_meshes, stage_randoms
+from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.runtime.evaluation_parameters import EvaluationParameters, evaluation_pins
+from alpa_strategy.runtime.optimizer_state import shard_state
+from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.step_in_backward import StepInBackward
+from alpa_strategy.sharding.localize import is_random
+
+Values = dict[int, Tensor]
+Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
+ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
+
+
+class StepProgram(Protocol):
+    """What runs a captured step here.
+
+    Attributes:
+        makes_gradients: whether calling it makes the gradients too.
+    """
+
+    makes_gradients: bool
+
+    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
+        """The step's escaping values by number, whole on every rank; a training's loss can be differentiated.
+
+        Args:
+            batch: this rank's, as the user's step would get it.
+            counters: `batch_idx`, `global_step`, `current_epoch`.
+            pending: where given, values may be on their way still: it gets what to wait for before they are read.
+        """
+        ...
+
+    def close(self) -> None:
+        """It is not used any more. No communication."""
+        ...
+
+
+@dataclass
+class JobRandom:
+    """The job's seed, the same on all ranks, and how many steps it has served: both go into checkpoints."""
+
+    seed: int
+    num_steps: int = 0
+
+    @contextmanager
+    def same_on_all_ranks(self) -> Iterator[None]:
+        """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed * 1_000_003 + self.num_steps)
+            yield
+
+
+class PlacedPlan:
+    """See the file's docstring. Collective, but for `drop` and `close`.
+
+    Args:
+        module: holds whole parameters until `shard`; the Parameter objects stay.
+        parameters: of the step that was planned.
+        optimizer: updates parameters within the backward, where the plan has it so.
+        loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[ParameterInput],
+        plan: Plan,
+        optimizer: Optimizer,
+        device: torch.device,
+        cluster: ClusterSpec,
+        seed: int,
+        loss_scale: Callable[[], float],
+        backend: str,
+        bucket_bytes: int,
+    ) -> None:
+        self._module, self._plan, self._loss_scale, self._bucket_bytes = module, plan, loss_scale, bucket_bytes
+        self.random = JobRandom(seed)
+        self._programs: list[StepProgram] = []
+        stages = plan.stages
+        meshes = stage_meshes(stages, backend=backend)
+        self._places = StagePlaces(meshes, stage_randoms(stages, meshes, seed), device, cluster)
+        job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(),), backend=backend)
+        assert job_mesh is not None
+        stepping = StepInBackward(optimizer, bucket_bytes) if stages[0].steps_in_backward else None
+        if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
+            held = {name for stage in stages for name in stage.parameter_plans}
+            parameters = [given for given in parameters if not held.isdisjoint(given.names)]
+        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
+
+    def shard(self, optimizer: Optimizer, values: Callable[[Tensor], Tensor]) -> None:
+        """Keep this rank's parts of the parameters and of the optimizer's state. `values`: the whole of each."""
+        self.store.shard(values, self._bucket_bytes)
+        shard_state(optimizer, self.store, values)
+
+    def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
+        """What runs a training step under its plan, which has the parameters where they lie."""
+        if not self._plan.is_pipelined:
+            return self._direct(step, plan, self.store.of_stage[0])
+        schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
+        micro = microbatch(step, plan.num_microbatches, world_size())
+        return self._pipelined(step, micro, plan, schedule, self.store.of_stage)
+
+    def whole_program(self, step: StepGraph) -> StepProgram:
+        """What runs a training step that the stages cannot run."""
+        return self._kept(WholeStep(self._module, step, self.store, self.random, self._loss_scale))
+
+    def evaluation_program(self, step: StepGraph, plan: Plan) -> StepProgram:
+        """What runs an evaluation step under its plan, on the parameters as they lie."""
+        if not self._plan.is_pipelined:
+            pins = evaluation_pins(step, self._plan.stages[0])
+            return self._direct(step, plan, EvaluationParameters(self._module, step, self.store.of_stage[0], pins))
+        micro = microbatch(step, plan.num_microbatches, world_size())
+        parameters = {}
+        for index, held in self.store.of_stage.items():
+            graph = slice_stage(micro.graph, *plan.stages[index].ops)
+            pins = evaluation_pins(graph, self._plan.stages[index])
+            parameters[index] = EvaluationParameters(self._module, graph, held, pins)
+        return self._pipelined(step, micro, plan, None, parameters)
+
+    def drop(self, program: StepProgram) -> None:
+        """A program is not used any more."""
+        program.close()
+        self._programs.remove(program)
+
+    def close(self) -> None:
+        """End what runs beside the main thread."""
+        while self._programs:
+            self._programs.pop().close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's random streams, for a checkpoint: plain data."""
+        randoms = {str(stage): random.state_dict() for stage, random in self._places.randoms.items()}
+        return {
+            "devices": self._devices(),
+            "seed": self.random.seed,
+            "num_steps": self.random.num_steps,
+            "randoms": randoms,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
+        if state["devices"] != self._devices():
+            return False
+        self.random.seed, self.random.num_steps = state["seed"], state.get("num_steps", 0)
+        for stage, random in self._places.randoms.items():
+            random.load_state_dict(state["randoms"][str(stage)])
+        return True
+
+    def _devices(self) -> list[list[int]]:
+        """Where every stage runs: the streams of one place mean nothing in another."""
+        return [[s.first_device, *s.submesh, 0, *s.logical_mesh] for s in self._plan.stages]
+
+    def _direct(self, step: StepGraph, plan: Plan, parameters: StageParameters) -> StepProgram:
+        stage, mesh = plan.stages[0], self._places.meshes[0]
+        assert mesh is not None
+        lowered = lower(step, stage, mesh, self._places.device, self._places.randoms[0])
+        regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values())
+        return self._kept(DirectStep(self._module, step, lowered, parameters, regathers))
+
+    def _pipelined(
+        self,
+        step: StepGraph,
+        micro: MicroStep,
+        plan: Plan,
+        schedule: str | None,
+        parameters: Mapping[int, StageParameters],
+    ) -> StepProgram:
+        held = [stage.parameter_plans for stage in self._plan.stages]
+        pipeline = build_pipeline(self._module, micro, plan.stages, schedule, self._places, parameters, held)
+        program = PipelinedStep(self._module, step, micro, pipeline, self.store, self.random, self._loss_scale)
+        return self._kept(program)
+
+    def _kept(self, program: StepProgram) -> StepProgram:
+        self._programs.append(program)
+        return program
+
+
+class DirectStep:
+    """See the file's docstring."""
+
+    makes_gradients = False
+
+    def __init__(
+        self, module: nn.Module, step: StepGraph, lowered: LoweredStep, parameters: StageParameters, regathers: bool
+    ) -> None:
+        self._module, self._step, self._lowered = module, step, lowered
+        self._parameters, self._regathers = parameters, regathers
+
+    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
+        """See `StepProgram`."""
+        buffers = step_buffers(self._module, self._step, counters)
+        with self._parameters.regather_hooks() if self._regathers else nullcontext():
+            return self._lowered(self._parameters.step_inputs(), buffers, batch_rows(self._step, batch), pending)
+
+    def close(self) -> None:
+        """Nothing runs beside the main thread."""
+
+
+class _WholeWork:
+    """What every rank computes of the global batch, with whole parameters."""
+
+    def __init__(self, module: nn.Module, step: StepGraph, store: ParameterStore, random: JobRandom) -> None:
+        self._module, self._step, self._store, self._random = module, step, store, random
+
+    def _whole_leaf(self, name: str, requires_grad: bool) -> Tensor:
+        parameter = self._module.get_parameter(name)
+        whole = parameter.detach() if self._store.name_of(parameter) is None else self._store.gather(name)
+        return whole.detach().requires_grad_(requires_grad)
+
+
+class PipelinedStep(_WholeWork):
+    """See the file's docstring. Without a schedule it only evaluates."""
+
+    makes_gradients = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: StepGraph,
+        micro: MicroStep,
+        pipeline: Pipeline,
+        store: ParameterStore,
+        random: JobRandom,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__(module, step, store, random)
+        self._micro, self._pipeline, self._loss_scale = micro, pipeline, loss_scale
+
+    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
+        """See `StepProgram`; all values are there."""
+        micro, pipeline = self._micro, self._pipeline
+        is_training = pipeline.schedule is not None
+        buffers = step_buffers(self._module, self._step, counters)
+        if is_training:
+            # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
+            own = {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
+            pipeline.set_buffers(own)
+        else:
+            pipeline.set_buffers(buffers)
+        values = self._part(micro.prologue, buffers, batch, {})
+        given = {value: values[source] for value, source in micro.given.items()}
+        rows = batch_rows(micro.graph, batch)
+        if not is_training:
+            values |= pipeline.evaluate(rows, given)
+            return values | self._part(micro.epilogue, buffers, batch, values)
+        scale = self._loss_scale()
+        result = pipeline.step(rows, given, scale)
+        values |= result.values
+        values |= self._part(micro.epilogue, buffers, batch, values)
+        return values | {self._step.loss: hand_over(values[self._step.loss], result.gradients, scale)}
+
+    @torch.no_grad()
+    def _part(
+        self, part: StepGraph | None, buffers: Mapping[str, Any], batch: Any, values: Mapping[int, Tensor]
+    ) -> Values:
+        """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
+        if part is None:
+            return {}
+        parameters = {p.name: self._whole_leaf(p.name, False) for p in part.parameters}
+        rows = _global_rows(part, batch)
+        with self._random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
+            found = run_step(part, parameters, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}
+
+    def close(self) -> None:
+        """End what runs beside the main thread."""
+        self._pipeline.close()
+
+
+class WholeStep(_WholeWork):
+    """See the file's docstring. Each rank keeps its parts of the gradients."""
+
+    makes_gradients = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: StepGraph,
+        store: ParameterStore,
+        random: JobRandom,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__(module, step, store, random)
+        self._loss_scale = loss_scale
+
+    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
+        """See `StepProgram`."""
+        step, store, scale = self._step, self._store, self._loss_scale()
+        buffers = step_buffers(self._module, step, counters)
+        whole = {p.name: self._whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
+        rows = _global_rows(step, batch)
+        with self._random.same_on_all_ranks(), torch.enable_grad():
+            found = run_step(step, whole, buffers, rows)
+            trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
+            grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
+        gradients = []
+        for name, gradient in zip(trained, grads, strict=True):
+            parameter = self._module.get_parameter(name)
+            if gradient is None:
+                continue
+            if store.name_of(parameter) is None:  # no stage uses it: it lies whole on every rank
+                gradients.append((parameter, gradient))
+            elif store.holds(parameter):
+                gradients.append((parameter, store.shard_like(name, gradient)))
+        values = {value: found[value].detach() for value in step.escaping}
+        return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
+
+    def close(self) -> None:
+        """Nothing runs beside the main thread."""
+
+
+def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
+    """The loss, with a backward that adds `gradients`, which are those of the loss times `scale`, to `.grad`s."""
+    # An input that wants a gradient makes it differentiable on a rank without parameters too.
+    return _HandOver.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale)
+
+
+class _HandOver(torch.autograd.Function):
+    """Gradients do not pass through the parameters' own graph nodes: hooks of theirs would take them for parts that are
+    still to be reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float) -> Tensor:
+        ctx.gradients, ctx.known_scale = gradients, known_scale
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
+        if ctx.gradients is None:
+            raise RuntimeMismatchError(
+                "backward ran twice through one pipelined step, whose gradients were handed over by the first",
+                "call backward once per training step, or plan with num_stages=1 and num_microbatches=1",
+            )
+        gradients, ctx.gradients = list(ctx.gradients), None
+        while gradients:  # one by one, so that not all are there twice
+            parameter, gradient = gradients.pop()
+            scaled = gradient * (scale / ctx.known_scale).to(gradient)
+            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        return None, None, None, None
+
+
+def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
+    """What a program of `step` takes as buffers: the module's by name, and the counters."""
+    return {**{b.name: resolve(module, b.name) for b in step.buffers}, COUNTERS: counters}
+
+
+def resolve(module: nn.Module, name: str) -> Any:
+    """The attribute at dotted path `name`; a buffer may be a plain attribute."""
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
+    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
+    leaves = pytree.tree_leaves(batch)
+    return [leaves[given.leaf] for given in step.batch]
+
+
+def _global_rows(part: StepGraph, batch: Any) -> list[Tensor]:
+    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own."""
+    whole: list[Tensor] = []
+    for leaf, rows in zip(part.batch, batch_rows(part, batch), strict=True):
+        if part.batch_scope == "global" or leaf.batch_dim is None or world_size() == 1:
+            whole.append(rows)
+            continue
+        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        whole.append(torch.cat(parts))
+    return whole
