@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
-    from alpa_strategy.lightning.early_step import Surroundings
     from alpa_strategy.options import PlanOptions
+    from alpa_strategy.planner.early_step import TrainerSettings
     from alpa_strategy.recipe import Recipe
 
 EXIT_USER_ERROR = 2
@@ -148,7 +148,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
-    optimizer = optimizer_info_of(model, _surroundings(recipe))
+    optimizer = optimizer_info_of(model, _trainer_settings(recipe))
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
     with _rare_collections():
         plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store)
@@ -216,12 +216,12 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     return PlanOptions.from_user(**given)
 
 
-def _surroundings(recipe: Recipe) -> Surroundings:
+def _trainer_settings(recipe: Recipe) -> TrainerSettings:
     """What of the recipe's Trainer decides whether parameters may be updated within the backward."""
-    from alpa_strategy.lightning.early_step import Surroundings
+    from alpa_strategy.planner.early_step import TrainerSettings
     from alpa_strategy.recipe import build_callbacks
 
-    return Surroundings(
+    return TrainerSettings(
         clips=bool(recipe.trainer.get("gradient_clip_val")),
         scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
         callbacks=tuple(build_callbacks(recipe)),

@@ -79,17 +79,17 @@ class ModuleLife:
         self.run.load_state_dict(random_streams)
 
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
-        from alpa_strategy.lightning.early_step import Surroundings, with_early_step
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
         from alpa_strategy.lightning.process import process_bytes
         from alpa_strategy.lightning.run import Run
-        from alpa_strategy.planner.optimizer_info import inspect_optimizer
+        from alpa_strategy.planner.early_step import TrainerSettings
+        from alpa_strategy.planner.optimizer_info import optimizer_info_in
         from alpa_strategy.runtime.host_memory import set_freed, trim
 
         seed, job = agree_on_seed(), self._make_job()
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
-        info = with_early_step(inspect_optimizer(optimizers), module, optimizers[0], Surroundings.of(module.trainer))
+        info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
         is_on_host = job.device.type == "cpu"
         with _own_randomness(job):
             prepared = prepare(module, batch, batch_idx, job, info, rank_zero, self._checkpoints.running_plan)

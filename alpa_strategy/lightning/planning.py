@@ -31,7 +31,7 @@ from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.optimizer_info import against_early_step
+from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.planner import choose_plan, logical_shapes
 from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits

@@ -10,19 +10,16 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.cost.flops import is_view
-from alpa_strategy.errors import AlpaError, DoesNotFitError
-from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.options import OptimizerInfo, PlanOptions
-
-if TYPE_CHECKING:
-    from alpa_strategy.lightning.early_step import Surroundings
+from alpa_strategy.errors import AlpaError
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.planner.early_step import TrainerSettings, who_looks_at_gradients
 
 _ELEMENT_WISE = (
     torch.optim.Adam,
@@ -60,22 +57,29 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
     return experiment(optimizer)
 
 
-def optimizer_info_of(module: Any, surroundings: Surroundings | None = None) -> OptimizerInfo:
+def optimizer_info_of(module: Any, settings: TrainerSettings | None = None) -> OptimizerInfo:
     """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
 
-    `surroundings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose
-    method needs a Trainer is planned as with Adam.
+    `settings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose method
+    needs a Trainer is planned as with Adam.
     """
     from lightning.pytorch.core.optimizer import _configure_optimizers
-
-    from alpa_strategy.lightning.early_step import Surroundings, with_early_step
 
     try:
         optimizers, _, _ = _configure_optimizers(module.configure_optimizers())
     # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
     except Exception:
         return OptimizerInfo()
-    return with_early_step(inspect_optimizer(optimizers), module, optimizers[0], surroundings or Surroundings())
+    return optimizer_info_in(module, optimizers, settings or TrainerSettings())
+
+
+def optimizer_info_in(module: Any, optimizers: Sequence[Optimizer], settings: TrainerSettings) -> OptimizerInfo:
+    """`OptimizerInfo` in this training: with what stands against steps within the backward."""
+    info = inspect_optimizer(optimizers)
+    against = who_looks_at_gradients(module, settings)
+    if against is None and not (info.element_wise and steps_parameter_by_parameter(optimizers[0])):
+        against = f"{info.name} cannot step parameters one by one"
+    return replace(info, against_early_step=against)
 
 
 def experiment(optimizer: Optimizer) -> OptimizerInfo:
@@ -214,44 +218,3 @@ def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Opt
         # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
         settings.update({key: False for key in ("fused", "capturable") if key in settings})
     return lambda parameters: type(optimizer)(parameters, **settings)
-
-
-# --- Where no plan fits otherwise, parameters may be updated within the backward: whether that is possible here, and
-# if not, what the user can be told about it.
-
-
-def against_early_step(step: StepGraph, optimizer: OptimizerInfo, options: PlanOptions) -> str | None:
-    """What stands against updating parameters within the backward, None where nothing does."""
-    if options.asks_for_pipeline:
-        return "stages of a pipeline and recomputed activations were asked for"
-    if options.accumulate_grad_batches != 1:
-        return "gradients are accumulated over several batches"
-    if optimizer.against_early_step is None and uses_detached_parameters(step):
-        return "the step uses a parameter's value where it gives it no gradient (detach), which may be read after that"
-    return optimizer.against_early_step
-
-
-def with_reason(error: DoesNotFitError, against: str | None) -> DoesNotFitError:
-    """The same error, with what would have needed less memory and why it could not be had."""
-    if against is None:
-        text = "updating parameters within the backward, which needs less memory, would not be enough"
-    else:
-        text = f"parameters cannot be updated within the backward, which would need less memory: {against}"
-    return DoesNotFitError(f"{error.problem}\n    {text}", error.fix)
-
-
-def uses_detached_parameters(step: StepGraph) -> bool:
-    """Whether the backward may need a parameter's value in an op that gives the parameter no gradient.
-
-    Such an op may run after the parameter's gradient is complete, and would find the new value.
-    """
-    same_memory = {p.value for p in step.parameters if p.meta.requires_grad}
-    detached: set[int] = set()
-    for op in step.ops:
-        reads = [value for value in op.operands if value in same_memory]
-        if is_view(op.call) and reads:
-            same_memory.update(op.results)
-            detached.update(v for v in op.results if not step.values[v].requires_grad or reads[0] in detached)
-        elif detached.intersection(reads) and any(step.values[v].requires_grad for v in op.results):
-            return True
-    return False

@@ -24,7 +24,8 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.optimizer_info import against_early_step, optimizer_info_of, with_reason
+from alpa_strategy.planner.early_step import against_early_step, with_reason
+from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes

@@ -1,7 +1,7 @@
 """Parameters are updated within the backward, each as soon as its gradient is complete, and the gradient is freed.
 
 Only for optimizers that work element by element, and where nothing has to look at all gradients together (clipping,
-accumulation, hooks): `alpa_strategy.lightning.early_step` knows that. The optimizer's own step after the backward
+accumulation, hooks): `alpa_strategy.planner.early_step` knows that. The optimizer's own step after the backward
 finds what is left: gradients that are reduced once per step.
 """
 
