@@ -1,7 +1,7 @@
 """AlpaStrategy: the life of a run, as the list of hooks that the Trainer calls, in its order.
 
 The Trainer sets up, runs its sanity check and restores checkpoints on the whole module; the first training batch then
-brings the plan and the shards (`lightning/life.py`). Everything heavy is in `alpa_strategy.lightning`.
+brings the plan and the shards (`lightning/session.py`). Everything heavy is in `alpa_strategy.lightning`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing_extensions import override
 from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.errors import OptionError
 from alpa_strategy.lightning import checks
+from alpa_strategy.lightning.async_loss import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.job import Job, voice
-from alpa_strategy.lightning.late_values import as_in_training_step, values_may_come_late
-from alpa_strategy.lightning.life import ModuleLife
 from alpa_strategy.lightning.parallel_job import ParallelJob
+from alpa_strategy.lightning.session import ModuleLife
 from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
 
 if TYPE_CHECKING:

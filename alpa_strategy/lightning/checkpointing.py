@@ -27,6 +27,13 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint.directory import is_checkpoint
 from alpa_strategy.checkpoint.loading import load_others, load_parameters, open_checkpoint
 from alpa_strategy.checkpoint.saving import CheckpointWriter
+from alpa_strategy.checkpoint.sharded_state_dict import (
+    Sharing,
+    module_state,
+    optimizer_state,
+    restore_groups,
+    restore_state,
+)
 from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.dataloader_state import (
@@ -37,7 +44,6 @@ from alpa_strategy.lightning.dataloader_state import (
     rank_state,
     take_up,
 )
-from alpa_strategy.lightning.shards import Sharing, module_state, optimizer_state, restore_groups, restore_state
 
 FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0

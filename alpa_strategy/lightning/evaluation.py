@@ -26,13 +26,13 @@ from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.lightning.evaluation_loop import hooks_look, is_last_of_loader, step_counters, why_uneven
 from alpa_strategy.lightning.full_parameters import WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.own_rows import own_rows, row_cuts
 from alpa_strategy.lightning.planning import capture
 from alpa_strategy.lightning.programs import Program, Programs
-from alpa_strategy.lightning.replay import append_to_lists, output_of, replay_records, verify, write_buffers
-from alpa_strategy.lightning.room import Room
-from alpa_strategy.lightning.shape_key import shape_key
+from alpa_strategy.lightning.same_steps import shape_key
+from alpa_strategy.lightning.step_effects import append_to_lists, output_of, replay_records, verify, write_buffers
 from alpa_strategy.microbatch.microstep import Cut
 
 

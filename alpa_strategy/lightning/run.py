@@ -24,8 +24,8 @@ from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
 from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
-from alpa_strategy.lightning.parameter_changes import ParametersAsTheyWere
 from alpa_strategy.lightning.planning import (
     Pins,
     Prepared,
@@ -36,16 +36,14 @@ from alpa_strategy.lightning.planning import (
     running_pins,
 )
 from alpa_strategy.lightning.programs import Program, Programs
-from alpa_strategy.lightning.replay import (
+from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, SameSteps, shape_key
+from alpa_strategy.lightning.step_effects import (
     append_to_lists,
     output_of,
     replay_records,
     verify,
     write_buffers,
 )
-from alpa_strategy.lightning.room import Room
-from alpa_strategy.lightning.same_steps import SameSteps
-from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.task import is_for

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.non_tensor_inputs import know_types, may_be_unread
 from alpa_strategy.comm.collectives import RankZero, all_texts, world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.lightning.shape_key import shapes_text
 
 MEET_SECONDS = 60.0
 MANY_CHANGES = 5
@@ -84,3 +86,40 @@ class SameSteps:
 
 def _said(came: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in came.items())
+
+
+def shape_key(batch: Any) -> tuple[Any, ...]:
+    """Equal for batches that one program may serve."""
+    know_types(batch)
+    leaves, spec = pytree.tree_flatten(batch)
+    return (spec, *map(_described, leaves))
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf).__qualname__ if may_be_unread(leaf) else leaf
+
+
+def shapes_text(batch: Any) -> str:
+    """The shapes of the batch's tensors, for people."""
+    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+class ParametersAsTheyWere:
+    """Which parameters `module` has and which of them train, to be compared with later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        owners = [(path, vars(child)["_parameters"]) for path, child in module.named_modules()]
+        self._owners = [(path, now, tuple(now.items())) for path, now in owners]
+
+    def changed(self) -> str | None:
+        """The first change in words, None when there is none. Some microseconds for a hundred parameters."""
+        for name, parameter, trains in self._flags:
+            if parameter.requires_grad is not trains:
+                return f"{name} was {'frozen' if trains else 'unfrozen'}"
+        for path, now, before in self._owners:
+            if len(now) != len(before) or any(now.get(name) is not p for name, p in before):
+                return f"the parameters of {path or 'the module'} were replaced"
+        return None

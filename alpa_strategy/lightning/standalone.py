@@ -19,7 +19,7 @@ from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.run import NO_OPTIMIZER, Run
-from alpa_strategy.lightning.shape_key import shape_key
+from alpa_strategy.lightning.same_steps import shape_key
 
 
 def fits_one_device(module: torch.nn.Module, job: Job) -> bool:

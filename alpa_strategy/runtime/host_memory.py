@@ -12,6 +12,10 @@ import ctypes
 import os
 from enum import Enum
 
+import psutil
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -49,3 +53,10 @@ def trim() -> bool:
         return False
     malloc_trim(0)
     return True
+
+
+def process_bytes(module: nn.Module, optimizer: Optimizer) -> int:
+    """Resident bytes of a process whose tensors are those of the module and the optimizer, without these."""
+    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    tensors = (*module.parameters(), *module.buffers(), *state)
+    return max(0, psutil.Process().memory_info().rss - sum(tensor.untyped_storage().nbytes() for tensor in tensors))

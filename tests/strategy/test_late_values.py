@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.lightning.late_values import LateResult
+from alpa_strategy.lightning.async_loss import LateResult
 
 ROWS, CLASSES = 8, 5
 IGNORED = -100

@@ -81,11 +81,10 @@ class ModuleLife:
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
         from alpa_strategy.lightning.planning import freed_memory, prepare
         from alpa_strategy.lightning.precision import use_whole_norms
-        from alpa_strategy.lightning.process import process_bytes
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.planner.early_step import TrainerSettings
         from alpa_strategy.planner.optimizer_info import optimizer_info_in
-        from alpa_strategy.runtime.host_memory import set_freed, trim
+        from alpa_strategy.runtime.host_memory import process_bytes, set_freed, trim
 
         seed, job = agree_on_seed(), self._make_job()
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
