@@ -59,6 +59,8 @@ def check_yaml(path: str | Path) -> None:
     text = _text(Path(path), MAX_YAML_BYTES)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if isinstance(root, yaml.ScalarNode):
+            raise BadFileError("is one value, not a mapping of keys to values")
         _count_nodes(root, {}, 0)
     except RecursionError:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
@@ -128,6 +130,8 @@ def _count_nodes(node: yaml.Node | None, known: dict[int, int], depth: int) -> i
     """Nodes that `node` stands for, aliases repeated; `known`: id -> count, so that each is counted once."""
     if depth > MAX_DEPTH:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
+    if isinstance(node, yaml.ScalarNode):
+        _check_values(node.value, 1)
     if isinstance(node, yaml.ScalarNode) and _WHOLE_NUMBER.fullmatch(node.value):
         raise BadFileError(f"holds a number of {len(node.value)} digits")
     if node is None or isinstance(node, yaml.ScalarNode):

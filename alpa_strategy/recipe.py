@@ -16,6 +16,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 import typing
@@ -31,6 +32,7 @@ from alpa_strategy.shipped_files import RECIPES, find_named, shipped_names
 if TYPE_CHECKING:
     import lightning
 
+_TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 TARGET = "_target_"
 SECTIONS = ("model", "data", "trainer", "strategy")
 
@@ -140,6 +142,8 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
 
 def resolve_target(target: str, folder: Path) -> Any:
     """The class (or function) that `module.Name` means: a file beside the recipe first, then an importable module."""
+    if not _TARGET_NAME.fullmatch(str(target)):
+        raise OptionError(f"{TARGET}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT")
     module_name, _, name = str(target).rpartition(".")
     if not module_name:
         raise OptionError(f"{TARGET}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")

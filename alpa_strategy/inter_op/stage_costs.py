@@ -103,7 +103,7 @@ class CostStore:
     def __post_init__(self) -> None:
         if self.path is None or not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = parse_json(line)
                 self._known[record["key"]] = record["runs"]

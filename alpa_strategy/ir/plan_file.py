@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AXIS_SEPARATOR = " | "
 MAX_DEVICES = 1 << 24
+MAX_MICROBATCHES = 1 << 14
 _PLACED = re.compile(r"R|S\d+")
 _IN = " in "
 _SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
@@ -70,11 +71,14 @@ def plan_fields(data: Any) -> dict[str, Any]:
         name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
         for name, seconds in top.get("baselines", dict).items()
     }
+    num_microbatches = top.amount("num_microbatches", int)
+    if not 1 <= num_microbatches <= MAX_MICROBATCHES:
+        raise PlanError(f"plan.num_microbatches is {num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
     return {
         "fingerprint": Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
         "stages": stages,
         "predicted": _predicted_from_data(top.sub("predicted")),
-        "num_microbatches": top.amount("num_microbatches", int),
+        "num_microbatches": num_microbatches,
         "schedule": top.get("schedule", str),
         "baselines": baselines,
         "gap": top.amount("gap", float),
