@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.schedules import Action, Schedule, register_schedule
+    from alpa_strategy.sharding.register import prove_sharding, register_sharding
 
 __all__ = [
     "Action",
@@ -37,7 +38,9 @@ __all__ = [
     "export_checkpoint",
     "make_plan",
     "open_checkpoint",
+    "prove_sharding",
     "register_schedule",
+    "register_sharding",
 ]
 
 _LAZY = {
@@ -50,7 +53,9 @@ _LAZY = {
     "export_checkpoint": "alpa_strategy.checkpoint.export",
     "make_plan": "alpa_strategy.planner.planner",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
+    "prove_sharding": "alpa_strategy.sharding.register",
     "register_schedule": "alpa_strategy.schedules",
+    "register_sharding": "alpa_strategy.sharding.register",
 }
 
 

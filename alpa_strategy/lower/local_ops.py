@@ -16,10 +16,10 @@ from torch import Tensor
 from alpa_strategy.capture.ops import groups_between
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, map_slots
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
-from alpa_strategy.sharding.binding import bind
+from alpa_strategy.sharding.rule_table import added_operand
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -110,14 +110,13 @@ class _OnFirst(torch.autograd.Function):
 def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     """Results that sum up, of which one operand must be part once: the bias of a row-parallel linear, or what addmm,
     index_add or scatter_add adds to."""
-    bound = bind(call)
-    added = bound["bias"] if "bias" in bound else bound["self"]
-    if not isinstance(added, Slot):
+    added = added_operand(call)
+    if added is None:
         return local.call.call
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
     def run(*operands: Tensor) -> Any:
-        return local.call.call(*(_OnFirst.apply(x, counts) if i == added.index else x for i, x in enumerate(operands)))
+        return local.call.call(*(_OnFirst.apply(x, counts) if i == added else x for i, x in enumerate(operands)))
 
     return run
 

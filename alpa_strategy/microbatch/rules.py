@@ -21,6 +21,7 @@ from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.binding import bind, rebuild, slots
 from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_table import depends_on_rules
 
 aten = torch.ops.aten
 
@@ -90,6 +91,7 @@ class TimeStrategy:
     sequential: tuple[int, ...] = ()
 
 
+@depends_on_rules
 @lru_cache(maxsize=16384)
 def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""

@@ -17,6 +17,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import FORMAT_VERSION, Fingerprint
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.sharding.register import registered_rules
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import CostStore
@@ -70,10 +71,14 @@ class PlanTask:
 def fingerprint_of(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo
 ) -> Fingerprint:
-    """The fingerprint of planning `step` on `cluster`. The optimizer counts as an option: its state needs memory."""
+    """The fingerprint of planning `step` on `cluster`. The optimizer counts as an option: its state needs memory.
+
+    So do the sharding rules that were registered for its ops.
+    """
     option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
     if optimizer.steps_in_backward:
         option_text += " steps in backward"
+    option_text += registered_rules(op.call.target for op in step.ops)
     return Fingerprint(
         graph=step.graph_digest,
         parameters=step.parameter_digest,

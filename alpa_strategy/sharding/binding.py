@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
@@ -49,6 +50,25 @@ def bind(call: OpCall) -> Mapping[str, Any]:
         else:
             bound[name] = _frozen(default)
     return MappingProxyType(bound)
+
+
+def call_on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, tuple[Tensor, ...]]:
+    """The OpCall of `target(*args, **kwargs)`, which is run, and its tensor operands (one given twice is two)."""
+    operands: list[Tensor] = []
+
+    def freeze(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            operands.append(value)
+            return Slot(len(operands) - 1)
+        return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
+
+    frozen, frozen_kwargs = freeze(tuple(args)), tuple(sorted((name, freeze(value)) for name, value in kwargs.items()))
+    result = target(*args, **kwargs)
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
+    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *results)]
+    n = len(operands)
+    call = OpCall(target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(result, Tensor))
+    return call, tuple(operands)
 
 
 def tensor_arguments(call: OpCall) -> tuple[Any, ...]:

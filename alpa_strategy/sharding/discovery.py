@@ -44,6 +44,7 @@ from alpa_strategy.sharding.discovery_trials import (
 )
 from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.rule_table import added_operand
 from alpa_strategy.sharding.splits import has_elements, rounds_sums
 
 MAX_HYPOTHESES = 1500
@@ -282,6 +283,7 @@ class Experiment:
         divided: whether the split gives the devices different parts.
         with_summands: whether something is handed out in random summands.
         num_tests: trials that were evidence.
+        added: an operand that is part of a sum once: the other devices have zeros in its place.
         operands, results: the placements that are left, by operand and by result.
         has_grad, result_has_grad: whether a gradient was seen.
     """
@@ -293,8 +295,19 @@ class Experiment:
         self.num_tests = 0
         self.operands = [_operand_duals(placement) for placement in split]
         self.results = [_result_duals(meta) for meta in call.results]
+        self.added: int | None = None
         self.has_grad = [False] * len(split)
         self.result_has_grad = [False] * len(call.results)
+
+    @classmethod
+    def of(cls, call: OpCall, strategy: AxisStrategy) -> Experiment:
+        """Whether this strategy is right: it alone is allowed from the start."""
+        experiment = cls(call, tuple(dual.value for dual in strategy.inputs))
+        experiment.operands = [{dual} for dual in strategy.inputs]
+        experiment.results = [{dual} for dual in strategy.outputs]
+        if strategy.implementation is not None:
+            experiment.added = added_operand(call)
+        return experiment
 
     def copy(self) -> Experiment:
         """An independent copy, to go on with other trials."""
@@ -336,6 +349,8 @@ class Experiment:
             _summands(operand, n, generator, alike) if placement == SUMMAND else _parts(operand, placement, n)
             for operand, placement in zip(trial.operands, self.split, strict=True)
         ]
+        if self.added is not None:
+            parts[self.added][1:] = [torch.zeros_like(part) for part in parts[self.added][1:]]
         runs: list[Run] = []
         for device in range(n):
             if not accepts_shapes(trial.call, tuple(tuple(part[device].shape) for part in parts)):
@@ -347,9 +362,10 @@ class Experiment:
                 return [self._grad_part(j, result, trial, n, device) for j, result in enumerate(results)]
 
             try:
-                runs.append(run_call(trial.call, tuple(part[device] for part in parts), grads_for))
+                results, grads = run_call(trial.call, tuple(part[device] for part in parts), grads_for)
             except Exception:  # of any type
                 return None
+            runs.append((results, tuple(None if i == self.added and device else g for i, g in enumerate(grads))))
         return runs
 
     def _grad_part(self, j: int, result: Tensor, trial: Trial, n: int, device: int) -> Tensor | None:

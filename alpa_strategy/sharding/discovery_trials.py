@@ -370,7 +370,11 @@ def trials(call: OpCall, kinds: tuple[str, ...]) -> Iterator[Trial]:
 
 
 def _run_trial(call: OpCall, kind: str, number: int, generator: torch.Generator) -> Trial | None:
-    operands = _data(call, kind, number, generator)
+    return trial_on(call, _data(call, kind, number, generator), kind, generator)
+
+
+def trial_on(call: OpCall, operands: tuple[Tensor, ...], kind: str, generator: torch.Generator) -> Trial | None:
+    """A trial on this data; None when the op refuses it. `kind` decides about the results' gradients."""
     grads: list[Tensor | None] = []
 
     def make_grads(results: tuple[Tensor, ...]) -> list[Tensor | None]:

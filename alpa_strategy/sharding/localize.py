@@ -145,8 +145,14 @@ def _cross(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tensor
     return {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
 
 
+def _vander(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """As many powers as the whole last dim is long, if not said."""
+    return {"N": results[0].shape[-1]}
+
+
 _CHANGES: dict[str, Changes] = {
     "cross": _cross,
+    "linalg_vander": _vander,
     **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
     "convolution": _groups("groups"),

@@ -210,9 +210,12 @@ class Notation:
     linear: tuple[tuple[int, ...], ...] = ()
     carries: bool = False
 
+    def line_for(self, call: OpCall, axis_size: int) -> str:
+        """The line for this call."""
+        return self.line if isinstance(self.line, str) else self.line(call, axis_size)
+
     def __call__(self, call: OpCall, axis_size: int) -> Found | None:
-        line = self.line if isinstance(self.line, str) else self.line(call, axis_size)
-        splits = read(line, call)
+        splits = read(self.line_for(call, axis_size), call)
         if splits is None:
             return None
         return Found(splits, linear_sets(call, self.linear), self.carries)

@@ -6,19 +6,58 @@ Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from alpa_strategy.ir.op import OpCall, target_name
+from alpa_strategy.errors import ShardingError
+from alpa_strategy.ir.op import OpCall, Slot, target_name
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding.notation_rules import EACH, FIRST, NOTATION
+from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
+from alpa_strategy.sharding.notation import parse, read
+from alpa_strategy.sharding.notation_rules import EACH, FIRST, NOTATION, Notation
 from alpa_strategy.sharding.splits import Found
 
 Family = Callable[[OpCall, int], "Found | None"]
+Cached = TypeVar("Cached")
+
+
+@dataclass(frozen=True)
+class RegisteredRule:
+    """What a user said of an op: lines of index notation, of which those that fit a call's ranks hold together."""
+
+    op: str
+    lines: tuple[str, ...]
+
+    def __call__(self, call: OpCall, axis_size: int) -> Found:
+        """The splits of all lines that fit; ShardingError when none does."""
+        fitting = [splits for line in self.lines if (splits := read(line, call)) is not None]
+        if not fitting:
+            shapes = ", ".join(str(list(meta.shape)) for meta in call.operands)
+            raise ShardingError(
+                f"no sharding rule of {self.op} fits its call on {shapes}: {'; '.join(self.lines)}",
+                "register a line for these ranks as well",
+            )
+        return Found(tuple(dict.fromkeys(split for splits in fitting for split in splits)), origin="registered")
+
+
+REGISTERED: dict[str, RegisteredRule] = {}  # rules from outside the package (register.py), under the same keys
+_CACHES: list[Any] = []  # of what depends on the rules
+
+
+def depends_on_rules(cached: Cached) -> Cached:
+    """Decorates an `lru_cache` whose entries are void when somebody registers a rule."""
+    _CACHES.append(cached)
+    return cached
+
+
+def forget_cached() -> None:
+    """Empties every cache that depends on the rules."""
+    for cached in _CACHES:
+        cached.cache_clear()
 
 
 def _of(names: str, family: Callable[..., Found], *where: object, **options: object) -> dict[str, Family]:
@@ -178,9 +217,27 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
     return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
 
 
+def added_operand(call: OpCall) -> int | None:
+    """The operand that a contraction of `call` must add only once: `+[...]` in the op's line, `self` of index_add."""
+    rule = rule_of(call.target)
+    lines = rule.lines if isinstance(rule, RegisteredRule) else ()
+    if isinstance(rule, Notation):
+        lines = (rule.line_for(call, 1),)
+    for line in lines:
+        for term, argument in zip(parse(line).operands, flat_tensor_arguments(call), strict=False):
+            if term.added:
+                return argument.index if isinstance(argument, Slot) else None
+    return None if lines else bind(call)["self"].index
+
+
+@depends_on_rules
 @cache
 def rule_of(target: Any) -> Family | None:
+    """The rule of an op: one that was registered, else the table's or that of pointwise ops; None: it has none."""
     name = target_name(target)
+    for key in (name, name.rpartition(".")[0]):
+        if key in REGISTERED:
+            return REGISTERED[key]
     is_aten = isinstance(target, torch._ops.OpOverload)
     if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
         return _pointwise

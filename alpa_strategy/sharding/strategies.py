@@ -12,7 +12,7 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, OpCall
 from alpa_strategy.sharding.discovery import discover
 from alpa_strategy.sharding.localize import localize
-from alpa_strategy.sharding.rule_table import rule_of
+from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
@@ -24,6 +24,7 @@ def _found(call: OpCall, axis_size: int) -> Found | None:
     return rule(call, axis_size)
 
 
+@depends_on_rules
 @lru_cache(maxsize=65536)
 def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the repeated one first.
@@ -38,6 +39,7 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     return to_strategies(call, found, axis_size)
 
 
+@depends_on_rules
 @lru_cache(maxsize=65536)
 def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[AxisStrategy, ...], ...]:
     """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
@@ -73,7 +75,8 @@ def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[
 
 
 def rule_origin(call: OpCall) -> str:
-    """Where the op's strategies come from: notation, view, pointwise, reduction, discovered, or replicated (none)."""
+    """Where the op's strategies come from: registered, notation, view, pointwise, reduction, discovered, or replicated
+    (none)."""
     found = _found(call, 2)
     if found is not None:
         return found.origin
