@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
+    from lightning import Callback
+
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.early_step import TrainerSettings
     from alpa_strategy.recipe import Recipe
@@ -109,7 +111,8 @@ def _train(arguments: argparse.Namespace) -> int:
         bar = trainer.progress_bar_callback
         if bar is not None:
             bar.disable()
-    trainer.callbacks.append(StepLines(every=25 if lines else None))
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # given by a connector of Lightning's
+    callbacks.append(StepLines(every=25 if lines else None))
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
     return 130 if trainer.interrupted else 0

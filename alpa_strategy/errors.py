@@ -1,6 +1,9 @@
-"""The one place where errors for users are worded: what was written, what was expected, what to do."""
+"""Errors for users: what was written, what was expected, what to do (docs/formulas.md#errors)."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class AlpaError(Exception):
@@ -51,3 +54,18 @@ class LostRankError(AlpaError):
 
 class CheckpointError(AlpaError):
     """A checkpoint cannot be written or read, or is not one."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`did you mean 'parallel'?` for a `name` near one that is known, else empty."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def check_names(names: Iterable[str], known: Iterable[str], problem: str) -> None:
+    """OptionError `problem 'name'` at the first of `names` that is not known; it says the nearest, and all that are."""
+    allowed = list(known)
+    for name in names:
+        if name not in allowed:
+            near = did_you_mean(name, allowed)
+            raise OptionError(f"{problem} {name!r}", f"{near} Known are: {', '.join(sorted(allowed))}".lstrip())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
@@ -70,9 +70,9 @@ class PlanOptions:
 
         `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
         """
-        check_names(rest, [f.name for f in fields(cls)])
+        check_names(rest, [f.name for f in fields(cls)], "unknown option")
         mesh = None if logical_mesh is None else _mesh(logical_mesh)
-        values = {
+        values: dict[str, Any] = {
             "parallel": _parallel(parallel, mesh),
             "logical_mesh": mesh,
             "placements": _placements(placements or {}, mesh),
@@ -113,15 +113,6 @@ def waiting_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
 def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Bytes at which a bucket is closed where all gradients have `total_bytes`."""
     return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
-
-
-def check_names(given: Iterable[str], allowed: Sequence[str], what: str = "option") -> None:
-    """OptionError at the first name of `given` that is not allowed; it suggests the nearest allowed name."""
-    for name in given:
-        if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(f"unknown {what} {name!r}", f"{hint}Known are: {', '.join(sorted(allowed))}")
 
 
 def _parallel(value: object, mesh: tuple[int, ...] | None) -> str | tuple[str, ...]:

@@ -12,7 +12,6 @@ is read, so that a misspelt key is an error before anything is built. Heavy impo
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alpa_strategy.errors import AlpaError, OptionError
+from alpa_strategy.errors import AlpaError, OptionError, check_names, did_you_mean
 from alpa_strategy.files import BadFileError, check_yaml
 from alpa_strategy.shipped_files import RECIPES, find_named, shipped_names
 
@@ -60,7 +59,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = find_named(path, RECIPES) or Path(path)
     content = read_yaml(path)
     known = (*SECTIONS, "seed")
-    _check_names(content, known, f"{path}: unknown key", "the top level of a recipe")
+    check_names(content, known, f"{path}: unknown key")
     merged = _merge(path, content, overrides, known)
     for section in ("model", "data"):
         if TARGET not in (merged.get(section) or {}):
@@ -71,7 +70,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     seed = merged.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise OptionError(f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0")
-    recipe = Recipe(path, *(dict(merged.get(section) or {}) for section in SECTIONS), seed)
+    sections = {section: dict(merged.get(section) or {}) for section in SECTIONS}
+    recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
         _check_arguments(recipe, getattr(recipe, section), section)
     _check_call(_trainer_class(), recipe.trainer, f"{path}: trainer", required=False)
@@ -113,7 +113,7 @@ def _nearest_recipe(path: Path) -> str:
     beside = [file.name for file in path.parent.glob("*.y*ml")]
     shipped = shipped_names(RECIPES) if len(path.parts) == 1 else []
     known = f"give a file or one of: {', '.join(shipped)}" if shipped else "check the path"
-    return _suggest(path.name, beside) or _suggest(path.stem, shipped) or known
+    return did_you_mean(path.name, beside) or did_you_mean(path.stem, shipped) or known
 
 
 def build_model(recipe: Recipe) -> lightning.LightningModule:
@@ -153,13 +153,15 @@ def resolve_target(target: str, folder: Path) -> Any:
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"{TARGET}: {target}: {module_name} needs {error.name!r}", "install it") from None
-        near = _suggest(module_name, [p.stem for p in folder.glob("*.py")])
+        near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
         fix = near or f"put {module_name}.py beside the recipe ({folder}), or install the module"
         raise OptionError(f"{TARGET}: {target}: no module {module_name!r}", fix) from None
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]
         where = getattr(module, "__file__", module_name)
-        raise OptionError(f"{TARGET}: {target}: {where} has no {name!r}", _suggest(name, members) or "check the name")
+        raise OptionError(
+            f"{TARGET}: {target}: {where} has no {name!r}", did_you_mean(name, members) or "check the name"
+        )
     return getattr(module, name)
 
 
@@ -200,7 +202,7 @@ def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known:
         parts = key.split(".")
         if not equals or not all(parts):
             raise OptionError(f"override {text!r} is not of the form key=value", "write for example trainer.devices=2")
-        _check_names([parts[0]], known, f"override {text!r}: unknown key", "the first part of an override")
+        check_names([parts[0]], known, f"override {text!r}: unknown key")
         for depth in range(1, len(parts)):
             parent = ".".join(parts[:depth])
             node = OmegaConf.select(config, parent)
@@ -217,6 +219,7 @@ def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known:
         merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise OptionError(f"{path}: {_first_line(error)}", "define it, or give it as key=value") from None
+    assert isinstance(merged, dict)  # as its content was
     for section in SECTIONS:
         if not isinstance(merged.get(section) or {}, dict):
             raise OptionError(
@@ -236,7 +239,7 @@ def _check_call(factory: Callable[..., Any], arguments: Mapping[str, Any], where
     parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if n != "self"}
     name = getattr(factory, "__name__", str(factory))
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _check_names(arguments, parameters, f"{where}: {name} has no argument", name)
+        check_names(arguments, parameters, f"{where}: {name} has no argument")
     keywords = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [n for n in keywords if parameters[n].default is inspect.Parameter.empty and n not in arguments]
     if required and missing:
@@ -273,20 +276,7 @@ def _check_strategy(recipe: Recipe) -> None:
     if not set(recipe.strategy) <= set(known):
         parameters = inspect.signature(_strategy_class()).parameters
         known += [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in known]
-    _check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option", "AlpaStrategy")
-
-
-def _check_names(names: Iterable[str], known: Iterable[str], problem: str, owner: str) -> None:
-    allowed = list(known)
-    for name in names:
-        if name not in allowed:
-            fix = _suggest(str(name), allowed) or f"{owner} knows {', '.join(allowed)}"
-            raise OptionError(f"{problem} {name!r}", fix)
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else ""
+    check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option")
 
 
 def _instantiate(recipe: Recipe, section: Mapping[str, Any], where: str) -> Any:

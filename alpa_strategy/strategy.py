@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_states
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.async_loss import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.checkpointing import Checkpoints
@@ -31,7 +31,7 @@ from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors,
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import ModuleLife
-from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions, check_names
+from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
@@ -90,7 +90,7 @@ class AlpaStrategy(ParallelJob):
         precision_plugin: Any = None,
         **unknown: Any,
     ) -> None:
-        check_names(unknown, _OPTION_NAMES, "option of AlpaStrategy")
+        check_names(unknown, _OPTION_NAMES, "unknown option of AlpaStrategy")
         super().__init__(
             collective_timeout_seconds,
             accelerator=accelerator,
