@@ -32,6 +32,7 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step
+from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan, logical_shapes
 from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
@@ -220,21 +221,29 @@ def _following_plan(
         costs = known_costs(cluster, job) if cluster.measured else RooflineCosts(cluster.device)
         return follow_plan(step, running.plan, running.pins, cluster, job.options, optimizer, costs, wanted)
 
-    return _stored(wanted, job, make)
+    return _stored(wanted, step, job, make)
 
 
-def _stored(wanted: Fingerprint, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None) -> Plan:
+def _stored(
+    wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None
+) -> Plan:
     """The stored plan of this fingerprint (or of that which a plan has when no usual one fits), or a new one that is
     stored."""
     store = PlanStore(job.plan_folder)
     plan = store.find(wanted)
     if plan is None and otherwise is not None:
         plan = store.find(otherwise)
+    why = store.explain(wanted) if plan is None else ""
     if plan is not None:
-        job.say(f"alpa: plan {store.path(plan.fingerprint)}")
-        return plan
-    job.say(f"alpa: making a plan: {store.explain(wanted)}")
+        try:
+            _check_computes(plan, step, job)
+            job.say(f"alpa: plan {store.path(plan.fingerprint)}")
+            return plan
+        except PlanError as error:  # somebody edited it, or a rule has changed since
+            why = f"the stored one cannot be used: {error.problem}"
+    job.say(f"alpa: making a plan: {why}")
     plan = make()
+    _check_computes(plan, step, job)  # the planner's own are held to it, too
     try:
         job.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:
@@ -261,6 +270,7 @@ def _plan_on_rank_zero(
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_devices(plan, job)
+        _check_computes(plan, step, job)
         if plan.stages[0].steps_in_backward and against is not None:
             raise PlanError(
                 f"the plan {job.plan_file} updates parameters within the backward, which cannot be here: {against}",
@@ -282,7 +292,7 @@ def _plan_on_rank_zero(
 
         return choose_plan(replace(task, costs=costs), pinned, stage_costs)
 
-    return _stored(wanted, job, make, early if against is None else None)
+    return _stored(wanted, step, job, make, early if against is None else None)
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
@@ -317,6 +327,15 @@ def freed_memory(prepared: Prepared, job: Job) -> Freed:
     if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole):
         return Freed.KEPT
     return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
+
+
+def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
+    """PlanError where a plan would compute anything but the step."""
+    num_devices = job.num_nodes * job.devices_per_node
+    if not plan.is_pipelined:
+        return check_plan(plan, step, num_devices)
+    micro = microbatch(step, plan.num_microbatches, num_devices)
+    return check_plan(plan, micro.graph, num_devices, micro.given)
 
 
 def _check_devices(plan: Plan, job: Job) -> None:

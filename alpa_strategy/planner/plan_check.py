@@ -18,7 +18,9 @@ from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
-from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
+from alpa_strategy.schedules import SCHEDULES, rank_of, why_not
 from alpa_strategy.sharding.localize import localize
 from alpa_strategy.sharding.strategies import axis_strategies
 
@@ -26,17 +28,18 @@ _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
 _SHOWN = 8  # of an op's strategies, in the error
 
 
-def check_plan(stages: Sequence[StagePlan], graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
-    """PlanError where `stages` would not compute `graph`, or not on all of the job's devices.
+def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
+    """PlanError where `plan` would not compute `graph`, or not on all of the job's devices.
 
     Args:
-        stages: in pipeline order.
         graph: what they run: the step, or its micro-batch where there are several (`MicroStep.graph`).
         num_devices: of the job.
         given: received values that no stage makes (`MicroStep.given`).
     """
+    stages = plan.stages
     _check_ops(stages, graph)
     _check_devices(stages, num_devices)
+    _check_schedule(plan)
     made_by: dict[int, int] = {}  # value -> the stage that sends it
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
@@ -79,6 +82,23 @@ def _check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
     if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
         shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
         raise PlanError(f"the stages lie on devices {shown}, the job has {num_devices}", _FIX)
+
+
+def _check_schedule(plan: Plan) -> None:
+    """A schedule that can run these stages and puts them where the plan has them."""
+    if len(plan.stages) == 1:
+        return
+    meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))  # numbered by their first stage
+    reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
+    if reason is None:
+        holders = [rank_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
+        per_mesh, rest = divmod(len(plan.stages), len(meshes))
+        if [meshes.index(stage_ranks(stage)) for stage in plan.stages] != holders or rest:
+            reason = f"the schedule {plan.schedule!r} has its stages on meshes {holders}"
+        elif per_mesh not in SCHEDULES[plan.schedule].stages_per_mesh:
+            reason = f"the schedule {plan.schedule!r} does not run {per_mesh} stages on a mesh"
+    if reason is not None:
+        raise PlanError(f"{len(plan.stages)} stages on {len(meshes)} meshes cannot run so: {reason}", _FIX)
 
 
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:

@@ -13,12 +13,17 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
 from alpa_strategy.ir.placement import DualPlacement
-from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.planner.plan_check import check_plan
 
 MESHES = [(2,), (4,), (2, 2)]
 PLACEMENTS = ("R", "R*", "P", "S0", "S1", "S2")
 MODES = ("R", "R*", "S0", "S1", "G0", "G1")
+
+
+def plan_of(stage: StagePlan) -> Plan:
+    return Plan(Fingerprint("", "", "", "", "", ""), (stage,), stage.predicted)
 
 
 def edited(stage: StagePlan, rng: python_random.Random) -> StagePlan:
@@ -48,7 +53,7 @@ def test_what_rules_offer_passes(name, mesh_shape):
     intra = problem_of(name, mesh_shape)
     for seed in range(20):
         stage = stage_of(intra, random_assignment(intra, python_random.Random(seed)), mesh_shape)
-        check_plan([stage], captured(name, int(np.prod(mesh_shape))).step, int(np.prod(mesh_shape)))
+        check_plan(plan_of(stage), captured(name, int(np.prod(mesh_shape))).step, int(np.prod(mesh_shape)))
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES)
@@ -60,7 +65,7 @@ def test_edited_plans_are_refused_or_right(name, mesh_shape):
     for _ in range(12):
         stage = edited(stage_of(intra, random_assignment(intra, rng), mesh_shape), rng)
         try:
-            check_plan([stage], case.step, int(np.prod(mesh_shape)))
+            check_plan(plan_of(stage), case.step, int(np.prod(mesh_shape)))
         except PlanError:
             refused += 1
             continue
@@ -74,12 +79,12 @@ def test_the_errors_name_the_place():
     name = next(op for op in stage.strategies if op.startswith("linear"))
     wrong = {**stage.strategies, name: (AxisStrategy.parse("S0,R,R->S0"),)}  # the `*` dropped
     with pytest.raises(PlanError, match=rf"stages\[0\].strategies\['{name}'\].*is no way to compute"):
-        check_plan([replace(stage, strategies=wrong)], case.step, 2)
+        check_plan(plan_of(replace(stage, strategies=wrong)), case.step, 2)
     with pytest.raises(PlanError, match="says nothing of"):
-        check_plan([replace(stage, strategies={})], case.step, 2)
+        check_plan(plan_of(replace(stage, strategies={})), case.step, 2)
     with pytest.raises(PlanError, match="the job has 4"):
-        check_plan([stage], case.step, 4)
+        check_plan(plan_of(stage), case.step, 4)
     with pytest.raises(PlanError, match="hold ops"):
-        check_plan([replace(stage, ops=(0, 3))], case.step, 2)
+        check_plan(plan_of(replace(stage, ops=(0, 3))), case.step, 2)
     with pytest.raises(PlanError, match="logical mesh"):
-        check_plan([replace(stage, logical_mesh=(10**9,))], case.step, 2)
+        check_plan(plan_of(replace(stage, logical_mesh=(10**9,))), case.step, 2)

@@ -115,6 +115,23 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
         assert "NormScaled does not work element by element" in message
 
 
+def test_an_edited_plan_is_refused_and_a_stored_one_made_anew(pool, tmp_path: Path) -> None:
+    """Without the check this edit trains: a summand of the output bias is taken for the whole."""
+    root = str(tmp_path)
+    assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
+    (path,) = (tmp_path / "plans").glob("*.json")
+    data = json.loads(path.read_text())
+    (stage,) = data["stages"]
+    name = next(op for op in stage["strategies"] if op.startswith("linear"))
+    stage["strategies"][name] = "S0,R,R->S0"  # the stars dropped
+    path.write_text(json.dumps(data))
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    messages = pool.run(2, run, "MLP", root, {"plan": f"{root}/mine.json"})
+    assert all(f"strategies[{name!r}]" in text and "is no way to compute" in text for text in messages), messages
+    assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
+    assert json.loads(path.read_text())["stages"][0]["strategies"][name] != "S0,R,R->S0"
+
+
 def test_an_optimizer_that_needs_whole_parameters_gets_them(pool, tmp_path: Path) -> None:
     assert pool.run(2, run, "WithNormScaled", str(tmp_path), {}) == ["trained"] * 2
 
