@@ -17,9 +17,12 @@ from worker_pool import WorkerPool
 # Tests without process groups that take seconds each all the same: scripts/test.sh runs them, test_quick.sh does not.
 NOT_QUICK = {
     "test_a_broken_contract_fails",
+    "test_a_crash_counts_as_a_refusal",
     "test_a_loop_over_time_in_two_stages",
     "test_a_loop_over_time_is_priced_at_or_just_above_its_ilp",
     "test_a_pipeline_where_the_network_binds",
+    "test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh",
+    "test_a_rank_without_the_file_makes_all_measure",
     "test_a_representative_part_has_proved_rules",
     "test_a_stage_that_does_not_fit_is_named",
     "test_any_divisor",
@@ -28,6 +31,7 @@ NOT_QUICK = {
     "test_every_combination_is_right_on_a_mesh",
     "test_exactly_the_sound_splits",
     "test_large_experts_are_sharded_and_tokens_are_sent_to_them",
+    "test_layers_to_price_do_not_grow_with_depth",
     "test_loss_falls",
     "test_module_runs_as_a_command",
     "test_nothing_unsound",
@@ -35,6 +39,9 @@ NOT_QUICK = {
     "test_runs_are_priced_at_or_just_above_their_ilp",
     "test_same_digest_in_another_process",
     "test_small_gap_with_tight_memory",
+    "test_tables_of_a_mixture_of_experts_stay_small",
+    "test_the_code_runs_on_public_names",
+    "test_the_diffs_do_what_they_say",
     "test_what_the_error_offers_can_be_had",
 }
 # Folders whose tests start processes of their own, or train under a Trainer.

@@ -24,6 +24,9 @@ sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24))
     lambda case: why_not(case[0][0], case[1], case[2]) is None
 )
 
+# Those that torch has as well; a schedule of our own is held to the laws below.
+IN_TORCH = {"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"}
+
 
 def torch_order(schedule: str, num_ranks: int, num_microbatches: int, v: int, rank: int) -> list[str]:
     """The order of one rank as torch's own class works it out, without stages or process groups."""
@@ -45,7 +48,7 @@ def torch_order(schedule: str, num_ranks: int, num_microbatches: int, v: int, ra
 
 
 @settings(max_examples=150, deadline=None)
-@given(sizes)
+@given(sizes.filter(lambda case: case[0][0] in IN_TORCH))
 def test_orders_are_those_that_torch_executes(case):
     (schedule, v), num_ranks, num_microbatches = case
     for rank, order in enumerate(actions(schedule, num_ranks, num_microbatches, v)):
