@@ -7,16 +7,15 @@ shape of batch takes the same meshes and parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.mesh import MeshComm, TorchMesh, build_stage_meshes
+from alpa_strategy.comm.mesh import TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.inter_op.subgraph import slice_stage
@@ -29,11 +28,20 @@ from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.microbatch.microstep import MicroStep
-from alpa_strategy.pipeline.executor import OwnStage, Pipeline
-from alpa_strategy.pipeline.per_step_values import DerivedValues
+from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.pipeline.orders import Orders
+from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Recompute, Span
-from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter, StageInputs, StageProgram, Values
-from alpa_strategy.pipeline.stage_worker import Parameters
+from alpa_strategy.pipeline.spec import (
+    BatchTensor,
+    PipelineSpec,
+    SharedParameter,
+    SpanProgram,
+    StageInputs,
+    StageProgram,
+    Values,
+)
+from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
 
 
 def stage_meshes(
@@ -64,7 +72,7 @@ def build_pipeline(
     module: nn.Module,
     micro: MicroStep,
     stages: Sequence[StagePlan],
-    schedule: str | None,
+    schedule: str | Orders | None,
     places: StagePlaces,
     stores: Mapping[int, StageParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
@@ -76,7 +84,7 @@ def build_pipeline(
 
     Args:
         stages: in order, covering the ops of `micro.graph`.
-        schedule: None: forward only (`Pipeline.evaluate`).
+        schedule: see `PipelineSpec`; None: forward only (`Pipeline.evaluate`).
         stores: this rank's stages -> their parameters.
         held: per stage, name -> how it holds its parameters, this step's or not; by default those of `stages`.
     """
@@ -102,7 +110,7 @@ def build_pipeline(
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
             continue
-        program, recompute, derived = _program(index, graph, stage, places, stores[index])
+        program, per_step = _program(index, graph, stage, places, stores[index])
         names = {p.name for p in stage_graph.parameters} | {use[1] for s in shared for use in s.uses if use[0] == index}
         own[index] = OwnStage(
             program=program,
@@ -110,27 +118,58 @@ def build_pipeline(
             mesh=mesh,
             parameters={name: module.get_parameter(name) for name in sorted(names)},
             buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
-            recompute=recompute,
-            derived=derived,
+            per_step=per_step,
         )
     return Pipeline(spec, own, places.device)
 
 
 def _program(
-    index: int,
+    index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: StageParameters
+) -> tuple[StageProgram | Recompute, PerStepValues]:
+    """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
+    random = places.randoms[index]
+    lowered = lower_stage(graph, stage, places.meshes[index], places.device, random)
+    per_step = PerStepValues(lowered.per_step)
+    spans: list[Span] = []
+    used: set[str] = set()
+    for span_graph, program in lowered.spans:
+        trained = lowered.derived.parameters_of(span_graph)
+        spans.append(
+            Span(
+                _span_program(program, span_graph, graph, stage, store, per_step),
+                span_graph.received,
+                tuple(value for value in program.made if graph.values[value].requires_grad),
+                frozenset(trained & used),
+            )
+        )
+        used |= trained
+    if stage.remat:
+        return Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None), per_step
+    (span,) = spans
+    return lambda inputs: span.program(inputs)[:2], per_step
+
+
+def _span_program(
+    lowered: LoweredStep,
+    span: StepGraph,
     graph: StepGraph,
     stage: StagePlan,
-    places: StagePlaces,
     store: StageParameters,
-) -> tuple[StageProgram, Recompute | None, DerivedValues]:
-    """What runs stage `index` of `graph`; span by span where it recomputes."""
-    mesh, random = places.meshes[index], places.randoms[index]
-    calls, spans, derived = stage_calls(graph, stage, mesh, places.device, random, store)
-    if stage.remat:
-        recompute = Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None)
-        return recompute, recompute, derived
-    (program,) = calls
-    return program, None, derived
+    per_step: PerStepValues,
+) -> SpanProgram:
+    """A `LoweredStep` with inputs by value, what is made once per step, and ZeRO-3's regathering."""
+    place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
+    plans = [stage.parameter_plans[p.name] for p in span.parameters]
+    gathers_at_use = any(plan.uses_shards for plan in plans)
+
+    def run(inputs: StageInputs) -> tuple[Values, Values, Values]:
+        rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
+        received = [inputs.received[value] for value in span.received]
+        parameters = per_step.beside(inputs.parameters, inputs.buffers)
+        with store.regather_hooks() if gathers_at_use else nullcontext():
+            return lowered.run_span(parameters, inputs.buffers, rows, received)
+
+    return run
 
 
 def stage_randoms(
@@ -183,79 +222,3 @@ def _shared(
         if len({stage_ranks(stages[index]) for index, _, _ in uses}) > 1:
             shared.setdefault(uses, SharedParameter(given.meta.shape, given.meta.dtype, uses))
     return tuple(shared.values())
-
-
-class StageParameters(Parameters, Protocol):
-    """What a stage's program asks of its parameters' store."""
-
-    def regather_hooks(self) -> AbstractContextManager[Any]:
-        """Context for the forward: what the step gathers at use is gathered again for the backward."""
-        ...
-
-
-class StageCall:
-    """A `LoweredStep` in the form of a `StageProgram`; its `run_span` is a `SpanProgram`.
-
-    Args:
-        graph: what was lowered.
-        step: the whole micro-batched step, whose batch is handed in by position.
-        derived: what is made of the parameters once per step.
-    """
-
-    def __init__(
-        self,
-        lowered: LoweredStep,
-        graph: StepGraph,
-        step: StepGraph,
-        stage: StagePlan,
-        store: StageParameters,
-        derived: DerivedValues,
-    ) -> None:
-        self.lowered, self._derived = lowered, derived
-        position = {leaf.value: i for i, leaf in enumerate(step.batch)}
-        self._batch = tuple(position[leaf.value] for leaf in graph.batch)
-        self._received = graph.received
-        self._store = store
-        plans = [stage.parameter_plans[p.name] for p in graph.parameters]
-        self._gathers_at_use = any(plan.uses_shards for plan in plans)
-
-    def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
-        return self.run_span(inputs)[:2]
-
-    def run_span(self, inputs: StageInputs) -> tuple[Values, Values, Values]:
-        """See `SpanProgram`."""
-        rows = [inputs.batch[i] for i in self._batch]
-        handed = [inputs.received[v] for v in self._received]
-        parameters = self._derived.beside(inputs.parameters, inputs.buffers)
-        with self._store.regather_hooks() if self._gathers_at_use else nullcontext():
-            return self.lowered.run_span(parameters, inputs.buffers, rows, handed)
-
-
-def stage_calls(
-    step: StepGraph,
-    stage: StagePlan,
-    mesh: MeshComm,
-    device: torch.device,
-    random: ShardedRandom,
-    store: StageParameters,
-) -> tuple[list[StageCall], list[Span], DerivedValues]:
-    """What runs a stage of `step` on this device: its spans (one, or those that it recomputes) as calls and as what
-    `Recompute` takes, and what they make of the parameters once per step."""
-    lowered_stage = lower_stage(step, stage, mesh, device, random)
-    derived = DerivedValues(lowered_stage.per_step)
-    calls: list[StageCall] = []
-    spans: list[Span] = []
-    used: set[str] = set()
-    for graph, lowered in lowered_stage.spans:
-        trained = lowered_stage.derived.parameters_of(graph)
-        calls.append(StageCall(lowered, graph, step, stage, store, derived))
-        spans.append(
-            Span(
-                calls[-1].run_span,
-                graph.received,
-                tuple(value for value in lowered.made if step.values[value].requires_grad),
-                frozenset(trained & used),
-            )
-        )
-        used |= trained
-    return calls, spans, derived

@@ -5,8 +5,9 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,39 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.comm.mesh import MeshComm, message_groups
+from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError, RuntimeMismatchError
 from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec, plan_channels
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.exchange import Delivery, SharedSum
-from alpa_strategy.pipeline.per_step_values import DerivedValues
-from alpa_strategy.pipeline.recompute import Recompute
-from alpa_strategy.pipeline.spec import PipelineSpec, StageProgram, Values
-from alpa_strategy.pipeline.stage_worker import Parameters, SharedStore, StageWorker
-from alpa_strategy.pipeline.torch_schedules import Schedule
+from alpa_strategy.pipeline.orders import Orders, checked_orders, forward_orders
+from alpa_strategy.pipeline.spec import PipelineSpec, Values
+from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters, StageWorker
+from alpa_strategy.schedules import Action
 
-FIRST_SHARED_TAG = 1 << 16  # deliveries of the batch before, channels after
+LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
+
+# Messages' tags: from 0 on the batch's delivery, then the shared gradients, then a range per step with all channels.
+FIRST_SHARED_TAG = 1 << 16
 FIRST_CHANNEL_TAG = 1 << 20
-
-
-@dataclass
-class OwnStage:
-    """What this rank brings for one of its stages. Stages on one mesh may pass the same `store`.
-
-    parameters: name -> the module's parameter, whose `.grad` a step makes (local storage shard).
-    buffers: name -> tensor; entries are replaced when a micro-batch updates them.
-    recompute: where the stage recomputes its activations, the program span by span.
-    derived: what the program makes of the parameters once per step.
-    """
-
-    program: StageProgram
-    store: Parameters
-    mesh: MeshComm
-    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    buffers: dict[str, Any] = field(default_factory=dict)
-    recompute: Recompute | None = None
-    derived: DerivedValues | None = None
+LAST_TAG = (1 << 31) - 1  # of gloo
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,37 @@ class StepResult:
 
     values: Values
     gradients: tuple[tuple[nn.Parameter, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What this mesh does in a step.
+
+    Attributes:
+        posted: by place in `actions`: those whose receives are posted before it.
+        sends: (stage, `F` or `B`) -> micro-batches in the order in which the stage sends on, or back; of all stages.
+        last_backward: place of the last backward of the stages that share a store -> that store.
+    """
+
+    actions: tuple[Action, ...]
+    posted: tuple[tuple[Action, ...], ...]
+    sends: Mapping[tuple[int, str], Sequence[int]]
+    last_backward: Mapping[int, StageParameters]
+
+    @classmethod
+    def of(cls, orders: Orders, mesh: int, stores: Mapping[int, StageParameters]) -> _Order:
+        own = orders[mesh]
+        posted: list[list[Action]] = [[] for _ in own]
+        for place, action in enumerate(own):
+            if action.kind != "W":
+                posted[max(0, place - LOOK_AHEAD)].append(action)
+        sends: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for action in (action for order in orders for action in order if action.kind != "W"):
+            sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
+        last = {
+            id(stores[a.stage]): (place, stores[a.stage]) for place, a in enumerate(own) if a.kind in "BW" and stores
+        }
+        return cls(own, tuple(map(tuple, posted)), sends, dict(last.values()))
 
 
 class Pipeline:
@@ -76,33 +92,22 @@ class Pipeline:
         # How many ranks bring rows of their own, which follow each other in whole tensors.
         self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
         self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
-        self._outbox = Outbox()
-        stores: dict[int, SharedStore] = {}
+        self._outbox, self._abandoned = Outbox(), list[Outbox]()
         self._workers: dict[int, StageWorker] = {}
         for index in sorted(own):
-            store = stores.setdefault(id(own[index].store), SharedStore(own[index].store))
             stage = spec.stages[index]
             loss = spec.loss if spec.loss in stage.escaping and spec.loss not in stage.received else None
-            self._workers[index] = StageWorker(
-                index,
-                stage,
-                own[index].program,
-                store,
-                own[index].buffers,
-                loss,
-                spec.num_microbatches,
-                self._outbox,
-                own[index].recompute,
-                own[index].derived,
-            )
-        self._stores = list(stores.values())
-        self._connect()
+            self._workers[index] = StageWorker(index, stage, own[index], loss)
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        self.schedule = None
+        stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
+        count, mesh = spec.num_microbatches, stage_meshes[min(own)]
+        self._forwards = _Order.of(forward_orders(stage_meshes, count), mesh, {})
+        self._training = None
         if spec.schedule is not None:
-            workers = [self._workers[index] for index in sorted(own)]
-            stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
-            self.schedule = Schedule(spec.schedule, workers, stage_meshes, spec.num_microbatches, device)
+            stores = {index: own[index].store for index in self._workers}
+            self._training = _Order.of(checked_orders(spec.schedule, stage_meshes, count), mesh, stores)
+        self._num_steps = 0
+        self._connect()
         self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
         parameters = {index: o.parameters for index, o in own.items()}
@@ -118,10 +123,8 @@ class Pipeline:
             here = self._own[channel.source].mesh if channel.source in self._own else None
             forward = Transfer(channel.forward, channel.dtypes, self._rank, self._device, there, ahead)
             backward = Transfer(channel.backward, channel.grad_dtypes, self._rank, self._device, here, back)
-            # Tags: 0 and on for what all ranks do together, then a range per channel.
-            first_tag = FIRST_CHANNEL_TAG + 2 * number * self.spec.num_microbatches
             for index in ends:
-                self._workers[index].connect(channel, forward, backward, first_tag)
+                self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.num_microbatches)
 
     def _members(self, channel: Channel) -> tuple[int, ...]:
         stages = self.spec.stages
@@ -148,7 +151,7 @@ class Pipeline:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            values = self._run(batch, given or {}, loss_scale, has_backward=True)
+            values = self._run(batch, given or {}, loss_scale)
             self._sum_shared()
             gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         finally:
@@ -159,39 +162,72 @@ class Pipeline:
     def evaluate(self, batch: Sequence[Tensor], given: Values | None = None) -> Values:
         """The escaping values alone: no graph is kept, no gradient made, no buffer changed."""
         before = {index: dict(own.buffers) for index, own in self._own.items()}
-        # Parameters gathered under inference mode (validation) would be unfit for the training that goes on later.
-        with torch.inference_mode(False), torch.no_grad():
-            values = self._run(batch, given or {}, 1.0, has_backward=False)
-        for index, buffers in before.items():
-            self._own[index].buffers.update(buffers)
-        return values
+        try:
+            # Parameters gathered under inference mode (validation) would be unfit for the training that goes on later.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._run(batch, given or {}, None)
+        finally:
+            for index, buffers in before.items():
+                self._own[index].buffers.update(buffers)
 
-    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float, has_backward: bool) -> Values:
+    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float | None) -> Values:
+        """All micro-batches; forward alone without a `loss_scale`."""
         self._check_batch(batch)
         if missing := set(self.spec.given) - set(given):
             raise RuntimeMismatchError(f"values {sorted(missing)} are not given", "run the step's prologue first")
+        order = self._forwards if loss_scale is None else self._training
+        assert order is not None
+        try:
+            self._start_step(batch, given, loss_scale, order)
+            self._run_actions(order)
+            self._outbox.drain()
+            return self._collect()
+        except BaseException:
+            # The next step must not wait for messages that nobody fetches any more; their memory stays theirs.
+            self._abandoned.append(self._outbox)
+            self._outbox = Outbox()
+            raise
+        finally:
+            for worker in self._workers.values():
+                worker.finish_step()
+
+    def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float | None, order: _Order) -> None:
+        """Bring the batch's rows to the stages."""
+        # Every step has tags of its own: messages of one that was broken off stay apart.
+        num_tags = max(1, 2 * len(self.channels) * self.spec.num_microbatches)
+        first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (LAST_TAG - FIRST_CHANNEL_TAG - num_tags)
+        self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
-        scale = torch.tensor(loss_scale, dtype=torch.float64)
+        scale = None if loss_scale is None else torch.tensor(loss_scale, dtype=torch.float64)
         for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
             for index, worker in self._workers.items():
                 if self.spec.stages[index].ranks == delivery.ranks:
                     batches = delivery.batches(index, tensors, batch)
-                    worker.start_step(batches, self._given_values(index, given), scale, has_backward)
-        del deliveries
-        if has_backward:
-            for store in self._stores:
-                store.start_step()
-            self.schedule.run()
-        else:
-            self._run_forward()
-        self._outbox.drain()
-        return self._collect()
+                    given_values = self._given_values(index, given)
+                    worker.start_step(batches, given_values, scale, self._outbox, order.sends, first_tag)
 
-    def _run_forward(self) -> None:
-        """All micro-batches of a stage, then those of the next: messages come in the order of the stages."""
-        for index in sorted(self._workers):
-            for microbatch in range(self.spec.num_microbatches):
-                self._workers[index].forward(microbatch)
+    def _run_actions(self, order: _Order) -> None:
+        """The schedule: this mesh's actions one after the other, whatever they are."""
+        for store in order.last_backward.values():
+            store.sync(False)
+        for place, action in enumerate(order.actions):
+            for ahead in order.posted[place]:
+                self._workers[ahead.stage].post(ahead)
+            store = order.last_backward.get(place)
+            if store is not None:  # its gradients are complete with this action: reduced while they are made
+                store.sync(True)
+            worker = self._workers[action.stage]
+            match action.kind:
+                case "F":
+                    worker.forward(action.microbatch)
+                case "B":
+                    worker.backward(action.microbatch)
+                case "I":
+                    worker.backward_inputs(action.microbatch)
+                case "W":
+                    worker.backward_weights(action.microbatch)
+            if store is not None:
+                store.finish_backward()
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""
@@ -242,19 +278,17 @@ class Pipeline:
                 results.update(own)
                 continue
             results.update(self._broadcast(stage, own))
-        for worker in self._workers.values():
-            worker.start_step([], [], torch.ones(()), False)
         return results
 
-    def _combined(self, value: int, escaped: list[Values]) -> Tensor:
-        parts = [values[value] for values in escaped]
+    def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
+        parts = [escaped[m][value] for m in range(self.spec.num_microbatches)]
         match self.spec.combine.get(value, "same"):
             case "sum":
                 return torch.stack(parts).sum(0, dtype=parts[0].dtype)
             case "cat":
                 return joined(parts, self.spec.cuts.get(value, Cut()), self._num_parts)
-            case _:
-                return parts[-1]
+            case _:  # the same of all, or a buffer's last value
+                return list(escaped.values())[-1][value]
 
     def _broadcast(self, stage: StageSpec, own: Values) -> Values:
         """All of a stage's values in one message."""
@@ -288,11 +322,7 @@ class Pipeline:
             piece.view(-1).view(torch.uint8).copy_(part)
         return dict(zip(stage.escaping, pieces, strict=True))
 
-    @property
-    def max_in_flight(self) -> int:
-        """The most (stage, micro-batch) pairs whose activations this rank held at once, over all steps so far."""
-        return max(store.max_in_flight for store in self._stores)
-
     def close(self) -> None:
         """End what runs beside the main thread."""
-        self._outbox.close()
+        for outbox in (self._outbox, *self._abandoned):
+            outbox.close()

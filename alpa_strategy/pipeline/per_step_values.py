@@ -22,7 +22,7 @@ class _Made:
     results: dict[str, Tensor]
 
 
-class DerivedValues:
+class PerStepValues:
     """The derivations of a stage (`lower.LoweredStage.per_step`) on this device."""
 
     def __init__(self, programs: Sequence[LoweredStep]) -> None:
@@ -67,9 +67,9 @@ class DerivedValues:
 
 
 class _Inputs(Mapping[str, Tensor]):
-    """See `DerivedValues.beside`."""
+    """See `PerStepValues.beside`."""
 
-    def __init__(self, derived: DerivedValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> None:
+    def __init__(self, derived: PerStepValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> None:
         self._derived, self._parameters, self._buffers = derived, parameters, buffers
         self._handed: dict[str, Tensor] = {}
 

@@ -1,32 +1,43 @@
 """StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows no schedule.
 
-A schedule calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every micro-batch in an
-order of its choice. Between the two the worker keeps what the backward needs, and nothing more.
+The executor calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every micro-batch in its
+schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec
-from alpa_strategy.pipeline.per_step_values import DerivedValues
+from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
+from alpa_strategy.schedules import Action
+
+# (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
+Sends = Mapping[tuple[int, str], Sequence[int]]
 
 
-class Parameters(Protocol):
-    """The stage's parameters (`runtime.parameters.MeshParameters`, which stages on one mesh share)."""
+class StageParameters(Protocol):
+    """A stage's parameters (`runtime.parameters.MeshParameters`); stages on one mesh may share them."""
 
     def step_inputs(self) -> Mapping[str, Tensor]:
         """Name -> what the stage's program takes."""
+        ...
+
+    def regather_hooks(self) -> AbstractContextManager[Any]:
+        """Context for the forward: what the step gathers at use is gathered again for the backward."""
         ...
 
     def sync(self, enabled: bool) -> None:
@@ -42,66 +53,75 @@ class Parameters(Protocol):
         ...
 
 
-class SharedStore:
-    """One store of parameters used by one or several stages on the same mesh: reduced once, after the last of them."""
-
-    def __init__(self, store: Parameters) -> None:
-        self.store = store
-        self.num_users = 0
-        self.num_in_flight = self.max_in_flight = 0  # (stage, micro-batch) pairs between forward and last backward
-        self._num_backwards = self._num_reduced = 0
-
-    def start_step(self) -> None:
-        """Nothing of this step has run yet."""
-        self._num_backwards = self._num_reduced = self.num_in_flight = 0
-        self.store.sync(False)
-
-    def after_forward(self) -> None:
-        """A stage has done a micro-batch's forward."""
-        self.num_in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-
-    def before_backward(self, num_microbatches: int) -> None:
-        """Called before each stage's last half of each backward: the very last one starts the reduction by itself."""
-        self._num_backwards += 1
-        self.num_in_flight -= 1
-        if self._num_backwards == num_microbatches * self.num_users:
-            self.store.sync(True)
-
-    def reduce(self) -> None:
-        """A stage has done its last backward."""
-        self._num_reduced += 1
-        if self._num_reduced == self.num_users:
-            self.store.finish_backward()
-
-
 @dataclass
-class _Port:
-    """One end of a channel on this device: what its messages are tagged with, and bundles on their way."""
+class OwnStage:
+    """What this rank brings for one of its stages. Stages on one mesh may pass the same `store`.
 
-    channel: Channel
-    forward: Transfer
-    backward: Transfer
-    first_tag: int
-    arriving: dict[int, Receipt] = field(default_factory=dict)
+    parameters: name -> the module's parameter, whose `.grad` a step makes (local storage shard).
+    buffers: name -> tensor; entries are replaced when a micro-batch updates them.
+    program: a `Recompute` where the stage recomputes its activations.
+    per_step: what the program makes of the parameters once per step.
+    """
 
-    def forward_tag(self, microbatch: int) -> int:
-        return self.first_tag + 2 * microbatch
+    program: StageProgram | Recompute
+    store: StageParameters
+    mesh: MeshComm
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
+    per_step: PerStepValues | None = None
 
-    def backward_tag(self, microbatch: int) -> int:
-        return self.first_tag + 2 * microbatch + 1
+
+class ChannelEnd:
+    """A channel's end at a stage of this device: with every micro-batch one bundle comes in and one goes out.
+
+    Args:
+        is_source: values go out here and gradients come in; else the other way round.
+        offset: of the channel's tags among those of the pipeline.
+    """
+
+    def __init__(self, channel: Channel, is_source: bool, forward: Transfer, backward: Transfer, offset: int) -> None:
+        self.values, self.differentiable = channel.values, channel.differentiable
+        self.peer = channel.target if is_source else channel.source
+        self._inbound, self._outbound = (backward, forward) if is_source else (forward, backward)
+        self._is_source, self._offset = is_source, offset
+        self._posted: dict[int, Receipt] = {}
+        self._abandoned: list[dict[int, Receipt]] = []  # of steps that were broken off: gloo may still write into them
+
+    def start_step(self, sent: Sequence[int], first_tag: int) -> None:
+        """Forget the step before. sent: micro-batches in the order in which the other end sends them."""
+        if self._posted:
+            self._abandoned.append(self._posted)
+        self._coming, self._posted = iter(sent), {}
+        tag = first_tag + self._offset  # micro-batch m: values at tag + 2 m, gradients at tag + 2 m + 1
+        self._tag_in, self._tag_out = (tag + 1, tag) if self._is_source else (tag, tag + 1)
+        self._inbound.forget()
+        self._outbound.forget()
+
+    def post(self, microbatch: int) -> None:
+        """Post its receive, after those of what is sent before it: NCCL pairs messages by their order alone."""
+        while microbatch not in self._posted:
+            first = next(self._coming)
+            self._posted[first] = self._inbound.receive(self._tag_in + 2 * first)
+
+    def take(self, microbatch: int) -> list[Tensor]:
+        """What comes in; waits until it is there."""
+        self.post(microbatch)
+        return self._posted.pop(microbatch).wait()
+
+    def send(self, outbox: Outbox, tensors: Sequence[Tensor | None], microbatch: int) -> None:
+        """What goes out; None stands for zeros."""
+        outbox.send(self._outbound.send_ops(tensors, self._tag_out + 2 * microbatch))
 
 
 @dataclass
 class _InFlight:
-    """What is kept of a micro-batch between its forward and its backward."""
+    """What is kept of a micro-batch between its forward and its last backward."""
 
     inputs: Values  # received values that want a gradient
     kept: Kept | None = None  # where the stage recomputes; nothing below is there then
     roots: dict[int, GradientEdge] = field(default_factory=dict)  # results that get one: no tensors, so these can go
     loss: tuple[GradientEdge, Tensor] | None = None
-    split: SplitBackward | None = None
-    roots_used: tuple[list[GradientEdge], list[Tensor]] | None = None
+    weights: Callable[[], None] | None = None  # the second half of the backward
 
 
 class StageWorker:
@@ -109,205 +129,165 @@ class StageWorker:
 
     Args:
         index: the stage's place in the pipeline.
-        program, store, buffers: what it runs and on what; `buffers` is updated in place.
+        own: what it runs and on what; its buffers are updated in place.
         loss: value index of the loss where this stage makes it, else None.
-        recompute: given where activations are recomputed: the program span by span.
-        derived: what the program keeps from micro-batch to micro-batch of one step.
     """
 
-    def __init__(
-        self,
-        index: int,
-        spec: StageSpec,
-        program: StageProgram,
-        store: SharedStore,
-        buffers: dict[str, Any],
-        loss: int | None,
-        num_microbatches: int,
-        outbox: Outbox,
-        recompute: Recompute | None = None,
-        derived: DerivedValues | None = None,
-    ) -> None:
-        self._recompute, self._derived = recompute, derived
+    def __init__(self, index: int, spec: StageSpec, own: OwnStage, loss: int | None) -> None:
         self.index, self.spec = index, spec
-        self._program, self.store, self._buffers = program, store, buffers
-        self._loss, self._num_microbatches, self._outbox = loss, num_microbatches, outbox
-        self._incoming: list[_Port] = []
-        self._outgoing: list[_Port] = []
+        self._own, self._loss = own, loss
+        self._incoming: list[ChannelEnd] = []  # of channels from earlier stages
+        self._outgoing: list[ChannelEnd] = []  # of channels to later ones
         self._in_flight: dict[int, _InFlight] = {}
-        store.num_users += 1
-        self.start_step([], [], torch.ones(()), False)
+        self.finish_step()
 
-    def connect(self, channel: Channel, forward: Transfer, backward: Transfer, first_tag: int) -> None:
+    def connect(self, channel: Channel, forward: Transfer, backward: Transfer, offset: int) -> None:
         """Attach a channel that begins or ends here. In channel order."""
-        ports = self._outgoing if channel.source == self.index else self._incoming
-        ports.append(_Port(channel, forward, backward, first_tag))
+        is_source = channel.source == self.index
+        end = ChannelEnd(channel, is_source, forward, backward, offset)
+        (self._outgoing if is_source else self._incoming).append(end)
 
     def start_step(
-        self, batches: Sequence[Mapping[int, Tensor]], given: Sequence[Values], loss_scale: Tensor, has_backward: bool
+        self,
+        batches: Sequence[Mapping[int, Tensor]],
+        given: Sequence[Values],
+        loss_scale: Tensor | None,
+        outbox: Outbox,
+        sends: Sends,
+        first_tag: int,
     ) -> None:
-        """Forget the step before.
+        """Ready for a step's first micro-batch.
 
         Args:
             batches: per micro-batch the stage's tensors of the batch.
             given: per micro-batch the received values that no stage makes.
+            loss_scale: None: no backward follows.
+            sends: in which order the stages send.
+            first_tag: of the step's messages.
         """
-        self._batches, self._given, self._loss_scale, self._has_backward = batches, given, loss_scale, has_backward
-        self.escaped: list[Values] = []
-        if self._derived is not None:
-            self._derived.start_step(has_backward)
+        self._batches, self._given, self._loss_scale, self._outbox = batches, given, loss_scale, outbox
+        self._has_backward = loss_scale is not None
+        if self._own.per_step is not None:
+            self._own.per_step.start_step(self._has_backward)
+        for end in self._incoming:
+            end.start_step(sends[end.peer, "F"], first_tag)
+        for end in self._outgoing:
+            end.start_step(sends[end.peer, "B"], first_tag)
+
+    def finish_step(self) -> None:
+        """Let go of all tensors, of a step that was broken off too."""
+        self._batches, self._given = [], []
+        self.escaped: dict[int, Values] = {}  # by micro-batch, in the order of the forwards
         self._in_flight.clear()
-        for port in (*self._incoming, *self._outgoing):
-            port.arriving.clear()
-            port.forward.forget()
-            port.backward.forget()
+        if self._own.per_step is not None:
+            self._own.per_step.start_step(False)
+
+    def post(self, action: Action) -> None:
+        """Post the receives that a forward or backward waits for."""
+        for end in self._incoming if action.kind == "F" else self._outgoing:
+            end.post(action.microbatch)
 
     # Forward
 
-    def post_forward(self, microbatch: int) -> None:
-        """Post the receives of a micro-batch's values, if they are not."""
-        for port in self._incoming:
-            if microbatch not in port.arriving:
-                port.arriving[microbatch] = port.forward.receive(port.forward_tag(microbatch))
-
     def forward(self, microbatch: int) -> None:
         """Receive, run, send on."""
-        self.post_forward(microbatch)
         received, inputs = dict(self._given[microbatch]), {}
-        for port in self._incoming:
-            tensors = port.arriving.pop(microbatch).wait()
-            for value, tensor in zip(port.channel.values, tensors, strict=True):
-                if self._has_backward and value in port.channel.differentiable:
+        for end in self._incoming:
+            for value, tensor in zip(end.values, end.take(microbatch), strict=True):
+                if self._has_backward and value in end.differentiable:
                     inputs[value] = tensor.requires_grad_()
                 received[value] = tensor
         escaping, sent, kept = self._run(self._batches[microbatch], received, inputs)
         del received
-        for port in self._outgoing:
-            self._outbox.send(
-                port.forward.send_ops([sent[v] for v in port.channel.values], port.forward_tag(microbatch))
-            )
+        for end in self._outgoing:
+            end.send(self._outbox, [sent[v] for v in end.values], microbatch)
         if self._has_backward:
             flight = self._in_flight[microbatch] = _InFlight(inputs, kept)
             if kept is None:
                 self._find_roots(flight, escaping, sent)
-            self.store.after_forward()
         for name, value in self.spec.buffer_updates.items():
-            self._buffers[name] = escaping[value].detach()
-        self.escaped.append({value: escaping[value].detach() for value in self.spec.escaping})
+            self._own.buffers[name] = escaping[value].detach()
+        self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
     def _run(self, batch: Mapping[int, Tensor], received: Values, inputs: Values) -> tuple[Values, Values, Kept | None]:
         """(escaping, sent or passed on, what recomputation keeps)."""
-        given, kept = StageInputs(self.store.store.step_inputs(), self._buffers, batch, received), None
-        if self._has_backward and self._recompute is not None:
-            escaping, sent, kept = self._recompute.forward(given, inputs)
+        own, kept = self._own, None
+        given = StageInputs(own.store.step_inputs(), own.buffers, batch, received)
+        if self._has_backward and isinstance(own.program, Recompute):
+            escaping, sent, kept = own.program.forward(given, inputs)
         else:
             with torch.set_grad_enabled(self._has_backward):
-                escaping, sent = self._program(given)
-        passed_on = {v: received[v] for port in self._outgoing for v in port.channel.values if v in received}
+                escaping, sent = own.program(given)
+        passed_on = {v: received[v] for end in self._outgoing for v in end.values if v in received}
         return escaping, {**passed_on, **sent}, kept
 
     def _find_roots(self, flight: _InFlight, escaping: Values, sent: Values) -> None:
-        wanted = sorted({v for port in self._outgoing for v in port.channel.differentiable})
+        wanted = sorted({v for end in self._outgoing for v in end.differentiable})
         flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
-        flight.loss = self._loss_root(escaping)
-
-    def _loss_root(self, escaping: Values) -> tuple[GradientEdge, Tensor] | None:
-        if self._loss is None or not escaping[self._loss].requires_grad:
-            return None
-        loss = escaping[self._loss]
-        return get_gradient_edge(loss), self._loss_scale.to(loss).expand_as(loss)
+        loss = None if self._loss is None else escaping[self._loss]
+        if loss is not None and loss.requires_grad:
+            flight.loss = get_gradient_edge(loss), self._loss_scale.to(loss).expand_as(loss)
 
     # Backward
 
-    def post_backward(self, microbatch: int) -> None:
-        """Post the receives of a micro-batch's gradients, if they are not."""
-        if not self._has_backward:
-            return
-        for port in self._outgoing:
-            key = -1 - microbatch  # apart from a forward's
-            if key not in port.arriving:
-                port.arriving[key] = port.backward.receive(port.backward_tag(microbatch))
-
-    def _arrived_grads(self, microbatch: int) -> Values:
-        """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
-        self.post_backward(microbatch)
-        grads: Values = {}
-        for port in self._outgoing:
-            tensors = port.arriving.pop(-1 - microbatch).wait()
-            for value, tensor in zip(port.channel.differentiable, tensors, strict=True):
-                grads[value] = grads[value] + tensor if value in grads else tensor
-        return grads
-
-    def _root_grads(self, microbatch: int) -> None:
-        """What the backward starts from."""
-        grads = self._arrived_grads(microbatch)
-        flight = self._in_flight[microbatch]
-        pairs = [(edge, grads[value]) for value, edge in flight.roots.items()]
-        if flight.loss is not None:
-            pairs.append(flight.loss)
-        flight.roots_used = [edge for edge, _ in pairs], [grad for _, grad in pairs]
-
     def backward(self, microbatch: int) -> None:
         """The whole backward of a micro-batch: receive, differentiate, send back."""
-        if self._recompute is not None:
-            self.store.before_backward(self._num_microbatches)
-            self._recomputed_backward(microbatch)
+        flight = self._in_flight.pop(microbatch)
+        if flight.kept is not None:
+            self._recomputed_backward(microbatch, flight)
             return
-        self._root_grads(microbatch)
-        self.store.before_backward(self._num_microbatches)
-        self._whole_backward(microbatch, self._in_flight.pop(microbatch))
-
-    def _recomputed_backward(self, microbatch: int) -> None:
-        assert self._recompute is not None
-        self.post_backward(microbatch)
-        kept = self._in_flight.pop(microbatch).kept
-        assert kept is not None
-        again = self._recompute.again(kept, self.store.store.step_inputs())  # while gradients are on their way
-        grads = again.backward(self._arrived_grads(microbatch), self._loss_scale, self.store.store.hold)
-        self._send_grads(microbatch, grads)
-
-    def _whole_backward(self, microbatch: int, flight: _InFlight) -> None:
-        assert flight.roots_used is not None
-        roots, grads = flight.roots_used
+        roots, grads = self._roots(microbatch, flight)
         if roots:
             torch.autograd.backward(roots, grads)
         self._send_grads(microbatch, {v: leaf.grad for v, leaf in flight.inputs.items()})
 
     def backward_inputs(self, microbatch: int) -> None:
         """The first half of the backward, which other stages wait for."""
-        if self._recompute is not None:  # what is recomputed is not kept for a later half
-            self._recomputed_backward(microbatch)
-            self._in_flight[microbatch] = _InFlight({}, roots_used=([], []))
-            return
-        self._root_grads(microbatch)
         flight = self._in_flight[microbatch]
-        if not flight.inputs:
+        if flight.kept is not None:  # what is recomputed is not kept for a later half
+            self._recomputed_backward(microbatch, flight)
             return
-        assert flight.roots_used is not None
-        roots, grads = flight.roots_used
-        if not roots:
-            self._send_grads(microbatch, dict.fromkeys(flight.inputs))
+        roots, grads = self._roots(microbatch, flight)
+        if roots and flight.inputs:
+            split = SplitBackward(roots, grads, list(flight.inputs.values()))
+            found = split.run_inputs()
+            flight.weights = split.run_weights
+            self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
             return
-        flight.split = SplitBackward(roots, grads, list(flight.inputs.values()))
-        found = flight.split.run_inputs()
-        self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
+        if roots:
+            flight.weights = partial(torch.autograd.backward, roots, grads)
+        self._send_grads(microbatch, dict.fromkeys(flight.inputs))
 
     def backward_weights(self, microbatch: int) -> None:
         """The second half: the weights' gradients."""
-        flight = self._in_flight.pop(microbatch)
-        self.store.before_backward(self._num_microbatches)
-        assert flight.roots_used is not None
-        if flight.split is not None:
-            flight.split.run_weights()
-        elif flight.roots_used[0]:
-            torch.autograd.backward(*flight.roots_used)
+        weights = self._in_flight.pop(microbatch).weights
+        if weights is not None:
+            weights()
+
+    def _roots(self, microbatch: int, flight: _InFlight) -> tuple[list[GradientEdge], list[Tensor]]:
+        """What the backward starts from: edges of the graph, and their gradients."""
+        arrived = self._arrived_grads(microbatch)
+        pairs = [(edge, arrived[value]) for value, edge in flight.roots.items()]
+        if flight.loss is not None:
+            pairs.append(flight.loss)
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+    def _arrived_grads(self, microbatch: int) -> Values:
+        """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
+        grads: Values = {}
+        for end in self._outgoing:
+            for value, tensor in zip(end.differentiable, end.take(microbatch), strict=True):
+                grads[value] = grads[value] + tensor if value in grads else tensor
+        return grads
+
+    def _recomputed_backward(self, microbatch: int, flight: _InFlight) -> None:
+        kept, flight.kept, flight.inputs = flight.kept, None, {}
+        assert kept is not None
+        assert isinstance(self._own.program, Recompute)
+        again = self._own.program.again(kept, self._own.store.step_inputs())  # while gradients are on their way
+        grads = again.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
+        self._send_grads(microbatch, grads)
 
     def _send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
-        for port in self._incoming:
-            tensors = [grads[value] for value in port.channel.differentiable]
-            self._outbox.send(port.backward.send_ops(tensors, port.backward_tag(microbatch)))
-
-    def reduce(self) -> None:
-        """After the stage's last backward: reduce its parameters' gradients (with the last stage of the store)."""
-        if self._has_backward:
-            self.store.reduce()
+        for end in self._incoming:
+            end.send(self._outbox, [grads[v] for v in end.differentiable], microbatch)

@@ -35,8 +35,9 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lower.codegen import LoweredStep, lower
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.pipeline.build import StageParameters, StagePlaces, build_pipeline, stage_meshes, stage_randoms
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.pipeline.stage_worker import StageParameters
 from alpa_strategy.runtime.evaluation_parameters import EvaluationParameters, evaluation_pins
 from alpa_strategy.runtime.optimizer_state import shard_state
 from alpa_strategy.runtime.parameters import ParameterStore

@@ -36,7 +36,7 @@ def evaluation_pins(step: StepGraph, running: StagePlan) -> dict[str, ParameterP
 
 
 class EvaluationParameters:
-    """What a stage's program asks of its parameters (`pipeline.build.StageParameters`), for evaluation.
+    """What a stage's program asks of its parameters (`pipeline.stage_worker.StageParameters`), for evaluation.
 
     Args:
         graph: what the stage runs.

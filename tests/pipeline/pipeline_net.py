@@ -21,8 +21,9 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
-from alpa_strategy.pipeline.executor import OwnStage, Pipeline
+from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
+from alpa_strategy.pipeline.stage_worker import OwnStage
 
 WIDTH, ROWS = 6, 144
 IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
@@ -216,8 +217,9 @@ def rank_rows(batch):
 
 
 def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None):
-    """Run and compare with one process; returns what a test may want to know."""
+    """Run and compare with one process; returns the most (stage, micro-batch) pairs that were in flight."""
     _, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
+    most = count_in_flight(pipeline)
     reference = make_net(num_layers, tied)
     for step in range(num_steps):
         batch = global_batch(step)
@@ -236,4 +238,17 @@ def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_s
                 assert parameter.grad is None
             store.after_optimizer_step()
     pipeline.close()
-    return pipeline.max_in_flight
+    return most[0]
+
+
+def count_in_flight(pipeline):
+    """[the most (stage, micro-batch) pairs whose activations this rank holds at once], from here on."""
+    most = [0]
+    for worker in pipeline._workers.values():
+
+        def forward(microbatch, run=worker.forward):
+            run(microbatch)
+            most[0] = max(most[0], sum(len(w._in_flight) for w in pipeline._workers.values()))
+
+        worker.forward = forward
+    return most

@@ -53,17 +53,32 @@ def test_microbatches_in_flight_are_what_the_schedule_promises(pool, schedule):
     assert tuple(found) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
 
 
-def torch_actions(schedule, num_microbatches):
+def executed(schedule, num_microbatches):
+    """What this rank's stages do in a step, as torch writes it."""
     stages = STAGES[schedule]
     _, pipeline, _ = build(stages, schedule, num_microbatches, len(stages))
+    done = []
+
+    def noted(action, run):
+        def noting(microbatch):
+            done.append(f"{action}{microbatch}")
+            run(microbatch)
+
+        return noting
+
+    for stage, worker in pipeline._workers.items():
+        for kind, name in {"F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights"}.items():
+            setattr(worker, name, noted(f"{stage}{kind}", getattr(worker, name)))
+    pipeline.step(rank_rows(global_batch()))
     pipeline.close()
-    return pipeline.schedule.actions[dist.get_rank()]
+    return done
 
 
 @pytest.mark.parametrize("schedule", STAGES)
-def test_torch_runs_the_actions_that_were_planned(pool, schedule):
+def test_what_was_planned_is_executed(pool, schedule):
+    """In torch's orders, see tests/inter_op/test_schedules.py."""
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
-    found = pool.run(num_ranks, torch_actions, schedule, 6)
+    found = pool.run(num_ranks, executed, schedule, 6)
     planned = actions(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
     assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
 
@@ -93,11 +108,11 @@ def run_watched(schedule, recomputes=False):
             sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
             return escaping, sent
 
-        worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
-        worker._program = program
+        stage.program = program
         if recomputes:
+            worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
             span = Span(lambda inputs, own=program: (*own(inputs), {}), tuple(worker.spec.received))
-            worker._recompute = Recompute([span], lambda: nullcontext, worker._loss)  # nothing random to draw again
+            stage.program = Recompute([span], lambda: nullcontext, worker._loss)  # nothing random to draw again
     gc.collect()
     gc.disable()
     try:
@@ -193,7 +208,7 @@ def lose_rank():
                 raise KeyboardInterrupt
             return inner(*args)
 
-        pipeline._workers[1]._program = program
+        own[1].program = program
     start = time.monotonic()
     try:
         pipeline.step(rank_rows(global_batch()))
@@ -233,6 +248,41 @@ def test_a_hung_rank_is_named_within_the_timeout(pool):
     assert "rank 1" in message
     assert "in time" in message
     assert seconds < 10
+
+
+def break_off_and_go_on(schedule):
+    """Every rank's second step fails in its third forward; the third step is as if nothing had been."""
+    stages = STAGES[schedule]
+    _, pipeline, own = build(stages, schedule, 6, len(stages))
+    first = pipeline.step(rank_rows(global_batch()))
+    buffers = {index: dict(stage.buffers) for index, stage in own.items()}
+    stage, calls = own[min(own)], []
+    program = stage.program
+
+    def failing(inputs):
+        calls.append(None)
+        if len(calls) == 3:
+            raise ValueError("of the user's own")
+        return program(inputs)
+
+    stage.program = failing
+    with pytest.raises(ValueError, match="of the user's own"):
+        pipeline.step(rank_rows(global_batch()))
+    assert not any(worker._in_flight or worker.escaped for worker in pipeline._workers.values())
+    stage.program = program
+    for index, restored in own.items():
+        restored.buffers.update(buffers[index])
+        restored.store.after_optimizer_step()
+    third = pipeline.step(rank_rows(global_batch()))
+    assert third.values[LOSS] == first.values[LOSS]
+    for (_, before), (_, after) in zip(first.gradients, third.gradients, strict=True):
+        assert torch.equal(before, after)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_after_an_exception_the_next_step_is_right(pool, schedule):
+    pool.run(len({stage.ranks for stage in STAGES[schedule]}), break_off_and_go_on, schedule)
 
 
 def plan_errors():

@@ -1,0 +1,88 @@
+"""Any order of actions that can be run is run, whoever wrote it; one that cannot is refused before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+from pipeline_net import StageCase, check_steps
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.pipeline.orders import checked_orders, forward_orders
+from alpa_strategy.schedules import SCHEDULES, Action, actions, stages_per_rank, why_not
+
+
+def order(text):
+    """`0F1 0B1` as actions."""
+    return tuple(Action(int(word[0]), word[1], int(word[2])) for word in text.split())
+
+
+def gpipe_backward_first_in_last_out(num_stages, num_microbatches):
+    """GPipe, but the last micro-batch's backward comes first."""
+    return tuple(
+        (
+            *(Action(stage, "F", m) for m in range(num_microbatches)),
+            *(Action(stage, "B", m) for m in reversed(range(num_microbatches))),
+        )
+        for stage in range(num_stages)
+    )
+
+
+# Micro-batches overtake each other: stage 0 sends 0, 1, 2 and stage 1 takes 2, 0, 1; backwards likewise.
+OVERTAKING = (order("0F0 0F1 0F2 0I2 0B0 0W2 0B1"), order("1F2 1F0 1B0 1F1 1B1 1I2 1W2"))
+
+
+def run_orders(orders, num_microbatches):
+    stages = tuple(StageCase((rank,), (2 * rank, 2 * rank + 1)) for rank in range(len(orders)))
+    return check_steps(stages, orders, num_microbatches, 2 * len(orders))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_schedule_of_ones_own_is_run(pool, num_stages):
+    pool.run(num_stages, run_orders, gpipe_backward_first_in_last_out(num_stages, 4), 4)
+
+
+def test_micro_batches_may_overtake_each_other(pool):
+    pool.run(2, run_orders, OVERTAKING, 3)
+
+
+BAD = {
+    "lock up": (order("0F0 0B0 0F1 0B1"), order("1F1 1B1 1F0 1B0")),
+    "backward first": (order("0F0 0B0 0F1 0B1"), order("1F0 1B0 1B1 1F1")),
+    "weights first": (order("0F0 0W0 0I0 0F1 0B1"), order("1F0 1B0 1F1 1B1")),
+    "no backward": (order("0F0 0B0 0F1"), order("1F0 1B0 1F1 1B1")),
+    "twice": (order("0F0 0B0 0F1 0B1 0F1"), order("1F0 1B0 1F1 1B1")),
+    "half": (order("0F0 0I0 0F1 0B1"), order("1F0 1B0 1F1 1B1")),
+    "unknown": (order("0F0 0B0 0F1 0B1 0F9"), order("1F0 1B0 1F1 1B1")),
+    "elsewhere": (order("1F0 1B0 1F1 1B1"), order("0F0 0B0 0F1 0B1")),
+}
+REASONS = {
+    "lock up": "its actions wait for each other: mesh 0 before 0B0, mesh 1 before 1F1",
+    "backward first": "wait for each other: mesh 0 before 0B1, mesh 1 before 1B1",
+    "weights first": "wait for each other: mesh 0 before 0W0, mesh 1 before 1F1",
+    "no backward": "stage 0 does F with micro-batch 1",
+    "twice": "stage 0 does FFB with micro-batch 1",
+    "half": "stage 0 does FI with micro-batch 0",
+    "unknown": "there is no 0F9",
+    "elsewhere": r"it puts stages on meshes \[1, 0\], the plan on \[0, 1\]",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_orders_that_cannot_be_run_are_refused(case):
+    with pytest.raises(PlanError, match=REASONS[case]):
+        checked_orders(BAD[case], (0, 1), 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_passes_its_own_check(schedule):
+    for v in stages_per_rank(schedule):
+        for num_meshes in range(1, 5):
+            folded = [min(s, 2 * num_meshes - 1 - s) for s in range(2 * num_meshes)]
+            looped = [s % num_meshes for s in range(v * num_meshes)]
+            for count in range(1, 13):
+                if why_not(schedule, num_meshes, count) is None:
+                    orders = checked_orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
+                    assert orders == actions(schedule, num_meshes, count, v)
+
+
+def test_evaluation_runs_stage_by_stage():
+    assert forward_orders((0, 1, 0), 2) == (order("0F0 0F1 2F0 2F1"), order("1F0 1F1"))
