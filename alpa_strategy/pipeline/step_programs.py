@@ -267,7 +267,7 @@ class PipelinedStep(_WholeWork):
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`; all values are there."""
         micro, pipeline = self._micro, self._pipeline
-        is_training = pipeline.schedule is not None
+        is_training = pipeline.spec.schedule is not None
         buffers = step_buffers(self._module, self._step, counters)
         if is_training:
             # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
