@@ -16,15 +16,31 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range, chunk_sizes
+
+
+class Pending:
+    """A collective that may still be running: `wait()` returns its result (and is cheap to call again)."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is there; the same one every time."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        assert self._result is not None
+        return self._result
 
 
 class AxisComm(Protocol):
@@ -49,82 +65,48 @@ class AxisComm(Protocol):
         """Shard(gather_dim) -> Shard(split_dim): own chunk of `split_dim`, all of `gather_dim`."""
         ...
 
-
-class MeshComm(Protocol):
-    """A logical mesh at run time."""
-
-    shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
-    axes: tuple[AxisComm, ...]
-
-
-class Pending:
-    """A collective that may still be running: `wait()` returns its result (and is cheap to call again)."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-        self._result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The result, once it is there; the same one every time."""
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        assert self._result is not None
-        return self._result
-
-
-class AsyncAxisComm(AxisComm, Protocol):
-    """An `AxisComm` that can also start a collective and go on."""
-
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
-        """`all_gather`, without waiting."""
-        ...
+        """`all_gather`, without waiting where the axis can."""
+        result = self.all_gather(tensor, dim, total)
+        return Pending(lambda: result)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum `tensor` over the axis **in place**, without waiting."""
-        ...
+        """Sum `tensor`, which may be overwritten, over the axis; without waiting where the axis can."""
+        result = self.all_reduce(tensor)
+        return Pending(lambda: result)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
-        """Sum over the axis `rows` [size, ...], this device keeps row `index`, without waiting."""
-        ...
+        """Sum `rows` [size, ...] over the axis, this device keeps row `index`; without waiting where the axis can."""
+        result = self.reduce_scatter(rows, 0)
+        return Pending(lambda: result[0])
 
 
-def start_all_gather(axis: AxisComm, tensor: Tensor, dim: int, total: int) -> Pending:
-    """`AsyncAxisComm.start_all_gather`, at once where the axis cannot wait."""
-    if hasattr(axis, "start_all_gather"):
-        return axis.start_all_gather(tensor, dim, total)
-    result = axis.all_gather(tensor, dim, total)
-    return Pending(lambda: result)
+class MeshComm(Protocol):
+    """A logical mesh at run time. `whole`: all its devices as one axis (row-major), where there is one."""
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
-def start_all_reduce(axis: AxisComm, tensor: Tensor) -> Pending:
-    """`AsyncAxisComm.start_all_reduce`, at once where the axis cannot wait. `tensor` may be overwritten."""
-    if hasattr(axis, "start_all_reduce"):
-        return axis.start_all_reduce(tensor)
-    result = axis.all_reduce(tensor)
-    return Pending(lambda: result)
+    @property
+    def coordinate(self) -> tuple[int, ...]: ...
 
+    @property
+    def axes(self) -> Sequence[AxisComm]: ...
 
-def start_reduce_scatter(axis: AxisComm, rows: Tensor) -> Pending:
-    """`AsyncAxisComm.start_reduce_scatter`, at once where the axis cannot wait. rows [size, ...] -> [...]."""
-    if hasattr(axis, "start_reduce_scatter"):
-        return axis.start_reduce_scatter(rows)
-    result = axis.reduce_scatter(rows, 0)
-    return Pending(lambda: result[0])
+    @property
+    def whole(self) -> AxisComm | None: ...
 
 
 def all_reduce_over(mesh: MeshComm, tensor: Tensor, op: str = "sum") -> Tensor:
     """`sum` or `max` over all devices of the mesh; the result has the same bits on each of them."""
-    whole = getattr(mesh, "whole", None)
-    for axis in mesh.axes if whole is None else (whole,):
+    for axis in mesh.axes if mesh.whole is None else (mesh.whole,):
         tensor = axis.all_reduce(tensor, op)
     return tensor
 
 
 @dataclass(frozen=True)
 class TorchMesh:
-    """`MeshComm` of this rank. `whole` is the mesh seen as one axis (ranks in row-major order)."""
+    """`MeshComm` of this rank."""
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -133,46 +115,22 @@ class TorchMesh:
     ranks: tuple[int, ...]  # global ranks, ascending
 
 
-def build_mesh(
-    shape: Sequence[int],
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str = "auto",
-) -> TorchMesh:
-    """The logical mesh of `shape` on `ranks` (ascending; default: the whole job). Collective over the whole job.
+def build_mesh(shape: Sequence[int], backend: str = "auto") -> TorchMesh:
+    """The logical mesh of `shape` on all ranks. Collective over the job.
 
     Args:
         backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
 
     Raises:
-        RuntimeMismatchError: shape and ranks do not fit, or this rank is not part of the mesh (with several meshes side
-            by side, use `build_meshes`).
+        RuntimeMismatchError: the job has not as many ranks.
     """
-    if ranks is None:
-        ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
-    return build_meshes([(shape, ranks)], timeout, backend)
-
-
-def build_meshes(
-    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
-    timeout: timedelta | None = None,
-    backend: str = "auto",
-) -> TorchMesh:
-    """Make all (shape, ranks) meshes of the job, in order; returns the one that holds this rank.
-
-    Collective over the whole job: every rank passes the same list. Meshes must not overlap.
-    """
-    mine = [mesh for mesh in build_stage_meshes(meshes, timeout, backend) if mesh is not None]
-    if not mine:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise RuntimeMismatchError(f"rank {rank} is in none of the meshes", "give every rank of the job a place in one")
-    return mine[-1]
+    (mesh,) = build_stage_meshes([(shape, range(dist.get_world_size() if dist.is_initialized() else 1))], backend)
+    assert mesh is not None
+    return mesh
 
 
 def build_stage_meshes(
-    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
-    timeout: timedelta | None = None,
-    backend: str = "auto",
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]], backend: str = "auto"
 ) -> list[TorchMesh | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
 
@@ -189,11 +147,11 @@ def build_stage_meshes(
                 "give as many ranks as the mesh has devices, each once, ascending",
             )
         if key not in made:
-            made[key] = _build_one(*key, rank, timeout, chosen)
+            made[key] = _build_one(*key, rank, chosen)
     return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
 
 
-def message_groups(channels: Sequence[Sequence[int]], timeout: timedelta | None = None) -> list[tuple[Any, Any]]:
+def message_groups(channels: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
     """Process groups of messages forward and back, per channel (its ranks, ascending). Collective over the whole job.
 
     gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
@@ -201,37 +159,33 @@ def message_groups(channels: Sequence[Sequence[int]], timeout: timedelta | None 
     """
     if dist.get_backend() == "gloo":
         return [(None, None)] * len(channels)
-    return [(dist.new_group(list(r), timeout=timeout), dist.new_group(list(r), timeout=timeout)) for r in channels]
+    return [(dist.new_group(list(ranks)), dist.new_group(list(ranks))) for ranks in channels]
 
 
-def _build_one(
-    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, timeout: timedelta | None, backend: Backend
-) -> TorchMesh | None:
-    grid = torch.tensor(ranks).reshape(shape)
-    coordinate = (
-        tuple(int(i) for i in torch.unravel_index(torch.tensor(ranks.index(rank)), shape)) if rank in ranks else ()
-    )
-    whole_group = _new_group(ranks, timeout)
+def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backend: Backend) -> TorchMesh | None:
+    grid = np.array(ranks).reshape(shape)
+    whole_group = _new_group(ranks)
     axes: list[TorchAxisComm] = []
     for axis, size in enumerate(shape):
         others = [range(n) for a, n in enumerate(shape) if a != axis]
         for line in itertools.product(*others):
             index = (*line[:axis], slice(None), *line[axis:])
             members = tuple(grid[index].tolist())
-            group = whole_group if members == ranks else _new_group(members, timeout)
+            group = whole_group if members == ranks else _new_group(members)
             if rank in members:
                 axes.append(TorchAxisComm(size, members.index(rank), group, backend))
     if rank not in ranks:
         return None
+    coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))
     whole = TorchAxisComm(len(ranks), ranks.index(rank), whole_group, backend)
     return TorchMesh(shape, coordinate, tuple(axes), whole, ranks)
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> Any:
+def _new_group(ranks: tuple[int, ...]) -> Any:
     """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
     if len(ranks) == 1 or len(ranks) == dist.get_world_size():
         return None
-    return dist.new_group(list(ranks), timeout=timeout)
+    return dist.new_group(list(ranks))
 
 
 class TorchAxisComm:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending, start_all_gather, start_all_reduce
+from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.ir.placement import DualLayout, Layout, chunk_range, dual_layout_to_str
 from alpa_strategy.sharding.redistribute import reshard_steps
@@ -74,23 +74,23 @@ class Reshard:
         """`values`, without waiting where it is one gathering or one sum; else all of it is done by `wait`."""
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
-                return start_all_gather(self._mesh.axes[axis], tensor, dim, shape[dim])
+                return self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
         axis = self._axis_of_sum(tensor)
         if axis is not None:
-            return start_all_reduce(axis, _own_copy(tensor))
+            return axis.start_all_reduce(_own_copy(tensor))
         return Pending(lambda: self.values(tensor))
 
-    def late(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
+    def begun(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
         """As a call, but the result may be on its way still: `pending` gets what to wait for before it is read.
 
         It can be differentiated at once, as the gradient of a sum does not depend on its value. With None, or where it
         is more than one sum, the result is there.
         """
         axis = self._axis_of_sum(tensor)
-        if pending is None or not hasattr(axis, "start_all_reduce"):
+        if pending is None or axis is None:
             return self(tensor)
         summed = _own_copy(tensor)
-        pending.append(start_all_reduce(axis, summed))
+        pending.append(axis.start_all_reduce(summed))
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return summed
         return _ReshardNode.apply(tensor, self, False, summed)
@@ -140,7 +140,7 @@ def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | Non
         return mesh.axes[steps[0].axis]
     covered = {step.axis for step in steps}
     if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
-        return getattr(mesh, "whole", None)
+        return mesh.whole
     return None
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,9 +44,9 @@ class LoweredStep:
     buffers: name -> whole tensor (buffers are replicated); the counters under `COUNTERS`.
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
-    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run_stage`
-    gives that and the same for `step.sent`, in the layouts of `StagePlan.sent`; `run_span` also the values `made` for
-    later spans of the stage, in the layouts in which they are made.
+    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run` gives
+    that and the same for `step.sent`, in the layouts of `StagePlan.sent`, and for the values `made` for later spans of
+    the stage, in the layouts in which they are made.
     """
 
     source: str
@@ -66,19 +65,9 @@ class LoweredStep:
         pending: list[Pending] | None = None,
     ) -> dict[int, Tensor]:
         """Values may be on their way still where `pending` is given: it gets what to wait for before they are read."""
-        return self.run_span(parameters, buffers, batch, pending=pending)[0]
+        return self.run(parameters, buffers, batch, pending=pending)[0]
 
-    def run_stage(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Any],
-        batch: Sequence[Tensor],
-        received: Sequence[Tensor] = (),
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """(what leaves the step, what later stages get), by value index."""
-        return self.run_span(parameters, buffers, batch, received)[:2]
-
-    def run_span(
+    def run(
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Any],
@@ -120,7 +109,7 @@ def lower(
     Raises:
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
-    return _Writer(step, stage, mesh, device, random, begun_early=made_of_the_batch(step)).program()
+    return _Writer(step, stage, mesh, device, random, prefetched=prefetchable(step)).program()
 
 
 @dataclass(frozen=True)
@@ -128,20 +117,19 @@ class LoweredStage:
     """A stage that runs micro-batches.
 
     Attributes:
-        per_step: what it makes of its parameters once per step: its derivations in order. Each gives its values as
-            `run_span` gives what is `made`.
+        per_step: what of it is made of the parameters alone, once per step.
+        per_step_programs: one per derivation of `per_step`; each gives its values as `run` gives what is `made`.
         spans: what it runs for every micro-batch, one after the other, each with its graph: one, or those that it
             recomputes one by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes
-            the derivations' values as parameters of the name `derived_name(value)`.
-        derived: what the derivations are.
+            the per-step values as parameters of the name `per_step_name(value)`.
     """
 
-    per_step: tuple[LoweredStep, ...]
+    per_step: PerStep
+    per_step_programs: tuple[LoweredStep, ...]
     spans: tuple[tuple[StepGraph, LoweredStep], ...]
-    derived: PerStep
 
 
-def derived_name(value: int) -> str:
+def per_step_name(value: int) -> str:
     """What a program calls a value that it takes as a parameter."""
     return f"<value {value}>"
 
@@ -155,31 +143,31 @@ def lower_stage(
         PlanError: see `lower`.
     """
     whole = slice_stage(step, *stage.ops)
-    derived = PerStep() if stage.derives_again else per_step(whole)
-    once: list[LoweredStep] = []
+    once_per_step = PerStep() if stage.derives_again else per_step(whole)
+    programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
-    for derivation in derived.derivations:
+    for derivation in once_per_step.derivations:
         writer = _Writer(derivation.graph(whole), stage, mesh, device, random)
-        once.append(writer.program(derivation.values))
+        programs.append(writer.program(derivation.values))
         layouts |= {value: writer.layouts[value] for value in derivation.values}
-    left_out = {whole.ops[index].name for index in derived.ops}
-    graphs = [_without(slice_stage(step, *span), left_out, derived.values) for span in stage.spans]
+    left_out = {whole.ops[index].name for index in once_per_step.ops}
+    graphs = [_without(slice_stage(step, *span), left_out, once_per_step.values) for span in stage.spans]
     spans: list[tuple[StepGraph, LoweredStep]] = []
     for number, graph in enumerate(graphs):
         read_later = {value for later in graphs[number + 1 :] for value in later.received}
         made = tuple(value for value in graph.sent if value in read_later)
         graph = replace(graph, sent=tuple(value for value in graph.sent if value in whole.sent))
-        begun_early = frozenset() if stage.remat else made_of_the_batch(graph)
-        writer = _Writer(graph, stage, mesh, device, random, layouts, derived.values, begun_early)
+        prefetched = frozenset() if stage.remat else prefetchable(graph)
+        writer = _Writer(graph, stage, mesh, device, random, layouts, once_per_step.values, prefetched)
         spans.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
-    return LoweredStage(tuple(once), tuple(spans), derived)
+    return LoweredStage(once_per_step, tuple(programs), tuple(spans))
 
 
-def _without(graph: StepGraph, names: Collection[str], derived: Collection[int]) -> StepGraph:
-    """A span without the ops that run once per step; `derived` is what it takes of them."""
+def _without(graph: StepGraph, names: Collection[str], per_step_values: Collection[int]) -> StepGraph:
+    """A span without the ops that run once per step; `per_step_values` is what it takes of them."""
     ops = tuple(op for op in graph.ops if op.name not in names)
-    read = {value for op in ops for value in op.operands}.union(graph.escaping) - set(derived)
+    read = {value for op in ops for value in op.operands}.union(graph.escaping) - set(per_step_values)
     return replace(graph, ops=ops, received=tuple(value for value in graph.received if value in read))
 
 
@@ -194,17 +182,17 @@ class _Writer:
         device: torch.device,
         random: ShardedRandom,
         made_before: Mapping[int, DualLayout] | None = None,
-        derived: Collection[int] = (),
-        begun_early: Collection[int] = (),
+        per_step_values: Collection[int] = (),
+        prefetched: Collection[int] = (),
     ) -> None:
-        self.derived = derived
-        self.begun_early = begun_early  # values whose copies begin before the forward
+        self.per_step_values = per_step_values
+        self.prefetched = prefetched  # values whose resharding starts before the forward
         self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
-        self.lines: list[str] = []
+        self.lines: list[Line] = []
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
-        self.beginnings: dict[str, list[str]] = {}  # variable -> lines that begin its copies
+        self.prefetches: dict[str, list[Line]] = {}  # variable -> lines that start to reshard it
         num_axes = len(mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -223,27 +211,27 @@ class _Writer:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(device)
 
     def op(self, op: Op) -> None:
-        """One op: the copies that it needs, then its call."""
+        """One op: its operands in the layouts that its strategy takes, then its call."""
         if op.name not in self.stage.strategies:
             raise PlanError(f"the plan has no strategy for op {op.name!r}", "plan this step again")
         strategies = self.stage.strategies[op.name]
         operands = [
-            self.copy(value, tuple(s.inputs[position] for s in strategies))
+            self.resharded(value, tuple(s.inputs[position] for s in strategies))
             for position, value in enumerate(op.operands)
         ]
         for position, value in enumerate(op.results):
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
-        targets = ", ".join(f"v{value}" for value in op.results)
-        if op.call.returns_tuple:
-            targets = f"{targets}," if len(op.results) == 1 else targets
-        self.lines.append(f"{targets} = {self.call(op, strategies, operands)}  # {op.source or op.module}")
+        results = tuple(f"v{value}" for value in op.results)
+        targets = ", ".join(results) + "," * (op.call.returns_tuple and len(results) == 1)
+        code = f"{targets} = {self.call(op, strategies, operands)}"
+        self.lines.append(Line(code, results, tuple(operands), op.source or op.module))
 
     def call(self, op: Op, strategies: tuple[AxisStrategy, ...], operands: list[str]) -> str:
         """The expression that calls the op on local operands."""
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
         function = f"f_{op.name}"
         if local.implementation is not None and is_late(op.call):
-            self.namespace[function] = functools.partial(_run_late, op.call, strategies, local, self.mesh)
+            self.namespace[function] = functools.partial(_run_at_counters, op.call, strategies, local, self.mesh)
             return f"{function}(counters, {', '.join(operands)})"
         if local.implementation is not None:
             self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
@@ -276,7 +264,7 @@ class _Writer:
         self.namespace[name] = arg
         return name
 
-    def copy(self, value: int, target: DualLayout, is_result: bool = False) -> str:
+    def resharded(self, value: int, target: DualLayout, is_result: bool = False) -> str:
         """The variable that holds `value` in `target`, resharded once for all consumers that ask for it.
 
         Results of the step may arrive after it.
@@ -287,18 +275,19 @@ class _Writer:
             return f"v{value}"
         key = (value, target)
         if key not in self.copies:
-            name = f"v{value}_{sum(v == value for v, _ in self.copies)}"
+            variable, name = f"v{value}", f"v{value}_{sum(v == value for v, _ in self.copies)}"
             function = f"reshard_{name}"
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
             if is_result:
-                self.lines.append(f"{name} = {function}.late(v{value}, pending)  # {note}")
-            elif value in self.begun_early:
-                beginning = f"begun_{name} = {function}.start(v{value})  # {note}"
-                self.beginnings.setdefault(f"v{value}", []).append(beginning)
-                self.lines.append(f"{name} = begun_{name}.wait()")
+                line = Line(f"{name} = {function}.begun({variable}, pending)", (name,), (variable,), note)
+            elif value in self.prefetched:
+                start = Line(f"coming_{name} = {function}.start({variable})", (f"coming_{name}",), (variable,), note)
+                self.prefetches.setdefault(variable, []).append(start)
+                line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",))
             else:
-                self.lines.append(f"{name} = {function}(v{value})  # {note}")
+                line = Line(f"{name} = {function}({variable})", (name,), (variable,), note)
+            self.lines.append(line)
             self.copies[key] = name
         return self.copies[key]
 
@@ -311,19 +300,22 @@ class _Writer:
         for op in self.step.ops:
             self.op(op)
         whole = (INVARIANT,) * len(self.mesh.shape)
-        results = [self.copy(value, whole, is_result=True) for value in self.step.escaping]
-        results += [self.copy(value, self.stage.sent[value]) for value in self.step.sent]
+        results = [self.resharded(value, whole, is_result=True) for value in self.step.escaping]
+        results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in made]
-        self.lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
+        self.lines.append(Line(f"return ({''.join(f'{r}, ' for r in results)})", (), tuple(results)))
+        given = {p.value: p.name for p in self.step.parameters}
+        given |= {value: per_step_name(value) for value in sorted(self.per_step_values)}
         inputs = [
-            *[f"v{b.value} = buffers[{i}]" for i, b in enumerate(self.step.buffers)],
-            *[f"v{b.value} = batch[{i}]" for i, b in enumerate(self.step.batch)],
-            *[f"v{value} = received[{i}]" for i, value in enumerate(self.step.received)],
+            *_unpacked("buffers", [buffer.value for buffer in self.step.buffers]),
+            *_unpacked("batch", [leaf.value for leaf in self.step.batch]),
+            *_unpacked("received", self.step.received),
         ]
-        given = {p.value: p.name for p in self.step.parameters} | {v: derived_name(v) for v in sorted(self.derived)}
-        parameters = {f"v{value}": f"v{value} = parameters[{i}]" for i, value in enumerate(given)}
-        body = drop_dead(before_first_use(parameters, begin_first(self.beginnings, [*inputs, *self.lines])))
-        source = "\n    ".join(["def step(parameters, buffers, batch, received, pending, counters):", *body]) + "\n"
+        body = prefetch_first(self.prefetches, [*inputs, *self.lines])
+        # Parameters may yet be on their way: each is asked for where it is used first.
+        body = drop_dead(before_first_use(_unpacked("parameters", given), body))
+        head = "def step(parameters, buffers, batch, received, pending, counters):"
+        source = "\n    ".join([head, *map(str, body)]) + "\n"
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
@@ -338,7 +330,7 @@ class _Writer:
         )
 
 
-def _run_late(
+def _run_at_counters(
     call: OpCall,
     strategies: tuple[AxisStrategy, ...],
     local: LocalCall,
@@ -356,10 +348,12 @@ def _takes_device(call: OpCall) -> bool:
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
-def made_of_the_batch(step: StepGraph) -> frozenset[int]:
+def prefetchable(step: StepGraph) -> frozenset[int]:
     """The batch's leaves and what is computed of them without parameters and random numbers.
 
-    Values with more bytes than the batch, and what needs them, are left out: they would be kept for longer.
+    A mean over targets that are not ignored divides by their number among all devices' rows. Where the loss needs it,
+    all devices would wait for the slowest; started first, it is there long before. Values with more bytes than the
+    batch, and what needs them, are left out: they would be kept for longer.
     """
     known = {leaf.value for leaf in step.batch}
     most = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
@@ -373,70 +367,62 @@ def made_of_the_batch(step: StepGraph) -> frozenset[int]:
     return frozenset(known)
 
 
-_VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
+@dataclass(frozen=True)
+class Line:
+    """One line of a program: its code, the variables that it defines, those that it reads, a comment."""
+
+    code: str
+    defines: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}  # {self.note}" if self.note else self.code
 
 
-def before_first_use(definitions: Mapping[str, str], lines: list[str]) -> list[str]:
-    """`lines` with each variable's defining line before the first line that reads it; those never read left out."""
-    placed: dict[str, None] = {}
+def _unpacked(source: str, values: Iterable[int]) -> list[Line]:
+    """A line per value that takes it out of `source`, by its place there."""
+    return [Line(f"v{value} = {source}[{i}]", (f"v{value}",)) for i, value in enumerate(values)]
+
+
+def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
+    """`lines` with each definition before the first line that reads it; those never read left out."""
+    waiting = {line.defines[0]: line for line in definitions}
     result = []
     for line in lines:
-        for name in _variables(line.partition("  #")[0]):
-            if name in definitions and name not in placed:
-                placed[name] = None
-                result.append(definitions[name])
+        result += [waiting.pop(name) for name in line.reads if name in waiting]
         result.append(line)
     return result
 
 
-def begin_first(begun: Mapping[str, list[str]], lines: list[str]) -> list[str]:
-    """`lines` with `begun[v]` behind the definition of v, and all these and what they need before the others."""
-    followed: list[tuple[str, bool]] = []
+def prefetch_first(prefetches: Mapping[str, Sequence[Line]], lines: Sequence[Line]) -> list[Line]:
+    """`lines` with `prefetches[v]` behind the definition of v, and all these and what they need before the others."""
+    placed: list[tuple[Line, bool]] = []
     for line in lines:
-        followed.append((line, False))
-        for name in _split(line)[0]:
-            followed += [(follower, True) for follower in begun.get(name, ())]
-    first: list[str] = []
-    others: list[str] = []
+        placed.append((line, False))
+        placed += [(start, True) for name in line.defines for start in prefetches.get(name, ())]
+    first: list[Line] = []
+    others: list[Line] = []
     needed: set[str] = set()
-    for line, is_begun in reversed(followed):
-        defined, read = _split(line)
-        if is_begun or needed.intersection(defined):
-            needed.update(read)
+    for line, is_prefetch in reversed(placed):
+        if is_prefetch or needed.intersection(line.defines):
+            needed.update(line.reads)
             first.append(line)
         else:
             others.append(line)
     return [*reversed(first), *reversed(others)]
 
 
-def drop_dead(lines: list[str]) -> list[str]:
+def drop_dead(lines: Sequence[Line]) -> list[Line]:
     """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
     last_use: dict[str, int] = {}
-    defined: dict[str, int] = {}
-    for number, line in enumerate(lines[:-1]):
-        made, read = _split(line)
-        last_use |= dict.fromkeys(read, number)
-        defined |= dict.fromkeys(made, number)
-    returned = set(_variables(lines[-1]))
-    dead: dict[int, list[str]] = {}
-    for name, number in defined.items():
-        if name not in returned:
-            dead.setdefault(last_use.get(name, number), []).append(name)
-    result = []
     for number, line in enumerate(lines):
-        code, mark, comment = line.partition("  #")
-        if number in dead:
-            code += f"; del {', '.join(dead[number])}"
-        result.append(code + mark + comment)
-    return result
-
-
-def _split(line: str) -> tuple[list[str], list[str]]:
-    """(variables that the line defines, variables that it reads); a `return` defines none."""
-    left, is_definition, right = line.partition("  #")[0].partition(" = ")
-    return (_variables(left), _variables(right)) if is_definition else ([], _variables(left))
-
-
-def _variables(code: str) -> list[str]:
-    """Value variables (`v12`, `v12_0`) in a piece of the program."""
-    return _VARIABLE.findall(code)
+        last_use |= dict.fromkeys((*line.reads, *line.defines), number)
+    dead: dict[int, list[str]] = {}
+    for name in (name for line in lines for name in line.defines):
+        dead.setdefault(last_use[name], []).append(name)
+    dead.pop(len(lines) - 1, None)  # what is returned
+    return [
+        replace(line, code=f"{line.code}; del {', '.join(dead[number])}") if number in dead else line
+        for number, line in enumerate(lines)
+    ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 from torch import nn
@@ -44,11 +43,9 @@ from alpa_strategy.pipeline.spec import (
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
 
 
-def stage_meshes(
-    stages: Sequence[StagePlan], timeout: timedelta | None = None, backend: str = "auto"
-) -> list[TorchMesh | None]:
+def stage_meshes(stages: Sequence[StagePlan], backend: str = "auto") -> list[TorchMesh | None]:
     """This rank's mesh per stage, None for stages of others. Collective over the whole job."""
-    return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], timeout, backend)
+    return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend)
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,11 @@ def _program(
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random = places.randoms[index]
     lowered = lower_stage(graph, stage, places.meshes[index], places.device, random)
-    per_step = PerStepValues(lowered.per_step)
+    per_step = PerStepValues(lowered.per_step_programs)
     spans: list[Span] = []
     used: set[str] = set()
     for span_graph, program in lowered.spans:
-        trained = lowered.derived.parameters_of(span_graph)
+        trained = lowered.per_step.parameters_of(span_graph)
         spans.append(
             Span(
                 _span_program(program, span_graph, graph, stage, store, per_step),
@@ -167,7 +164,7 @@ def _span_program(
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
         with store.regather_hooks() if gathers_at_use else nullcontext():
-            return lowered.run_span(parameters, inputs.buffers, rows, received)
+            return lowered.run(parameters, inputs.buffers, rows, received)
 
     return run
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.lower.codegen import LoweredStep, derived_name
+from alpa_strategy.lower.codegen import LoweredStep, per_step_name
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class _Made:
 
 
 class PerStepValues:
-    """The derivations of a stage (`lower.LoweredStage.per_step`) on this device."""
+    """The derivations of a stage (`LoweredStage.per_step_programs`) on this device."""
 
     def __init__(self, programs: Sequence[LoweredStep]) -> None:
-        self._programs = {derived_name(value): program for program in programs for value in program.made}
+        self._programs = {per_step_name(value): program for program in programs for value in program.made}
         self._made: dict[int, _Made] = {}
         self._has_backward = False
 
@@ -62,8 +62,8 @@ class PerStepValues:
         # What its backward needs is kept as it is, not gathered again for each micro-batch.
         as_it_is = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         with torch.set_grad_enabled(self._has_backward), as_it_is:
-            made = program.run_span(leaves, buffers, ())[2]
-        return _Made(leaves, {derived_name(value): tensor for value, tensor in made.items()})
+            made = program.run(leaves, buffers, ())[2]
+        return _Made(leaves, {per_step_name(value): tensor for value, tensor in made.items()})
 
 
 class _Inputs(Mapping[str, Tensor]):

@@ -21,8 +21,6 @@ from alpa_strategy.comm.mesh import (
     MeshComm,
     Pending,
     all_reduce_over,
-    start_all_reduce,
-    start_reduce_scatter,
 )
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
@@ -186,7 +184,7 @@ class GradientReducer:
             closed.append((members[-1][0], bucket))
 
         for position, entry in enumerate(entries):
-            stages = bucket_stages(entry.reshard, len(self._mesh.shape), hasattr(self._mesh, "whole"))
+            stages = bucket_stages(entry.reshard, len(self._mesh.shape), self._mesh.whole is not None)
             if not stages:
                 self._rest.append(entry)
                 continue
@@ -221,7 +219,7 @@ class _Bucket:
 
     def __init__(self, mesh: MeshComm, entries: list[GradientEntry], needed: frozenset[str]) -> None:
         self._needed = needed
-        has_whole = hasattr(mesh, "whole")
+        has_whole = mesh.whole is not None
         self._mesh = mesh
         self.entries = entries
         self.stages_of = [bucket_stages(entry.reshard, len(mesh.shape), has_whole) for entry in entries]
@@ -259,7 +257,7 @@ class _Bucket:
         self._shapes = [list(grad.shape) for grad in grads]
         if self.stages[stage].dim is None:
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            self.pending = start_all_reduce(axis, flat)
+            self.pending = axis.start_all_reduce(flat)
             return
         # One row per device of the axis: its chunks of all gradients, each padded to the largest chunk.
         columns = [self._chunk_shape(stage, i, axis.size, 0).numel() for i in range(len(grads))]
@@ -268,7 +266,7 @@ class _Bucket:
             dim = self.stages_of[i][stage].dim
             for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], axis.size), dim), strict=True):
                 row[: part.numel()].view(part.shape).copy_(part)
-        self.pending = start_reduce_scatter(axis, rows)
+        self.pending = axis.start_reduce_scatter(rows)
 
     def _unpack(self, stage: int, flat: Tensor) -> list[Tensor]:
         """Gradients after collective `stage`: views of its result."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from alpa_strategy.comm.mesh import AxisComm
 from alpa_strategy.ir.placement import chunk_range
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class _Exchange:
 
 
 @dataclass
-class ThreadAxis:
+class ThreadAxis(AxisComm):
     """`AxisComm` among threads. `record`: (kind, bytes of the full tensor on the axis) of every collective so far."""
 
     size: int
@@ -91,6 +92,7 @@ class ThreadMesh:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     axes: tuple[ThreadAxis, ...]
+    whole: None = None
 
 
 def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], timeout_seconds: float = 60.0) -> list[T]:

@@ -9,7 +9,7 @@ from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.lower.codegen import begin_first, lower, made_of_the_batch
+from alpa_strategy.lower.codegen import Line, lower, prefetch_first, prefetchable
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
@@ -55,7 +55,7 @@ def test_the_number_of_targets_is_known_before_the_forward():
 def test_nothing_larger_than_the_batch_is_made_early(one_hot):
     step = captured(one_hot)
     batch_bytes = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
-    early = made_of_the_batch(step)
+    early = prefetchable(step)
     assert early.issuperset(leaf.value for leaf in step.batch)
     assert all(step.values[value].num_bytes <= batch_bytes for value in early)
     assert not any(step.values[value].requires_grad for value in early)
@@ -64,12 +64,12 @@ def test_nothing_larger_than_the_batch_is_made_early(one_hot):
 
 def test_lines_move_with_what_they_need():
     lines = [
-        "v1 = batch[0]",
-        "v2 = f(parameters[0])",
-        "v3 = g(v1)",
-        "v4 = h(v2, v1)",
-        "v3_0 = begun_v3_0.wait()",
-        "return (v4, v3_0, v3, )",
+        Line("v1 = batch[0]", ("v1",)),
+        Line("v2 = f(parameters[0])", ("v2",)),
+        Line("v3 = g(v1)", ("v3",), ("v1",)),
+        Line("v4 = h(v2, v1)", ("v4",), ("v2", "v1")),
+        Line("v3_0 = coming_v3_0.wait()", ("v3_0",), ("coming_v3_0",)),
+        Line("return (v4, v3_0, v3, )", (), ("v4", "v3_0", "v3")),
     ]
-    begun = {"v3": ["begun_v3_0 = r.start(v3)"]}
-    assert begin_first(begun, lines) == [lines[0], lines[2], *begun["v3"], lines[1], *lines[3:]]
+    start = Line("coming_v3_0 = r.start(v3)", ("coming_v3_0",), ("v3",))
+    assert prefetch_first({"v3": [start]}, lines) == [lines[0], lines[2], start, lines[1], *lines[3:]]
