@@ -1,9 +1,8 @@
 """Rule discovery: which splits of an op's operands recombine to the whole result, by experiment.
 
-See docs/formulas.md#sharding-rules.
-
-For ops without a rule. A split is kept only if every trial agrees, forward and backward, on one way of recombining:
-concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the op can always be repeated on all devices.
+For ops without a rule (docs/formulas.md#sharding-rules). A split is kept only if every trial agrees, forward and
+backward, on one way of recombining: concatenate (S), sum (P) or equal (R). What cannot be decided is not kept; the op
+can always be repeated on all devices. The one entry is `discover`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from alpa_strategy.ir.custom_ops import is_opaque
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
-from alpa_strategy.sharding.discovery_store import DiscoveryStore
 from alpa_strategy.sharding.discovery_trials import (
     ALL_KINDS,
     FEW_KINDS,
@@ -45,55 +42,134 @@ from alpa_strategy.sharding.discovery_trials import (
 from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.rule_table import added_operand
-from alpa_strategy.sharding.splits import has_elements, rounds_sums
+from alpa_strategy.sharding.splits import has_elements, repeated, rounds_sums
 
 MAX_HYPOTHESES = 1500
+MIN_TRIALS = 3  # that a verdict needs
+WHOLE, SUMMAND = Replicate(), Partial("sum")
+
+Division = tuple[Placement, ...]  # value placement of every operand
+Run = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]  # of `run_call`: results, gradients of the operands
 
 
-def discover(call: OpCall, axis_size: int, store: DiscoveryStore | None = None) -> tuple[AxisStrategy, ...]:
+def discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Strategies for `call` on a mesh axis of `axis_size` devices whose local call is the same call on local shards.
 
-    The first is always "repeat on every device". Random and mutating ops get no other. With a `store`, splits found
-    earlier for the same op, ranks and dtypes are the only ones tried: they are proved again at this call's shapes, so
-    that a stale store can cost speed, never correctness. Runs the op on the CPU, at small shapes, some hundred times,
-    in a child process where one is possible: an op that crashes there is not split in the way that made it crash.
+    The first is always "repeat on every device". Random and mutating ops get no other. Runs the op on the CPU, at small
+    shapes, some hundred times, in a child process where one is possible: an op that crashes there is not split in the
+    way that made it crash.
     """
-    repeated = AxisStrategy((INVARIANT,) * len(call.operands), (INVARIANT,) * len(call.results))
-    if axis_size == 1 or not call.operands:
-        return (repeated,)
-    known = store.get(call) if store is not None else None
-    if known is None:
+    found: tuple[AxisStrategy, ...] = ()
+    if axis_size > 1 and call.operands and not _must_stay_whole(call):
         found = _discover(call, axis_size)
-        if store is not None:
-            store.put(call, [str(strategy) for strategy in found])
-    else:
-        found = _prove_again(call, axis_size, tuple(known))
-    return (repeated, *(s for s in found if has_elements(call, s, axis_size) and not rounds_sums(call, s)))
+    return (repeated(call), *(s for s in found if has_elements(call, s, axis_size) and not rounds_sums(call, s)))
+
+
+def _must_stay_whole(call: OpCall) -> bool:
+    """Ops that no trial can judge, or that a trial could harm."""
+    if is_opaque(call.target) or is_random(call):
+        return True
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    name = call.target._schema.name
+    integers = any(not (m.dtype.is_floating_point or m.dtype.is_complex) for m in call.operands)
+    # ATen kernels that take positions for granted (of a forward, of their caller): other ones corrupt memory.
+    trusts_its_data = name.endswith("_backward") or "_unsafe_" in name or name == "aten::segment_reduce"
+    return call.target._schema.is_mutable or (call.target.namespace == "aten" and integers and trusts_its_data)
 
 
 @lru_cache(maxsize=4096)
 def _discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
-    return _proved(call, axis_size, _hypotheses(call))
+    """Two rounds: many kinds of data at small shapes, shared by calls of one pattern; then a few at the call's own."""
+    numbers = numbers_in_code(call.target)
+    candidates = _fitting(call, tuple(variants(call)))
+    if not candidates:
+        return ()
+    small = _small_trials(candidates[:-1] or candidates, _divisions(call), numbers)
+    if small is None:
+        return ()
+    large = (candidates[-1], *_fitting(call, tuple(variants_past(call, numbers))))
+    found = tried(call, lambda target: small.continued([with_target(v, target) for v in large], axis_size, numbers))
+    return tuple(found or ())
 
 
 @lru_cache(maxsize=4096)
-def _prove_again(call: OpCall, axis_size: int, texts: tuple[str, ...]) -> tuple[AxisStrategy, ...]:
-    ranks = [len(meta.shape) for meta in call.operands]
-    splits = []
-    for text in texts:
-        split = tuple(dual.value for dual in AxisStrategy.parse(text).inputs)
-        if len(split) == len(ranks) and all(
-            not isinstance(p, Shard) or p.dim < rank for p, rank in zip(split, ranks, strict=True)
-        ):
-            splits.append(split)
-    return _proved(call, axis_size, list(dict.fromkeys(splits)))
+def _fitting(call: OpCall, candidates: tuple[OpCall, ...]) -> tuple[OpCall, ...]:
+    """Those variants whose shapes the op takes."""
+
+    def fitting(target: object) -> list[int]:
+        return with_fitting_shapes(with_target(call, target), [with_target(v, target) for v in candidates])
+
+    return tuple(candidates[i] for i in tried(call, fitting) or ()) if candidates else ()
 
 
-def _hypotheses(call: OpCall) -> list[Split]:
-    """Splits worth trying: operands along dims of one size, floating-point operands as summands, none at all."""
+@lru_cache(maxsize=1024)
+def _small_trials(
+    candidates: tuple[OpCall, ...], divisions: tuple[Division, ...], numbers: tuple[float, ...]
+) -> _Evidence | None:
+    """Experiments on the first variants that run: every kind of data on one, some on two more. None: not a function.
+
+    Remembered: calls that differ only in their sizes share it.
+    """
+
+    def counts(trial: int) -> tuple[int, ...]:
+        return (2, 3, 4, 5) if trial < 2 else (2 + trial % 2,)  # the first trials end most hypotheses
+
+    def experiment(target: object) -> _Evidence | None:
+        first = with_target(candidates[0], target)
+        evidence = _Evidence([Experiment(first, division) for division in divisions], [False] * len(first.results))
+        num_variants = 0
+        for candidate in candidates:
+            before = evidence.num_trials
+            kinds = SOME_KINDS if num_variants else (*ALL_KINDS, *number_kinds(numbers))
+            if not evidence.add(with_target(candidate, target), kinds, counts):
+                return None
+            num_variants += evidence.num_trials > before
+            if num_variants == 3:
+                break
+        return evidence
+
+    return tried(candidates[0], experiment)
+
+
+@dataclass
+class _Evidence:
+    """The hypotheses that trials have left, and which results ever depended on the data: others prove nothing."""
+
+    experiments: list[Experiment]
+    responsive: list[bool]
+    num_trials: int = 0
+
+    def add(self, variant: OpCall, kinds: tuple[str, ...], counts: Callable[[int], Iterable[int]]) -> bool:
+        """Try all hypotheses on a variant, trial number i on each of `counts(i)` devices; False: it is no function."""
+        with _plain_torch():
+            found = list(trials(variant, kinds))
+            if any(map(_not_repeatable, found)):
+                return False
+            for j in range(len(self.responsive)):
+                self.responsive[j] |= any(not _same(found[0].results[j], trial.results[j]) for trial in found[1:])
+            for trial in found:
+                chunks = counts(self.num_trials)
+                self.experiments = [e for e in self.experiments if all(e.survives(trial, n) for n in chunks)]
+                self.num_trials += 1
+        return True
+
+    def continued(self, large: Sequence[OpCall], axis_size: int, numbers: tuple[float, ...]) -> list[AxisStrategy]:
+        """What trials on these variants do not refute either."""
+        evidence = copy.deepcopy(self)  # it is shared
+        kinds = FEW_KINDS if self.num_trials else (*ALL_KINDS, *number_kinds(numbers))
+        counts = (axis_size,) if self.num_trials else tuple(sorted({axis_size, 2, 3, 4, 5}))
+        if not all(evidence.add(variant, kinds, lambda i: counts) for variant in large):
+            return []
+        if evidence.num_trials < MIN_TRIALS:
+            return []
+        return [s for e in evidence.experiments if (s := e.verdict(evidence.responsive)) is not None]
+
+
+def _divisions(call: OpCall) -> tuple[Division, ...]:
+    """Hypotheses: operands along dims of one size, floating-point operands as summands, none at all."""
     metas = call.operands
-    floating = [i for i, meta in enumerate(metas) if meta.dtype.is_floating_point or meta.dtype.is_complex]
-    found: list[Split] = [(WHOLE,) * len(metas)]
+    found: list[Division] = [(WHOLE,) * len(metas)]
     for size in sorted({size for meta in metas for size in meta.shape if size > 1}):
         options = [[WHOLE, *(Shard(d) for d, s in enumerate(meta.shape) if s == size)] for meta in metas]
         if math.prod(map(len, options)) <= MAX_HYPOTHESES:
@@ -102,113 +178,21 @@ def _hypotheses(call: OpCall) -> list[Split]:
             dims = {p.dim for option in options for p in option if isinstance(p, Shard)}
             found += [tuple(Shard(d) if Shard(d) in option else WHOLE for option in options) for d in sorted(dims)]
             found += _single(options)
-    if len(floating) <= 6:
-        options = [[WHOLE, SUMMAND] if i in floating else [WHOLE] for i in range(len(metas))]
+    options = [[WHOLE, SUMMAND] if m.dtype.is_floating_point or m.dtype.is_complex else [WHOLE] for m in metas]
+    if sum(map(len, options)) <= len(options) + 6:
         found += itertools.product(*options)
     else:
-        options = [[WHOLE, SUMMAND] if i in floating else [WHOLE] for i in range(len(metas))]
         found += [*_single(options), tuple(option[-1] for option in options)]
-    return list(dict.fromkeys(found))[:MAX_HYPOTHESES]
+    return tuple(dict.fromkeys(found))[:MAX_HYPOTHESES]
 
 
-def _single(options: list[list[Placement]]) -> list[Split]:
-    """One operand split, the others whole."""
+def _single(options: list[list[Placement]]) -> list[Division]:
+    """One operand divided, the others whole."""
     return [
         tuple(choice if j == i else WHOLE for j in range(len(options)))
         for i, option in enumerate(options)
         for choice in option[1:]
     ]
-
-
-def _proved(call: OpCall, axis_size: int, splits: list[Split]) -> tuple[AxisStrategy, ...]:
-    """The strategies behind those splits that survive every trial."""
-    if is_opaque(call.target) or is_random(call) or _is_mutating(call) or _trusts_its_data(call):
-        return ()
-    numbers = numbers_in_code(call.target)
-    candidates = _fitting(call, tuple(variants(call)))
-    if not candidates:
-        return ()
-    small = _small_trials(candidates[:-1] or candidates, tuple(splits), numbers)
-    if small is None:
-        return ()
-    large = (candidates[-1], *_fitting(call, tuple(variants_past(call, numbers))))
-    found = tried(call, lambda target: _decided([with_target(v, target) for v in large], axis_size, small, numbers))
-    return tuple(map(AxisStrategy.parse, found or ()))
-
-
-@lru_cache(maxsize=4096)
-def _fitting(call: OpCall, candidates: tuple[OpCall, ...]) -> tuple[OpCall, ...]:
-    """Those variants whose shapes the op takes."""
-
-    def fitting(target: Any) -> list[int]:
-        return with_fitting_shapes(with_target(call, target), [with_target(v, target) for v in candidates])
-
-    return tuple(candidates[i] for i in tried(call, fitting) or ()) if candidates else ()
-
-
-def _decided(large: Sequence[OpCall], axis_size: int, small: _SmallTrials, numbers: tuple[float, ...]) -> list[str]:
-    """What the small trials left and trials at the call's own size do not refute, as text."""
-    kinds = FEW_KINDS if small.num_trials else (*ALL_KINDS, *number_kinds(numbers))
-    responsive = list(small.responsive)
-    with _plain_torch():
-        evidence: list[Trial] = []
-        for variant in large:
-            found = list(trials(variant, kinds))
-            responsive = [a or b for a, b in zip(responsive, _responsive(found, len(responsive)), strict=True)]
-            evidence += found
-        if small.num_trials + len(evidence) < MIN_TRIALS or any(map(_not_repeatable, evidence)):
-            return []
-        experiments = [experiment.copy() for experiment in small.experiments]
-        chunk_counts = [axis_size] if small.num_trials else sorted({axis_size, 2, 3, 4, 5})
-        for trial in evidence:
-            experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
-    return [str(strategy) for e in experiments if (strategy := e.verdict(responsive)) is not None]
-
-
-@dataclass(frozen=True)
-class _SmallTrials:
-    """What the small variants said: the hypotheses left, and which results depended on the data."""
-
-    num_trials: int
-    experiments: tuple[Experiment, ...]
-    responsive: tuple[bool, ...]
-
-
-@lru_cache(maxsize=1024)
-def _small_trials(
-    candidates: tuple[OpCall, ...], splits: tuple[Split, ...], numbers: tuple[float, ...]
-) -> _SmallTrials | None:
-    """Experiments on the first variants that run: every kind of data on one, some on two more. None: not a function.
-
-    Remembered: calls that differ only in their sizes share it.
-    """
-    kinds = (*ALL_KINDS, *number_kinds(numbers))
-    return tried(
-        candidates[0], lambda target: _tried_small([with_target(c, target) for c in candidates], splits, kinds)
-    )
-
-
-def _tried_small(
-    candidates: Sequence[OpCall], splits: Sequence[Split], all_kinds: tuple[str, ...]
-) -> _SmallTrials | None:
-    experiments = [Experiment(candidates[0], split) for split in splits]
-    num_results = len(candidates[0].results)
-    responsive = [False] * num_results
-    num_trials = num_variants = 0
-    with _plain_torch():
-        for variant in candidates:
-            evidence = list(trials(variant, SOME_KINDS if num_variants else all_kinds))
-            if any(map(_not_repeatable, evidence)):
-                return None
-            responsive = [a or b for a, b in zip(responsive, _responsive(evidence, num_results), strict=True)]
-            for trial in evidence:  # the first ends most hypotheses
-                chunk_counts = [2, 3, 4, 5] if num_trials < 2 else [2 + num_trials % 2]
-                experiments = [e for e in experiments if all(e.survives(trial, n) for n in chunk_counts)]
-                num_trials += 1
-            num_variants += bool(evidence)
-            if num_variants == 3:
-                break
-    return _SmallTrials(num_trials, tuple(experiments), tuple(responsive))
 
 
 @contextmanager
@@ -223,19 +207,6 @@ def _plain_torch() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def _trusts_its_data(call: OpCall) -> bool:
-    """ATen kernels that take positions for granted (of a forward, of their caller): other ones corrupt memory."""
-    if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
-        return False
-    integers = any(not (m.dtype.is_floating_point or m.dtype.is_complex) for m in call.operands)
-    name = call.target._schema.name
-    return integers and (name.endswith("_backward") or "_unsafe_" in name or name == "aten::segment_reduce")
-
-
-def _is_mutating(call: OpCall) -> bool:
-    return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
 
 
 def _not_repeatable(trial: Trial) -> bool:
@@ -253,34 +224,18 @@ def _not_repeatable(trial: Trial) -> bool:
     return not all(map(_same, (*results, *operands), (*trial.results, *trial.operands)))
 
 
-def _responsive(evidence: list[Trial], num_results: int) -> list[bool]:
-    """Per result, whether its value ever depended on the data: a result that never did proves nothing."""
-    return [any(not _same(evidence[0].results[j], t.results[j]) for t in evidence[1:]) for j in range(num_results)]
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.all((a == b) | ((a != a) & (b != b))))
 
 
-MIN_TRIALS = 3  # that a verdict needs
-WHOLE, SUMMAND = Replicate(), Partial("sum")
-
-Split = tuple[Placement, ...]  # value placement of every operand
-Run = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]  # of `run_call`: results, gradients of the operands
-
-
-class _Mismatch(Exception):
-    """A local result has a shape that is part of no way of recombining."""
-
-
 class Experiment:
-    """One split, and the dual placements of results and whole operands that all trials so far allow.
+    """One division of the operands, and the dual placements of results and whole operands that all trials so far allow.
 
     With every operand whole the question is the backward's: do the devices' gradients for summands of the results'
     gradients add up (`R*,...->R*`)?
 
     Attributes:
-        divided: whether the split gives the devices different parts.
+        divided: whether it gives the devices different parts.
         with_summands: whether something is handed out in random summands.
         num_tests: trials that were evidence.
         added: an operand that is part of a sum once: the other devices have zeros in its place.
@@ -288,15 +243,15 @@ class Experiment:
         has_grad, result_has_grad: whether a gradient was seen.
     """
 
-    def __init__(self, call: OpCall, split: Split) -> None:
-        self.split = split
-        self.divided = any(placement != WHOLE for placement in split)
-        self.with_summands = not self.divided or SUMMAND in split
+    def __init__(self, call: OpCall, division: Division) -> None:
+        self.division = division
+        self.divided = any(placement != WHOLE for placement in division)
+        self.with_summands = not self.divided or SUMMAND in division
         self.num_tests = 0
-        self.operands = [_operand_duals(placement) for placement in split]
+        self.operands = [_operand_duals(placement) for placement in division]
         self.results = [_result_duals(meta) for meta in call.results]
         self.added: int | None = None
-        self.has_grad = [False] * len(split)
+        self.has_grad = [False] * len(division)
         self.result_has_grad = [False] * len(call.results)
 
     @classmethod
@@ -308,13 +263,6 @@ class Experiment:
         if strategy.implementation is not None:
             experiment.added = added_operand(call)
         return experiment
-
-    def copy(self) -> Experiment:
-        """An independent copy, to go on with other trials."""
-        other = copy.copy(self)
-        other.operands, other.results = list(map(set, self.operands)), list(map(set, self.results))
-        other.has_grad, other.result_has_grad = list(self.has_grad), list(self.result_has_grad)
-        return other
 
     def survives(self, trial: Trial, n: int) -> bool:
         """Run the trial on `n` devices; False when no way of recombining is left."""
@@ -333,7 +281,7 @@ class Experiment:
 
     def _says_nothing(self, trial: Trial, n: int) -> bool:
         """Whether the trial is no evidence for or against: too small for `n` devices, or summands that make it nan."""
-        dims = zip(trial.operands, self.split, strict=True)
+        dims = zip(trial.operands, self.division, strict=True)
         if any(isinstance(placement, Shard) and operand.shape[placement.dim] < n for operand, placement in dims):
             return True
         return self.with_summands and (trial.kind in ("infinity", "masked") or trial.overflows)
@@ -347,7 +295,7 @@ class Experiment:
             summed_grads = [None if g is None else _summands(g, n, generator, alike) for g in trial.result_grads]
         parts = [
             _summands(operand, n, generator, alike) if placement == SUMMAND else _parts(operand, placement, n)
-            for operand, placement in zip(trial.operands, self.split, strict=True)
+            for operand, placement in zip(trial.operands, self.division, strict=True)
         ]
         if self.added is not None:
             parts[self.added][1:] = [torch.zeros_like(part) for part in parts[self.added][1:]]
@@ -378,13 +326,13 @@ class Experiment:
                 chunk = _chunk(grad, dual.shard_dim, n, device)
                 if chunk.shape == result.shape:
                     return chunk
-        raise _Mismatch
+        raise ValueError("a result whose shape is part of no way of recombining")
 
     def _narrow_operand(self, i: int, whole: Tensor | None, grads: list[Tensor | None], trial: Trial) -> None:
         if whole is None and all(grad is None for grad in grads):
             return
         self.has_grad[i] = True
-        parts = _parts(trial.operands[i], self.split[i], len(grads))
+        parts = _parts(trial.operands[i], self.division[i], len(grads))
         grads = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
         whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
         allowed = set()

@@ -6,7 +6,6 @@ from sharding.calls import make_call
 
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.sharding.discovery import discover
-from alpa_strategy.sharding.discovery_store import DiscoveryStore
 
 aten = torch.ops.aten
 
@@ -455,28 +454,3 @@ def test_the_random_state_is_left_alone():
     discover(calls[0], 3)
     discover(OpCall(draws, (Slot(0),), (), calls[1].operands, calls[1].results), 3)
     assert torch.equal(torch.rand(3), expected)
-
-
-# The store ------------------------------------------------------------------------------------------------------------
-
-
-def test_store_keeps_findings_and_proves_them_again(tmp_path):
-    path = tmp_path / "rules.json"
-    call = make_call(aten.cumsum.default, t(4, 16), 1)
-    first = discover(call, 2, DiscoveryStore(path))
-    store = DiscoveryStore(path)
-    assert discover(call, 2, store) == first
-    other = make_call(aten.cumsum.default, t(6, 20), 1)  # other sizes, same ranks and dtypes
-    assert set(store.get(other)) == set(map(str, first[1:]))
-    store.put(call, ["S1->S1", "S7->S0", "S0->S0"])  # stale or wrong entries do no harm
-    assert set(map(str, discover(other, 3, store))) == {"R->R", "S0->S0"}
-
-
-def test_unreadable_store_is_reported_and_made_anew(tmp_path, caplog):
-    path = tmp_path / "rules.json"
-    path.write_text("{")
-    store = DiscoveryStore(path)
-    assert "unreadable" in caplog.text
-    call = make_call(aten.cumsum.default, t(4, 16), 1)
-    assert discover(call, 2, store)
-    assert DiscoveryStore(path).get(call) == store.get(call)
