@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -120,37 +120,42 @@ def variants(call: OpCall) -> list[OpCall]:
 
     Of the results only the ranks are kept, so that calls of one pattern have equal small variants.
     """
-    sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
     metas = (*call.operands, *call.results)
     if any(meta.dtype.is_floating_point and meta.dtype.itemsize < 2 for meta in metas):
         return []  # eight-bit floats: PyTorch cannot even compare them
     if any(size == 0 for meta in call.operands for size in meta.shape):
         return []
-    maps: list[tuple[dict[int, int], bool]] = []  # (size -> new size, whether integers among the arguments follow)
-    for follow in (True, False):
-        for start, step, keep in ((5, 1, 0), (6, 2, 0), (5, 1, 4), (9, 2, 8)):
-            shrunk = itertools.count(max(start, keep + 1), step)
-            maps.append(({size: size if size <= keep else next(shrunk) for size in sizes}, follow))
+    sizes = _sizes(call)
+    small: list[dict[int, int]] = []
+    for start, step, keep in ((5, 1, 0), (6, 2, 0), (5, 1, 4), (9, 2, 8)):
+        shrunk = itertools.count(max(start, keep + 1), step)
+        small.append({size: size if size <= keep else next(shrunk) for size in sizes})
     # Operands much smaller than the result (an outer product) must shrink all the more.
     num_elements = _num_elements(call, {})
     limit = MAX_ELEMENTS * num_elements // max(num_elements + sum(meta.num_elements for meta in call.results), 1)
-    for follow in (True, False):
-        nearest = {size: size for size in sizes}
-        while sizes and _num_elements(call, nearest) > limit and max(nearest.values()) > 2 * SMALLEST_SIZE:
-            largest = max(nearest.values())
-            nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
-        maps.append((nearest, follow))
-    found = [_resized(call, sizes_map, follow) for sizes_map, follow in maps]
-    return list(dict.fromkeys(v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS))
+    nearest = {size: size for size in sizes}
+    while sizes and _num_elements(call, nearest) > limit and max(nearest.values()) > 2 * SMALLEST_SIZE:
+        largest = max(nearest.values())
+        nearest = {size: new // 2 if new == largest else new for size, new in nearest.items()}
+    found = [_resized(call, sizes, follow) for follow in (True, False) for sizes in small]
+    return _small_enough([*found, _resized(call, nearest, True), _resized(call, nearest, False)])
 
 
 def variants_past(call: OpCall, numbers: Sequence[float]) -> list[OpCall]:
     """Variants in which a size is larger than a number of the op's code that only the call's own size exceeds."""
-    sizes = sorted({size for meta in call.operands for size in meta.shape if size > 1})
+    sizes = _sizes(call)
     small = {size: min(size, SMALLEST_SIZE + i) for i, size in enumerate(sizes)}
     maps = [{**small, size: min(size, 2 * int(n))} for n in numbers for size in sizes if SMALLEST_SIZE < n < size]
-    found = dict.fromkeys(_resized(call, m, follow) for m in maps for follow in (True, False))
-    return [v for v in found if sum(meta.num_elements for meta in v.operands) <= MAX_ELEMENTS]
+    return _small_enough([_resized(call, m, follow) for m in maps for follow in (True, False)])
+
+
+def _sizes(call: OpCall) -> list[int]:
+    return sorted({size for meta in call.operands for size in meta.shape if size > 1})
+
+
+def _small_enough(found: list[OpCall]) -> list[OpCall]:
+    """Those that are quick to run, each once."""
+    return [v for v in dict.fromkeys(found) if _num_elements(v, {}) <= MAX_ELEMENTS]
 
 
 def with_target(call: OpCall, target: Any) -> OpCall:
@@ -407,11 +412,8 @@ def numbers_in_code(target: Any) -> tuple[float, ...]:
 
     Without 0 and +-1, which trials hold anyway. In the order of the code, so equal for equal code.
     """
-    found: dict[float, None] = {}
-    for function in reached_functions(_python_code(target)):
-        for number in (*_literals(function.__code__), *_named(function)):
-            if math.isfinite(number) and abs(number) not in (0.0, 1.0):
-                found.setdefault(float(number))
+    numbers = (n for function in reached_functions(_python_code(target)) for n in _numbers(_mentioned(function)))
+    found = dict.fromkeys(float(n) for n in numbers if abs(n) < 1e300 and abs(n) not in (0.0, 1.0))
     return tuple(found)[:MOST]
 
 
@@ -420,34 +422,30 @@ def _python_code(target: Any) -> list[Callable[..., Any]]:
     if not isinstance(target, torch._ops.OpOverload):
         return [target]
     known = custom_op(target)
-    functions = [] if known is None else list(known.python_code)
+    functions = list(known.python_code) if known is not None else []
     definition = OPDEFS.get(target._schema.name)
     if definition is not None:
         functions += [definition._init_fn, definition._backward_fn, *definition._backend_fns.values()]
     return [function for function in functions if function is not None]
 
 
-def _literals(code: types.CodeType) -> Iterator[float]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _literals(constant)
-        else:
-            yield from _numbers(constant)
-
-
-def _named(function: types.FunctionType) -> Iterator[float]:
-    """Globals and variables of enclosing functions that the code names, and defaults of arguments."""
+def _mentioned(function: types.FunctionType) -> Iterator[Any]:
+    """Constants, globals and variables of enclosing functions that the code names, and defaults of arguments."""
+    yield function.__code__.co_consts
     for name in dict.fromkeys(code_names(function.__code__)):
-        yield from _numbers(function.__globals__.get(name))
+        yield function.__globals__.get(name)
     for cell in closure_values(function).values():
-        yield from _numbers(cell.cell_contents)
-    yield from _numbers(function.__defaults__)
-    yield from _numbers(tuple((function.__kwdefaults__ or {}).values()))
+        yield cell.cell_contents
+    yield function.__defaults__
+    yield tuple((function.__kwdefaults__ or {}).values())
 
 
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, tuple | list | frozenset):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
-        yield value
+def _numbers(values: Iterable[Any]) -> Iterator[float]:
+    """The numbers among `values`, in collections, and in the constants of functions written inside."""
+    for value in values:
+        if isinstance(value, types.CodeType):
+            yield from _numbers(value.co_consts)
+        elif isinstance(value, tuple | list | frozenset):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield value

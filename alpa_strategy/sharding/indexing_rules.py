@@ -19,7 +19,7 @@ def cross_entropy(call: OpCall) -> Found:
     shape = call.operands[logits].shape
     probabilities = call.operands[target].dtype.is_floating_point
     if len(shape) == 1:
-        splits: tuple[Split, ...] = ()
+        splits: tuple[Split | None, ...] = ()
     elif probabilities:
         splits = read("[n, c!, *d], [n, c!, *d], [c!]? -> []", call) or ()
     else:
@@ -36,7 +36,7 @@ def cross_entropy(call: OpCall) -> Found:
             implementation="vocab_cross_entropy",
             collectives=(collective,) * 3,
         )
-        splits += (split,) if split is not None else ()
+        splits += (split,)
     return Found(splits)
 
 
@@ -60,7 +60,7 @@ def batch_norm_train(call: OpCall) -> Found:
         implementation="batch_norm_sync",
         collectives=collectives,
     )
-    return Found(tuple(s for s in (channels, rows) if s is not None))
+    return Found((channels, rows))
 
 
 def batch_norm(call: OpCall) -> Found:
@@ -70,14 +70,14 @@ def batch_norm(call: OpCall) -> Found:
     return Found(read("[n, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n, c, *s!]", call) or ())
 
 
-def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[Split]:
+def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[Split | None]:
     """Dims other than `dim` that have one size in all operands and the result."""
     shape = call.results[0].shape
     found = []
     for d in range(len(shape)):
         if d != dim and all(call.operands[i].shape[d] == shape[d] for i in operands):
             found.append(split_from_dims(call, [(i, d) for i in operands], [d] * len(call.results)))
-    return [s for s in found if s is not None]
+    return found
 
 
 def gather(call: OpCall) -> Found:
@@ -90,7 +90,7 @@ def gather(call: OpCall) -> Found:
     dim = bound["dim"] % rank
     splits = _same_size_dims(call, (source, index), dim)
     along = split_from_dims(call, [(index, dim), (source, None)], [dim])
-    return Found((*splits, *([along] if along is not None else [])), carries=True)
+    return Found((*splits, along), carries=True)
 
 
 def scatter(call: OpCall) -> Found:
@@ -120,7 +120,7 @@ def adding(call: OpCall) -> Found:
         implementation="added_on_first",
     )
     cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_dim(call) :][:1]
-    return replace(found, splits=(*found.splits, *([along] if along is not None and cuts_alike else [])))
+    return replace(found, splits=(*found.splits, along if cuts_alike else None))
 
 
 def along_dim(call: OpCall) -> int:
@@ -140,7 +140,7 @@ def index_along(call: OpCall) -> Found:
     for d in range(rank):
         if d != dim and len({call.operands[i].shape[d] for i in full}) == 1:
             splits.append(split_from_dims(call, [(bound["index"].index, None), *((i, d) for i in full)], [d]))
-    return Found(tuple(s for s in splits if s is not None))
+    return Found(splits)
 
 
 def repeated_along(call: OpCall) -> Found:
@@ -152,7 +152,7 @@ def repeated_along(call: OpCall) -> Found:
         return Found()
     dim = bound["dim"] % rank
     splits = [split_from_dims(call, [(source, d), (counts, None)], [d]) for d in range(rank) if d != dim]
-    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),), True)
+    return Found(splits, (frozenset({source}),), True)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def index_put(call: OpCall) -> Found:
         for at, d in enumerate(indexed.order)
         if d is not None
     ]
-    return Found(tuple(s for s in splits if s is not None))
+    return Found(splits)
 
 
 def fourier(call: OpCall) -> Found:
@@ -224,7 +224,7 @@ def index_select(call: OpCall) -> Found:
     dim = bind(call)["dim"] % rank
     splits = [split_from_dims(call, [(source, d)], [d]) for d in range(rank) if d != dim]
     splits.append(split_from_dims(call, [(index, 0), (source, None)], [dim]))
-    return Found(tuple(s for s in splits if s is not None), (frozenset({source}),) if source != index else (), True)
+    return Found(splits, (frozenset({source}),) if source != index else (), True)
 
 
 def index(call: OpCall) -> Found:
@@ -239,7 +239,7 @@ def index(call: OpCall) -> Found:
         if any(own is not None for _, own in cut):
             splits.append(split_from_dims(call, [(source.index, None), *cut], [indexed.start + dim]))
     linear = () if source.index in indexed.by_dim.values() else (frozenset({source.index}),)
-    return Found(tuple(s for s in splits if s is not None), linear, True)
+    return Found(splits, linear, True)
 
 
 def factory(call: OpCall) -> Found:
@@ -273,8 +273,7 @@ def histogram(call: OpCall) -> Found:
     values = bound["self"].index
     weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
     dims = range(0 if bound["density"] else len(call.operands[values].shape))
-    splits = (split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims)
-    return Found(tuple(s for s in splits if s is not None))
+    return Found([split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims])
 
 
 def cross(call: OpCall) -> Found:

@@ -7,6 +7,7 @@ cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -38,10 +39,8 @@ def aligned(
         dims = _broadcast_dims(call, operands, rank, dim)
         if dim in whole or all(d is None for _, d in dims):
             continue
-        split = split_from_dims(call, dims, [dim] * len(call.results))
-        if split is not None:
-            splits.append(split)
-    return Found(tuple(splits), linear_sets(call, linear), carries, "pointwise")
+        splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
+    return Found(splits, linear_sets(call, linear), carries, "pointwise")
 
 
 def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
@@ -86,7 +85,7 @@ def compare_along(
             splits.append(split_from_dims(call, dims, [d if keep or d < dim else d - 1]))
         elif contracted:
             splits.append(split_from_dims(call, dims, [SUM]))
-    return Found(tuple(s for s in splits if s is not None), linear_sets(call, linear), origin="reduction")
+    return Found(splits, linear_sets(call, linear), origin="reduction")
 
 
 def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
@@ -101,21 +100,21 @@ def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
     rank = len(shape)
     reduced = dims_of(bound.get(argument), rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
-    splits: list[Split] = []
+    splits: list[Split | None] = []
     position = 0
     for dim in range(rank):
         if dim not in reduced:
-            splits += _one(call, operand, dim, dim if keep else position)
+            splits.append(_cut(call, operand, dim, dim if keep else position))
             position += 1
         elif kind != "other" and shape[dim] > 1:
-            splits += _one(call, operand, dim, SUM, "fraction" if kind == "mean" else None)
+            splits.append(_cut(call, operand, dim, SUM, "fraction" if kind == "mean" else None))
     linear = () if kind in ("nansum", "other") else (frozenset({operand}),)
-    return Found(tuple(splits), linear, carries=True, origin="reduction")
+    return Found(splits, linear, carries=True, origin="reduction")
 
 
-def _one(call: OpCall, operand: int, dim: int, mark: int | str, implementation: str | None = None) -> list[Split]:
-    split = split_from_dims(call, [(operand, dim)], [mark] * len(call.results), implementation=implementation)
-    return [] if split is None else [split]
+def _cut(call: OpCall, operand: int, dim: int, mark: int | str, implementation: str | None = None) -> Split | None:
+    """One operand cut, all results alike."""
+    return split_from_dims(call, [(operand, dim)], [mark] * len(call.results), implementation=implementation)
 
 
 _REDUCTION_NAMES = {0: "none", 1: "mean", 2: "sum"}
@@ -140,10 +139,8 @@ def elementwise_loss(call: OpCall) -> Found:
         dims = _broadcast_dims(call, operands, rank, dim)
         if any(d is not None for _, d in dims):
             implementation = "fraction" if kind == "mean" else None
-            split = split_from_dims(call, dims, [SUM], implementation=implementation)
-            if split is not None:
-                splits.append(split)
-    return Found(tuple(splits), origin="reduction")
+            splits.append(split_from_dims(call, dims, [SUM], implementation=implementation))
+    return Found(splits, origin="reduction")
 
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
@@ -200,10 +197,8 @@ def view(call: OpCall) -> Found:
     splits = []
     for left, right in dim_groups(source, target):
         even = len(left) > 1 or len(right) > 1
-        split = split_from_dims(call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even)
-        if split is not None:
-            splits.append(split)
-    return Found(tuple(splits), (frozenset({operand}),), True, "view")
+        splits.append(split_from_dims(call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even))
+    return Found(splits, (frozenset({operand}),), True, "view")
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -215,13 +210,20 @@ def permutation(call: OpCall) -> Found:
     rank = len(call.operands[operand].shape)
     probe = torch.empty(_PRIMES[:rank], device="meta")
     target = call.call(probe).shape
-    splits = _pairs(call, operand, [(_PRIMES.index(size), dim) for dim, size in enumerate(target)])
+    return _moved(call, [(_PRIMES.index(size), dim) for dim, size in enumerate(target)])
+
+
+def _source(call: OpCall) -> tuple[int, ...]:
+    """Shape of the first operand."""
+    return call.operands[slots(call)[0].index].shape
+
+
+def _moved(call: OpCall, pairs: Iterable[tuple[int, int]], even: Iterable[tuple[int, int]] = ()) -> Found:
+    """The first operand's dims as dims of all results, `even` ones in equal chunks only; linear."""
+    operand, results = slots(call)[0].index, len(call.results)
+    splits = [split_from_dims(call, [(operand, i)], [j] * results) for i, j in pairs]
+    splits += [split_from_dims(call, [(operand, i)], [j] * results, even=True) for i, j in even]
     return Found(splits, (frozenset({operand}),), True, "view")
-
-
-def _pairs(call: OpCall, operand: int, pairs: list[tuple[int, int]], even: bool = False) -> tuple[Split, ...]:
-    found = (split_from_dims(call, [(operand, i)], [j] * len(call.results), even=even) for i, j in pairs)
-    return tuple(s for s in found if s is not None)
 
 
 def expand(call: OpCall) -> Found:
@@ -233,33 +235,27 @@ def expand(call: OpCall) -> Found:
     for dim, size in enumerate(target):
         own = dim - offset
         kept = own >= 0 and source[own] == size
-        split = split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim])
-        if split is not None and size > 1:
-            splits.append(split)
-    return Found(tuple(splits), (frozenset({operand}),), True, "view")
+        if size > 1:
+            splits.append(split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim]))
+    return Found(splits, (frozenset({operand}),), True, "view")
 
 
 def repeat(call: OpCall) -> Found:
     """repeat, tile: dims that are not repeated."""
-    operand = slots(call)[0].index
-    source, target = call.operands[operand].shape, call.results[0].shape
+    source, target = _source(call), call.results[0].shape
     offset = len(target) - len(source)
-    pairs = [(dim - offset, dim) for dim in range(offset, len(target)) if source[dim - offset] == target[dim]]
-    return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
+    kept = [dim for dim in range(offset, len(target)) if source[dim - offset] == target[dim]]
+    return _moved(call, [(dim - offset, dim) for dim in kept])
 
 
 def repeat_interleave(call: OpCall) -> Found:
     """repeat_interleave by a number: the repeated dim is cut evenly (each chunk repeats its own), others anyhow."""
-    operand, dim = slots(call)[0].index, bind(call)["dim"]
-    rank = len(call.operands[operand].shape)
+    dim, rank = bind(call)["dim"], len(_source(call))
     if dim is None:
         if rank != 1:
             return Found(origin="view")
         dim = 0
-    others = _pairs(call, operand, [(d, d) for d in range(rank) if d != dim % rank])
-    return Found(
-        (*others, *_pairs(call, operand, [(dim % rank, dim % rank)], even=True)), (frozenset({operand}),), True, "view"
-    )
+    return _moved(call, [(d, d) for d in range(rank) if d != dim % rank], even=[(dim % rank, dim % rank)])
 
 
 def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> Found:
@@ -268,32 +264,26 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> F
     where: the dims, or the arguments that name them (None: all); "dim" if not given.
     removed: those dims are absent from the results, or come last.
     """
-    operand = slots(call)[0].index
-    rank, bound = len(call.operands[operand].shape), bind(call)
+    rank, bound = len(_source(call)), bind(call)
     worked = {d for w in where or ("dim",) for d in dims_of(bound[w] if isinstance(w, str) else min(w, rank - 1), rank)}
     others = [d for d in range(rank) if d not in worked]
-    pairs = list(zip(others, range(rank) if removed else others, strict=False))
-    return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
+    return _moved(call, zip(others, range(rank) if removed else others, strict=False))
 
 
 def slice_(call: OpCall) -> Found:
     """slice, narrow: a dim whose size does not change maps one to one."""
-    operand = slots(call)[0].index
-    source, target = call.operands[operand].shape, call.results[0].shape
+    source, target = _source(call), call.results[0].shape
     dim = bind(call)["dim"] % len(source)
-    pairs = [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]]
-    return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
+    return _moved(call, [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]])
 
 
 def pad(call: OpCall) -> Found:
     """pad: dims that get no padding."""
-    operand = slots(call)[0].index
-    rank, padding = len(call.operands[operand].shape), bind(call)["pad"]
-    padded = {rank - 1 - i // 2 for i, amount in enumerate(padding) if amount != 0}
-    bound = bind(call)
+    bound, rank = bind(call), len(_source(call))
+    padded = {rank - 1 - i // 2 for i, amount in enumerate(bound["pad"]) if amount != 0}
     zero = bound.get("mode", "constant") != "constant" or not bound.get("value")
-    free = [(d, d) for d in range(rank) if d not in padded]
-    return Found(_pairs(call, operand, free), (frozenset({operand}),) if zero else (), True, "view")
+    found = _moved(call, [(d, d) for d in range(rank) if d not in padded])
+    return found if zero else replace(found, linear=())
 
 
 def linear_only(call: OpCall, *linear: tuple[int, ...]) -> Found:
@@ -315,7 +305,7 @@ def concatenate(call: OpCall, dim: int | None = None, shift: int = 0) -> Found:
         own = [(i, d - shift if len(call.operands[i].shape) == 1 < rank else d) for i in operands]
         if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
             splits.append(split_from_dims(call, own, [d]))
-    return Found(tuple(s for s in splits if s is not None), (frozenset(operands),), True, "view")
+    return Found(splits, (frozenset(operands),), True, "view")
 
 
 def stack(call: OpCall) -> Found:
@@ -323,8 +313,8 @@ def stack(call: OpCall) -> Found:
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
     dim = bind(call)["dim"] % rank
-    splits = (split_from_dims(call, [(i, d) for i in operands], [d + (1 if d >= dim else 0)]) for d in range(rank - 1))
-    return Found(tuple(s for s in splits if s is not None), (frozenset(operands),), True, "view")
+    splits = [split_from_dims(call, [(i, d) for i in operands], [d + (1 if d >= dim else 0)]) for d in range(rank - 1)]
+    return Found(splits, (frozenset(operands),), True, "view")
 
 
 def write_into(call: OpCall, *removed: str, whole: str = "") -> Found:
@@ -340,23 +330,23 @@ def write_into(call: OpCall, *removed: str, whole: str = "") -> Found:
         for own, d in enumerate(kept)
         if not whole or d != bound[whole] % rank
     ]
-    return Found(tuple(s for s in splits if s is not None), linear_sets(call, ((0, 1),)), True, "view")
+    return Found(splits, linear_sets(call, ((0, 1),)), True, "view")
 
 
 def diag_embed(call: OpCall) -> Found:
     """diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
-    operand, bound, rank = slots(call)[0].index, bind(call), len(call.results[0].shape)
+    bound, rank = bind(call), len(call.results[0].shape)
     others = [d for d in range(rank) if d not in {bound["dim1"] % rank, bound["dim2"] % rank}]
-    return Found(_pairs(call, operand, list(enumerate(others))), (frozenset({operand}),), True, "view")
+    return _moved(call, enumerate(others))
 
 
 def rot90(call: OpCall) -> Found:
     """rot90: dims that are not rotated; of the two that are, the one that is not reversed."""
-    operand, bound, rank = slots(call)[0].index, bind(call), len(call.results[0].shape)
+    bound, rank = bind(call), len(call.results[0].shape)
     first, second = (d % rank for d in bound["dims"])
     turned = {0: [(first, first), (second, second)], 1: [(first, second)], 2: [], 3: [(second, first)]}
     pairs = [(d, d) for d in range(rank) if d not in (first, second)] + turned[bound["k"] % 4]
-    return Found(_pairs(call, operand, pairs), (frozenset({operand}),), True, "view")
+    return _moved(call, pairs)
 
 
 def sum_to_size(call: OpCall) -> Found:
@@ -364,11 +354,12 @@ def sum_to_size(call: OpCall) -> Found:
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     offset = len(source) - len(target)
-    splits: list[Split] = []
+    splits: list[Split | None] = []
     for d, size in enumerate(source):
         stays = d >= offset and target[d - offset] == size
-        splits += _one(call, operand, d, d - offset if stays else SUM) if size > 1 else []
-    return Found(tuple(splits), (frozenset({operand}),), True, "reduction")
+        if size > 1:
+            splits.append(_cut(call, operand, d, d - offset if stays else SUM))
+    return Found(splits, (frozenset({operand}),), True, "reduction")
 
 
 def trapezoid(call: OpCall) -> Found:

@@ -41,7 +41,7 @@ class Found:
     """What a rule says about one call.
 
     Attributes:
-        splits: the ways to divide the work.
+        splits: the ways to divide the work; None (see `split_from_dims`) is none.
         linear: sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`.
         carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every
             op (backward is linear in the gradient); offered only where it can save a collective: for what is often
@@ -50,7 +50,7 @@ class Found:
         extra: strategies that are no splits (of tensors made from nothing).
     """
 
-    splits: tuple[Split, ...] = ()
+    splits: Sequence[Split | None] = ()
     linear: tuple[frozenset[int], ...] = ()
     carries: bool = False
     origin: str = "notation"
@@ -136,7 +136,7 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
         return PARTIAL if mark == SUM else INVARIANT
 
     for split in found.splits:
-        if not _fits(call, split, axis_size):
+        if split is None or not _fits(call, split, axis_size):
             continue
         strategies.append(
             AxisStrategy(
