@@ -34,7 +34,8 @@ class Sharing:
     def shards(self, parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
         """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
         name = None if self.store is None else self.store.name_of(parameter)
-        if name is None:
+        replica: tuple[int, int] | None  # which of how many equal copies this rank holds; None: no part of it
+        if self.store is None or name is None:
             shape, replica = tensor.shape, (dist.get_rank() if world_size() > 1 else 0, world_size())
             boxes = [((0,) * tensor.dim(), tensor)]
         else:
@@ -59,8 +60,10 @@ def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
 
 @contextmanager
 def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]:
-    places = [(m._parameters, key) for m in module.modules() for key, p in m._parameters.items() if p is not None]
-    own = [parameters[key] for parameters, key in places]
+    places: list[tuple[dict[str, Any], str]] = [
+        (m._parameters, key) for m in module.modules() for key, p in m._parameters.items() if p is not None
+    ]
+    own: list[nn.Parameter] = [parameters[key] for parameters, key in places]
     shards: dict[nn.Parameter, LocalShards] = {}
     for parameter in own:
         if parameter not in shards:
@@ -94,7 +97,10 @@ def _described_in_shards(
     optimizer: Optimizer, parameter: nn.Parameter, described: Described, sharing: Sharing
 ) -> dict[str, Any]:
     store, own = sharing.store, optimizer.state.get(parameter, {})
-    shape = store.whole_shape(store.name_of(parameter))
+    name = None if store is None else store.name_of(parameter)
+    assert store is not None  # else no state is described
+    assert name is not None
+    shape = store.whole_shape(name)
     state: dict[str, Any] = {}
     for key, what in described.items():
         if isinstance(what, StateValue):

@@ -38,7 +38,7 @@ class LocalShards(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> LocalShards:
-        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")
+        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
         made.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
         return made
 
@@ -46,13 +46,15 @@ class LocalShards(Tensor):
         """Itself: `Module.state_dict` detaches what it takes."""
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise CheckpointError(
             f"{func} was called on a tensor of a checkpoint that is held in shards",
             'let hooks only choose or rename entries of a checkpoint, or use AlpaStrategy(checkpoint="single")',
@@ -70,7 +72,7 @@ class StoredTensor(Tensor):
         cls, shape: Sequence[int], dtype: torch.dtype, key: str, fill: Callable[[str, LocalShards], None]
     ) -> StoredTensor:
         """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor `key`."""
-        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")
+        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
         made.key, made._fill = key, fill
         return made
 
@@ -88,13 +90,15 @@ class StoredTensor(Tensor):
         """Itself, unread."""
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.key}, {list(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta:  # a parameter that is still to be made
             return args[0]
         args, kwargs = pytree.tree_map_only(StoredTensor, StoredTensor.whole, (args, kwargs or {}))

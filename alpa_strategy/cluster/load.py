@@ -48,7 +48,7 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
         raise ClusterError(
             f"cluster file {file} holds no fields", "write name:, num_nodes:, ... as in configs/clusters"
         )
-    return data, str(file)
+    return {str(key): value for key, value in data.items()}, str(file)
 
 
 def find_cluster_file(path: str | Path) -> Path:

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,16 +54,22 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
         report: tuple[Any, tuple[str, str, str] | None] = (summary(result), None)
     except AlpaError as error:
         own_error, report = error, (None, _to_data(error))
-    reports = [report]
-    if world_size() > 1:
-        reports = [None] * world_size()
-        dist.all_gather_object(reports, report)
+    reports = _of_all_ranks(report)
     failed = [(rank, error) for rank, (_, error) in enumerate(reports) if error is not None]
     if failed:
         # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
         first = _from_data(failed[0][1])
         raise first from own_error
-    return result, [value for value, _ in reports]
+    return cast("T", result), [value for value, _ in reports]
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    """`value` of every rank, by rank."""
+    if world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def all_texts(text: str, device: torch.device, max_bytes: int = 256) -> list[str]:

@@ -169,7 +169,7 @@ def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backen
     for axis, size in enumerate(shape):
         others = [range(n) for a, n in enumerate(shape) if a != axis]
         for line in itertools.product(*others):
-            index = (*line[:axis], slice(None), *line[axis:])
+            index: tuple[Any, ...] = (*line[:axis], slice(None), *line[axis:])
             members = tuple(grid[index].tolist())
             group = whole_group if members == ranks else _new_group(members)
             if rank in members:
@@ -249,8 +249,9 @@ class TorchAxisComm:
             return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
         shape = [*tensor.shape]
         shape[dim] = sizes[0]
-        rows = tensor.new_zeros if sizes[0] != sizes[-1] else tensor.new_empty
-        rows = rows((self.size, *shape))
+        rows = tensor.new_empty((self.size, *shape))
+        if sizes[0] != sizes[-1]:
+            rows.zero_()
         for i, size in enumerate(sizes):
             start, stop = chunk_range(total, self.size, i)
             rows[i].narrow(dim, 0, size).copy_(tensor.narrow(dim, start, stop - start))
@@ -394,7 +395,7 @@ def _deepspeed_backend(device_type: str) -> Backend:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
     import deepspeed.comm as ds
 
-    ds_torch = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+    ds_torch: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
 
     if not ds.is_initialized():
         build_shm_op = ds_torch.build_shm_op

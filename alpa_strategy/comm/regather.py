@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class _Gathered:
     reshard: _Values
     storage: StorageWeakRef
     version: int
-    again: weakref.ref[Tensor] = field(default=lambda: None)  # type: ignore[assignment]
+    again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
 
     def whole(self) -> Tensor:
         """The gathered parameter; shared by the uses that overlap in time. Collective over the mesh."""
@@ -76,7 +76,7 @@ class _View:
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -118,8 +118,8 @@ class Regather:
             return True
         node = tensor.grad_fn
         for _ in range(MAX_DERIVATIONS + 1):
-            if hasattr(node, "variable"):
-                return id(node.variable) in self._parameters
+            if (variable := getattr(node, "variable", None)) is not None:
+                return id(variable) in self._parameters
             if getattr(node, "is_made_of_parameters", False):  # pipeline/per_step_values.py
                 return True
             if node is None or len(node.next_functions) != 1 or _keeps_tensors(type(node)):

@@ -75,9 +75,9 @@ class Reshard:
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
                 return self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
-        axis = self._axis_of_sum(tensor)
-        if axis is not None:
-            return axis.start_all_reduce(_own_copy(tensor))
+        summed = self._axis_of_sum(tensor)
+        if summed is not None:
+            return summed.start_all_reduce(_own_copy(tensor))
         return Pending(lambda: self.values(tensor))
 
     def begun(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: floa
     for size in (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192):
         try:
             a = torch.rand(size, size, device=device).to(dtype)
-            seconds = _best_seconds(lambda a=a: a @ a, device, budget_seconds / 4, at_least=4)
+            seconds = _best_seconds(partial(torch.matmul, a, a), device, budget_seconds / 4, at_least=4)
         except RuntimeError as error:
             logger.debug("no products of %s on %s: %s", dtype, device, error)
             return best

@@ -104,7 +104,7 @@ class Recorder:
         if key not in self._numbers:
             self._adopt(tensor)
         return View(
-            self._numbers[key], tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+            self._numbers[key], tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
         )
 
     def _adopt(self, tensor: Tensor, device: torch.device | None = None) -> None:
@@ -248,7 +248,7 @@ class _LooksReal(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             with torch._C.DisableTorchFunction():
                 return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ class _LooksReal(TorchFunctionMode):
                 func(target, data)
             else:  # which `data = ...` refuses; the object stays the same
                 other = data.detach().requires_grad_(target.requires_grad)
-                torch._C._swap_tensor_impl(target, other)  # type: ignore[attr-defined]
+                torch._C._swap_tensor_impl(target, other)
             self._recorder.new_data(target, before)
             return None
         return func(*args, **(kwargs or {}))

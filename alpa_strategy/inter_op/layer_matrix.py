@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -208,8 +209,8 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
         if layouts.value in intra.received and parts[index].saved.any():
             sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
             parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
-    kept = intra.gathered_again
-    gathered = tuple(_gathered_bytes(intra, layouts) if layouts.value in kept else None for layouts in intra.transfers)
+    again = intra.gathered_again
+    gathered = tuple(_gathered_bytes(intra, layouts) if layouts.value in again else None for layouts in intra.transfers)
     return Joined(stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered)
 
 
@@ -272,7 +273,8 @@ def _eliminate_onto(
     last += [factor for v in kept for factor in buckets[v]]
     minimum = join(last, kept, network.sizes) + constant
     values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
-    values[kept[0]], values[kept[1]] = np.indices(minimum.shape)
+    for v, index in zip(kept, np.indices(minimum.shape), strict=True):
+        values[v] = index
     for v in reversed(order):
         values[v] = np.broadcast_to(best_values(buckets[v], v, values), minimum.shape)
     return minimum, values
@@ -309,7 +311,9 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
     return total
 
 
-def _add(total: np.ndarray, parts: Parts, index, where: np.ndarray | float = 1.0, is_per_step: bool = False) -> None:
+def _add(
+    total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float = 1.0, is_per_step: bool = False
+) -> None:
     summed = SUMMED + PER_STEP_SUMMED if is_per_step else SUMMED
     for i, name in summed:
         if name in parts.nonzero:

@@ -27,7 +27,7 @@ from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, 
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Predicted
+from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
@@ -254,9 +254,7 @@ def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Pla
     )
 
 
-def _no_fingerprint():
-    from alpa_strategy.ir.stage_plan import Fingerprint
-
+def _no_fingerprint() -> Fingerprint:
     return Fingerprint("", "", "", "", "", "")
 
 

@@ -401,7 +401,9 @@ def _runs_from_data(data: dict[str, Any]) -> RunCosts:
     return RunCosts(
         tuple(tuple(s) for s in data["shapes"]),
         array("seconds", np.inf, float),
-        *(array(name, 0.0, float) for name in ("once", "always", "in_flight")),
+        array("once", 0.0, float),
+        array("always", 0.0, float),
+        array("in_flight", 0.0, float),
         array("shape", 0, int),
         array("remat", False, bool),
     )

@@ -264,7 +264,8 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
             add(parts, span, (source, target))
-    return StageCost(*map(float, total), tuple(map(float, again)), working)
+    forward, backward, once, always, saved, kept = map(float, total)
+    return StageCost(forward, backward, once, always, saved, kept, tuple(map(float, again)), working)
 
 
 def _summed(parts: Parts) -> tuple[np.ndarray, ...]:

@@ -221,7 +221,7 @@ class _Builder:
             layout = batch_layout(self._step, leaf.batch_dim, len(self._mesh.shape))
             num_bytes = local_bytes(leaf.meta, layout, self._mesh.shape)
             self.producers[leaf.value] = self._add_fixed(f"batch[{leaf.leaf}]", num_bytes), (layout,)
-        for given in (*self._step.buffers, *self._step.constants):
+        for given in self._step.constant_inputs:
             choice = self._add_fixed(f"input{given.value}", given.meta.num_bytes)
             self.producers[given.value] = choice, (self._whole,)
 
@@ -275,7 +275,7 @@ def constant_values(step: StepGraph) -> frozenset[int]:
 
     They are made whole on every device: tiny work, and nobody has to agree on a layout.
     """
-    found = {given.value for given in (*step.buffers, *step.constants)}
+    found = {given.value for given in step.constant_inputs}
     for op in step.ops:
         if found.issuperset(op.operands) and not is_random(op.call):
             found.update(op.results)

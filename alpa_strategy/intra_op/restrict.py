@@ -68,12 +68,12 @@ def restrict(
     transfers = list(intra.problem.transfers)
     positions = {p.value: p for p in intra.step.parameters}
     for index, layouts in enumerate(intra.transfers):
-        parameter = positions.get(layouts.value)
-        if parameter is None or parameter.name in modes:
+        read = positions.get(layouts.value)
+        if read is None or read.name in modes:
             continue
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
-            extra += _use_penalty(name, parameter.meta, layouts.sources, layouts.targets, axis, penalty)
+            extra += _use_penalty(name, read.meta, layouts.sources, layouts.targets, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
@@ -139,7 +139,7 @@ def pinned_modes(
         for name in matched:
             in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"
-    found.update({name: (plan.modes, RUNNING) for alias, plan in pinned.items() if (name := names.get(alias))})
+    found.update({names[alias]: (plan.modes, RUNNING) for alias, plan in pinned.items() if alias in names})
     return found
 
 

@@ -91,7 +91,7 @@ class LateNumber:
     example: Any
 
     def __new__(cls, made: CounterRef) -> Any:
-        late = super().__new__(cls, cls.example)
+        late = super().__new__(cls, cls.example)  # type: ignore[call-arg]  # of float or int
         late.made = made
         return late
 
@@ -108,13 +108,13 @@ class LateNumber:
         return f"<{self.made!r}>"
 
 
-class LateFloat(LateNumber, float):
+class LateFloat(LateNumber, float):  # type: ignore[misc]  # pickled by what it is made of
     """See `LateNumber`."""
 
     example = 0.7310585786300049
 
 
-class LateInt(LateNumber, int):
+class LateInt(LateNumber, int):  # type: ignore[misc]
     """See `LateNumber`."""
 
     example = 3
@@ -138,7 +138,7 @@ def _set_arithmetic() -> None:
 
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
         set_both(name, getattr(operator, name))
-    LateNumber.__neg__ = lambda self: made(operator.neg, self)
+    LateNumber.__neg__ = lambda self: made(operator.neg, self)  # type: ignore[operator]
 
 
 _set_arithmetic()

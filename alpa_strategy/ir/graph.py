@@ -249,6 +249,11 @@ class StepGraph:
     checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
 
+    @property
+    def constant_inputs(self) -> tuple[BufferInput | ConstantInput, ...]:
+        """What is neither a parameter nor of the batch: whole on every device."""
+        return *self.buffers, *self.constants
+
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Value index -> the (op index, operand position) pairs that read it."""
@@ -272,8 +277,8 @@ class StepGraph:
         visit([record.items for record in self.appended])
         for record in self.logs:
             visit(record.value)
-        for record in self.metrics:
-            visit(record.args)
+        for metric in self.metrics:
+            visit(metric.args)
             visit(tuple(value for _, value in record.kwargs))
         return tuple(sorted(found))
 

@@ -7,7 +7,7 @@ know: where the value lies and where its gradient will lie on the same axis. Chu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,7 +71,7 @@ class Layout:
     def __str__(self) -> str:
         return " ".join(placement_to_str(p) for p in self.placements)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Placement]:
         return iter(self.placements)
 
     def __len__(self) -> int:
@@ -142,7 +142,9 @@ class DualPlacement:
             return PARTIAL
         if text == "R":
             return INVARIANT
-        return shard(placement_from_str(text).dim)
+        placement = placement_from_str(text)
+        assert isinstance(placement, Shard)
+        return shard(placement.dim)
 
 
 INVARIANT = DualPlacement(Replicate(), Replicate())

@@ -124,6 +124,10 @@ class _Fields:
             raise PlanError(f"{self.path(name)} is {list(values)}, which is no shape of a mesh", _FIX)
         return values
 
+    def pair(self, name: str) -> tuple[int, int]:
+        first, second = self.ints(name, 2)
+        return first, second
+
     def amount(self, name: str, kind: type) -> Any:
         """Seconds, bytes or a count: never below 0."""
         value = self.get(name, kind)
@@ -201,11 +205,12 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
 def _stage_from_data(fields: _Fields) -> StagePlan:
     mesh = fields.counts("logical_mesh")
     shapes = fields.sub("shapes")
+    num_nodes, per_node = fields.counts("submesh", 2)
     return StagePlan(
-        submesh=fields.counts("submesh", 2),
+        submesh=(num_nodes, per_node),
         first_device=fields.amount("first_device", int),
         logical_mesh=mesh,
-        ops=fields.ints("ops", 2),
+        ops=fields.pair("ops"),
         parameter_plans=_parameters_from_data(fields, len(mesh)),
         shapes={name: shapes.ints(name, allow_empty=True) for name in fields.get("shapes", dict)},
         strategies=fields.mapping("strategies", _read_strategies, len(mesh)),

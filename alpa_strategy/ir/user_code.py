@@ -19,7 +19,8 @@ from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Found without importing them: this file is for readers that know neither.
-_FRAMEWORKS = [folder for name in ("torch", "lightning") for folder in find_spec(name).submodule_search_locations]
+_SPECS = [spec for name in ("torch", "lightning") if (spec := find_spec(name)) is not None]
+_FRAMEWORKS = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
 _NOT_USER = ("<", *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)))
 _NOT_USER_NAMES = tuple(f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning"))
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")

@@ -220,7 +220,7 @@ class Checkpoints:
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
         own = rank_state(self._trainer, self._run_state if self._run is None else self._run.state_dict())
-        states = [own]
+        states: list[Any] = [own]
         if world_size() > 1:
             writer = self._writer_now()
             writer.wait()  # the group is its own while it writes
@@ -300,7 +300,7 @@ def let_directories_load() -> None:
             return _read(path, *args, **kwargs)
         return own(path, *args, **kwargs)
 
-    saving.pl_load = load
+    saving.pl_load = load  # type: ignore[assignment]
 
 
 def _read(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class LargeModel:
             other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
             # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
-            torch._C._swap_tensor_impl(parameter, other)  # type: ignore[attr-defined]
+            torch._C._swap_tensor_impl(parameter, other)
             self._waiting[parameter] = other.detach()
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class _Writer:
             self.layouts[parameter.value] = plan.step_layout(parameter.meta.requires_grad)
         for leaf in step.batch:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
-        for given in (*step.buffers, *step.constants):
+        for given in step.constant_inputs:
             self.layouts[given.value] = (INVARIANT,) * num_axes
         self.layouts.update(made_before or {})
         for value in step.received:
@@ -357,7 +357,7 @@ def prefetchable(step: StepGraph) -> frozenset[int]:
     """
     known = {leaf.value for leaf in step.batch}
     most = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
-    given = {given.value for given in (*step.buffers, *step.constants)}
+    given = {given.value for given in step.constant_inputs}
     for op in step.ops:
         metas = [step.values[value] for value in op.results]
         small = all(meta.num_bytes <= most and not meta.requires_grad for meta in metas)

@@ -221,7 +221,7 @@ class _BatchNormSync(torch.autograd.Function):
         return y, mean, square, total
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, *_: Any):
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         shape = [-1 if d == 1 else 1 for d in range(x.dim())]
         normal = (x.to(mean.dtype) - mean.view(shape)).mul_(inverse_std.view(shape))

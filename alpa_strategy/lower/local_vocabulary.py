@@ -25,7 +25,9 @@ def _check_ids(valid: Tensor, what: str) -> None:
 
 class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, padding_row: int, by_frequency: bool):
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, padding_row: int, by_frequency: bool
+    ) -> Tensor:
         num_rows = weight.shape[0]
         if num_rows == 0:
             result = weight.new_zeros(*rows.shape, weight.shape[1])
@@ -39,7 +41,7 @@ class _VocabEmbedding(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         grad_weight = torch.ops.aten.embedding_dense_backward(
             grad, rows, ctx.num_rows + 1, ctx.num_rows, ctx.by_frequency
@@ -153,12 +155,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
             total = total.masked_fill(~shares.kept, 0.0)
 
         ctx.saved_kind = (logits.dtype, classes.smoothing)
-        gradient = log_probs = None
+        gradient: Tensor | None = None
+        log_probs: Tensor | None = None
         if ctx.needs_input_grad[0]:
             gradient = _gradient(exponentials.mul_(total / denominator), shares, dim)
             if logits.dtype == torch.bfloat16:  # fp16 would lose the small probabilities
                 gradient = gradient.to(logits.dtype)
-        if log_probs_needed:
+        if centred is not None:
             log_probs = centred - denominator.log()
             if weight is not None:
                 log_probs = log_probs * weight
@@ -166,7 +169,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return row_loss.sum().to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradient, log_probs = ctx.saved_tensors
         dtype, smoothing = ctx.saved_kind
         grad_logits = grad_target = None
@@ -226,8 +229,8 @@ def _target_shares(
     dim = min(1, logits.dim() - 1)
     uniform = classes.smoothing / classes.num_classes
     if target.is_floating_point():
-        dense = target.detach().to(dtype) * (1.0 - classes.smoothing) + uniform
-        return _Shares(None, None, dense if weight is None else dense * weight)
+        shares = target.detach().to(dtype) * (1.0 - classes.smoothing) + uniform
+        return _Shares(None, None, shares if weight is None else shares * weight)
 
     kept = target != classes.ignore_index
     _check_ids(~kept | (target >= 0) & (target < classes.num_classes), "cross entropy target")
@@ -237,7 +240,7 @@ def _target_shares(
     amount = ours.to(dtype) * (1.0 - classes.smoothing)
     if weight is not None and logits.shape[dim]:
         amount = amount * weight.flatten()[index]
-    dense = None
+    dense: Tensor | None = None
     if classes.smoothing > 0.0:
         dense = torch.full([1] * logits.dim(), uniform, dtype=dtype, device=logits.device)
         dense = dense if weight is None else dense * weight

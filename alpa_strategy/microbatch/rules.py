@@ -361,8 +361,9 @@ def _viewed(source: tuple[int, ...], target: tuple[int, ...], cut: RowCut, num_p
 
 def _joined(call: OpCall, cuts: Sequence[RowCut | None]) -> tuple[RowCut, ...] | None:
     dim = bind(call)["dim"] % len(call.results[0].shape)
-    operands = [(slot.index, cuts[slot.index]) for slot in slots(call)]
-    if any(cut is None or cut[0] != dim for _, cut in operands):
+    found = [(slot.index, cuts[slot.index]) for slot in slots(call)]
+    operands = [(index, cut) for index, cut in found if cut is not None and cut[0] == dim]
+    if len(operands) < len(found):
         return None
     runs = {call.operands[i].shape[dim] // cut[1] for i, cut in operands}
     return ((dim, sum(cut[1] for _, cut in operands)),) if len(runs) == 1 else None

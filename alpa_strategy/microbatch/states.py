@@ -145,8 +145,8 @@ class _Walk:
         self.late_values: set[int] = set()
         self.moved_values: set[int] = set()
         self.forced_now: dict[int, TimeStrategy] = {}
-        for given in (*self.step.parameters, *self.step.buffers, *self.step.constants):
-            self.state[given.value] = WHOLE
+        whole = [p.value for p in self.step.parameters] + [given.value for given in self.step.constant_inputs]
+        self.state.update(dict.fromkeys(whole, WHOLE))
         for leaf in self.step.batch:
             self.state[leaf.value] = rows(0) if leaf.batch_dim == 0 else WHOLE
 
@@ -211,7 +211,8 @@ class _Walk:
         fixed = specialised(op.call, strategy, max(segments, default=1), self.facts.num_parts)
         if fixed is None:
             return None
-        cost, uses, forced, wants_whole = 0, [], {}, False
+        cost, uses, wants_whole = 0, [], False
+        forced: dict[int, TimeStrategy] = {}
         for position, (value, have, want) in enumerate(zip(op.operands, states, fixed.inputs, strict=True)):
             divisible = have == WHOLE and self._divisible(value)
             if position == fixed.added and divisible:

@@ -157,7 +157,7 @@ def _step_in_pieces(optimizer: Optimizer, parameters: Sequence[torch.nn.Paramete
         last.grad = grads[-1].clone()
         return torch.zeros(())
 
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[arg-type]  # what torch calls a float may be a tensor
 
 
 def _probe_state_bytes(optimizer: Optimizer) -> float:

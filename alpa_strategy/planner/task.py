@@ -139,10 +139,10 @@ class PlanStore:
         """Why `find` gives no plan: for example `"graph, batch changed"` against the closest stored plan."""
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
             return f"the stored plan {self.path(fingerprint)} cannot be used"
-        stored = [plan.fingerprint.differences(fingerprint) for plan in self._plans()]
+        stored: list[list[str]] = [plan.fingerprint.differences(fingerprint) for plan in self._plans()]
         if not stored:
             return f"no plan is stored in {self.folder}"
-        return f"{', '.join(min(stored, key=len))} changed"
+        return f"{', '.join(min(stored, key=list.__len__))} changed"
 
     def _plans(self) -> Iterator[Plan]:
         for path in sorted(self.folder.glob("*.json")):

@@ -264,6 +264,7 @@ class _Bucket:
         rows = grads[0].new_zeros((axis.size, sum(columns)))
         for i, (grad, column) in enumerate(zip(grads, rows.split(columns, 1), strict=True)):
             dim = self.stages_of[i][stage].dim
+            assert dim is not None  # as that of the first gradient
             for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], axis.size), dim), strict=True):
                 row[: part.numel()].view(part.shape).copy_(part)
         self.pending = axis.start_reduce_scatter(rows)

@@ -275,8 +275,8 @@ class Experiment:
         for j, whole in enumerate(trial.results):
             self.results[j] &= _recombining(whole, [results[j] for results, _ in runs], self.results[j], trial)
             self.result_has_grad[j] |= trial.result_grads[j] is not None
-        for i, whole in enumerate(trial.operand_grads):
-            self._narrow_operand(i, whole, [grads[i] for _, grads in runs], trial)
+        for i, grad in enumerate(trial.operand_grads):
+            self._narrow_operand(i, grad, [grads[i] for _, grads in runs], trial)
         return all(self.results) and all(self.operands)
 
     def _says_nothing(self, trial: Trial, n: int) -> bool:
@@ -333,12 +333,12 @@ class Experiment:
             return
         self.has_grad[i] = True
         parts = _parts(trial.operands[i], self.division[i], len(grads))
-        grads = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
+        made = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
         whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
         allowed = set()
         for dual in self.operands[i]:
             as_value = {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)  # how the gradients recombine
-            if _recombining(whole, grads, {as_value}, trial):
+            if _recombining(whole, made, {as_value}, trial):
                 allowed.add(dual)
         self.operands[i] = allowed
 

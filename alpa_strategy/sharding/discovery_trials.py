@@ -79,10 +79,12 @@ def run_call(
         ]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if pairs and wanted:
-            found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+            given = [r for r, _ in pairs], wanted, [g for _, g in pairs]
+            found: Sequence[Tensor | None] = torch.autograd.grad(*given, allow_unused=True)
         else:
-            found = itertools.repeat(None)
-        operand_grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+            found = [None] * len(wanted)
+        grads = iter(found)
+        operand_grads = tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
     return tuple(result.detach().clone() for result in results), operand_grads
 
 

@@ -183,7 +183,7 @@ RECURRENT = {
     **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
 }
 
-LOOKUPS = {
+LOOKUPS: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.searchsorted.Tensor": searchsorted,
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",

@@ -135,9 +135,9 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
         belief = join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
         marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
         for child in children[v]:
-            known = np.isfinite(inward[child])
+            finite = np.isfinite(inward[child])
             seen = _minimum_onto(belief, scope, scopes[child])
-            outside[child] = np.where(known, seen - np.where(known, inward[child], 0.0), 0.0)
+            outside[child] = np.where(finite, seen - np.where(finite, inward[child], 0.0), 0.0)
         holding[v] = []
     return marginals[: network.num_choices]
 
@@ -257,6 +257,7 @@ def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], facto
         for use in sorted(transfer.uses, key=lambda use: use.choice):
             asked = (np.asarray(use.layout) == q)[:, None]
             after = np.array([[False, True]])
+            scope: tuple[int, ...]
             if flag is None:
                 scope, wrong = (use.choice, len(sizes)), asked != after
             else:
@@ -265,6 +266,7 @@ def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], facto
             factors.append(Factor(scope, np.where(wrong, np.inf, 0.0)))
             flag = len(sizes)
             sizes.append(2)
+        assert flag is not None  # somebody uses the value
         price = np.zeros((sizes[transfer.producer], 2))
         price[:, 1] = cost[np.asarray(transfer.source), q]
         factors.append(Factor((transfer.producer, flag), price))

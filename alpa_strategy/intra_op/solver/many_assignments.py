@@ -19,7 +19,8 @@ class ManyAssignments:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        finite = [x.cost[np.isfinite(x.cost)] for x in (*problem.choices, *problem.transfers)]
+        costs = [*(x.cost for x in problem.choices), *(t.cost for t in problem.transfers)]
+        finite = [cost[np.isfinite(cost)] for cost in costs]
         dear = DEAR * (sum(float(each.max(initial=0.0)) for each in finite) or 1.0)
         self._cost = [np.where(np.isfinite(t.cost), t.cost, dear) for t in problem.transfers]
         self._incident: list[list[int]] = [[] for _ in problem.choices]

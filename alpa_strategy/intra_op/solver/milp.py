@@ -190,10 +190,10 @@ def solve_program(
     if not result.has_primal_feasible_solution():
         return LpResult(True, bound, None)
     solution = result.solutions[0].primal_solution
-    values = np.array(solution.to_proto().variable_values.values)
+    found = np.array(solution.to_proto().variable_values.values)
     ids = np.array(solution.to_proto().variable_values.ids)
     dense = np.zeros(program.num_columns)
-    dense[ids] = values
+    dense[ids] = found
     mass = tuple(dense[a:b] for a, b in zip(program.first[:-1], program.first[1:], strict=True))
     return LpResult(True, bound, mass)
 

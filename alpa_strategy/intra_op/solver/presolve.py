@@ -86,26 +86,30 @@ def restrict(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
 
     What shares its arrays shares them afterwards.
     """
-    known: dict[tuple[int, ...], tuple | None] = {}  # by the arrays' ids
+    columns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}  # by the arrays' ids
+    tables: dict[tuple[int, ...], _Restricted | None] = {}
     choices, transfers = [], []
     for x, k in zip(problem.choices, live, strict=True):
         key = id(x.cost), id(x.memory), id(k)
-        if key not in known:
-            known[key] = np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k]
-        choices.append(Choice(x.name, *known[key]))
+        if key not in columns:
+            columns[key] = np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k]
+        choices.append(Choice(x.name, *columns[key]))
     for t in problem.transfers:
         ends = (t.source, live[t.producer], *(array for use in t.uses for array in (use.layout, live[use.choice])))
-        key = id(t.cost), id(t.memory), *map(id, ends)
-        if key not in known:
-            known[key] = _restrict_transfer(t, live)
-        if known[key] is not None:
-            source, layouts, cost, memory = known[key]
+        ids = id(t.cost), id(t.memory), *map(id, ends)
+        if ids not in tables:
+            tables[ids] = _restrict_transfer(t, live)
+        if (table := tables[ids]) is not None:
+            source, layouts, cost, memory = table
             uses = tuple(Use(use.choice, layout) for use, layout in zip(t.uses, layouts, strict=True))
             transfers.append(Transfer(t.name, t.producer, source, uses, cost, memory))
     return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
 
 
-def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> tuple | None:
+_Restricted = tuple[np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]
+
+
+def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restricted | None:
     """Its (source, layouts of the uses, cost, memory); None where nothing is paid any more."""
     sources, source = np.unique(np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True)
     asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]

@@ -136,6 +136,7 @@ def _solve_limited(
     problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float, cutoff: float
 ) -> _Found:
     """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
+    assert free.assignment is not None
 
     def minimise(price: float) -> tuple[list[int], float] | None:
         found = _minimise(price_memory(problem, price), deadline, only_elimination=True)
@@ -227,11 +228,13 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
 
 
 def _gap(problem: Problem, found: _Found) -> float:
+    assert found.assignment is not None
     seconds = evaluate(problem, found.assignment)[0]
     return (seconds - found.bound) / seconds if seconds > 0 else 0.0
 
 
 def _solution(problem: Problem, found: _Found) -> Solution:
+    assert found.assignment is not None
     seconds, num_bytes = evaluate(problem, found.assignment)
     return Solution(tuple(found.assignment), seconds, num_bytes, min(found.bound, seconds), found.method)
 
