@@ -273,8 +273,8 @@ def _eliminate_onto(
     last += [factor for v in kept for factor in buckets[v]]
     minimum = join(last, kept, network.sizes) + constant
     values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
-    for v, index in zip(kept, np.indices(minimum.shape), strict=True):
-        values[v] = index
+    grid: np.ndarray = np.indices(minimum.shape)
+    values[kept[0]], values[kept[1]] = grid
     for v in reversed(order):
         values[v] = np.broadcast_to(best_values(buckets[v], v, values), minimum.shape)
     return minimum, values

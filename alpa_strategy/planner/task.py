@@ -142,7 +142,8 @@ class PlanStore:
         stored: list[list[str]] = [plan.fingerprint.differences(fingerprint) for plan in self._plans()]
         if not stored:
             return f"no plan is stored in {self.folder}"
-        return f"{', '.join(min(stored, key=list.__len__))} changed"
+        closest: list[str] = min(stored, key=len)
+        return f"{', '.join(closest)} changed"
 
     def _plans(self) -> Iterator[Plan]:
         for path in sorted(self.folder.glob("*.json")):
