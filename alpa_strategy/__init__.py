@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from alpa_strategy.checkpoint.export import export_checkpoint
     from alpa_strategy.checkpoint.loading import open_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
+    from alpa_strategy.ir.op import OpCall
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.planner import make_plan
@@ -31,8 +33,12 @@ __all__ = [
     "AlpaError",
     "AlpaStrategy",
     "ClusterSpec",
+    "OpCall",
+    "OpCosts",
     "Plan",
     "PlanOptions",
+    "RooflineCosts",
+    "Saved",
     "Schedule",
     "capture_step",
     "export_checkpoint",
@@ -46,8 +52,12 @@ __all__ = [
 _LAZY = {
     "Action": "alpa_strategy.schedules",
     "ClusterSpec": "alpa_strategy.cluster.spec",
+    "OpCall": "alpa_strategy.ir.op",
+    "OpCosts": "alpa_strategy.cost.model",
     "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
+    "RooflineCosts": "alpa_strategy.cost.model",
+    "Saved": "alpa_strategy.cost.model",
     "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.export",

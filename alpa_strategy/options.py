@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
@@ -17,6 +17,15 @@ BATCH_SCOPES = ("rank", "global")
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
+
+
+class NamedCosts(Protocol):
+    """A cost model as far as options know it: plans are stored under its name. In full: `cost.model.OpCosts`."""
+
+    @property
+    def name(self) -> str:
+        """Two models of one name give the same costs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class PlanOptions:
         schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
+        costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
+            measured, else the roofline of its device.
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -56,6 +67,7 @@ class PlanOptions:
     schedule: str | None = None
     num_stages: int | None = None
     remat: bool | None = None
+    costs: NamedCosts | None = None
 
     @classmethod
     def from_user(
@@ -101,7 +113,9 @@ class PlanOptions:
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
-        rows = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "costs"]
+        if self.costs is not None:  # plans without a model of the user's keep the digest that they had
+            rows.append(("costs", self.costs.name))
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
@@ -209,6 +223,17 @@ def _schedule(name: str, value: object) -> str | None:
     return known[value.lower()]
 
 
+def _costs(name: str, value: Any) -> NamedCosts | None:
+    missing = [n for n in ("op_seconds", "saved", "optimizer_seconds") if not callable(getattr(value, n, None))]
+    missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
+    if value is not None and missing:
+        raise OptionError(
+            f"{name}={value!r} is no cost model: it lacks {', '.join(missing)}",
+            "give an object with what alpa_strategy.OpCosts has, such as a class derived from RooflineCosts",
+        )
+    return value
+
+
 def _maybe_bool(name: str, value: object) -> bool | None:
     return None if value is None else _bool(name, value)
 
@@ -247,6 +272,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "schedule": _schedule,
     "num_stages": _maybe_count,
     "remat": _maybe_bool,
+    "costs": _costs,
 }
 
 

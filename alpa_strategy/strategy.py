@@ -31,7 +31,8 @@ from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors,
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import ModuleLife
-from alpa_strategy.options import BUCKET_BYTES, Limits, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, Limits, NamedCosts, PlanOptions
+from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
@@ -47,7 +48,7 @@ class AlpaStrategy(ParallelJob):
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
         parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
-            num_microbatches, schedule, num_stages, remat: see `PlanOptions`.
+            num_microbatches, schedule, num_stages, remat, costs: see `PlanOptions`.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank 0 writes (whole
@@ -73,9 +74,10 @@ class AlpaStrategy(ParallelJob):
         solver_seconds: float = 20.0,
         baselines: bool = False,
         num_microbatches: int | None = None,
-        schedule: str | None = None,
+        schedule: str | Schedule | Callable[[int, int, int], Orders] | None = None,
         num_stages: int | None = None,
         remat: bool | None = None,
+        costs: NamedCosts | None = None,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         checkpoint: str = "auto",
@@ -112,6 +114,7 @@ class AlpaStrategy(ParallelJob):
             schedule=schedule,
             num_stages=num_stages,
             remat=remat,
+            costs=costs,
         )
         for name, value in (("plan_timeout_seconds", plan_timeout_seconds), ("bucket_bytes", bucket_bytes)):
             if not value > 0:

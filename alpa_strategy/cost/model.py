@@ -40,14 +40,23 @@ class Saved:
 
 
 class OpCosts(Protocol):
-    """Costs of ops on one device of a cluster."""
+    """Costs of ops on one device of a cluster. One of your own goes to `costs=` of `make_plan`, options or strategy.
+
+    Calls are local: what one device runs of an op, at the shapes of its shards. Every method is asked again and again
+    for the same call, so an answer that takes time should be remembered.
+    """
+
+    @property
+    def name(self) -> str:
+        """Part of a plan's fingerprint: two models of one name give the same costs."""
+        ...
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
         ...
 
     def saved(self, call: OpCall) -> Saved:
-        """What autograd saves: asked of a fake-tensor run, remembered per call."""
+        """What autograd keeps of the call until its backward."""
         ...
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
@@ -226,6 +235,11 @@ class RooflineCosts:
         self._saved: dict[OpCall, Saved] = {}
         self._corrections: dict[str, list[tuple[float, float, float]]] = {}
         self._mode: FakeTensorMode | None = None
+
+    @property
+    def name(self) -> str:
+        """The class and the device: a derived class with other costs has another name."""
+        return f"{type(self).__qualname__} of {self.device.name}"
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
