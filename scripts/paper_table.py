@@ -96,7 +96,7 @@ class Planner:
 
     def solved(self) -> Plan:
         """Everything but recomputation and the number of micro-batches is open."""
-        from alpa_strategy.inter_op.search import plan_job
+        from alpa_strategy.planner.search import plan_job
 
         return plan_job(self.job, self.meshes, self.store)
 
@@ -106,8 +106,8 @@ class Planner:
         `num_layers`: at least so many layers for stages to be made of.
         """
         from alpa_strategy.errors import PlanError
-        from alpa_strategy.inter_op.search import plan_job
         from alpa_strategy.inter_op.subgraph import cluster_layers
+        from alpa_strategy.planner.search import plan_job
 
         job = replace(self.job, options=replace(self.job.options, **options))
         if job.num_layers < num_layers:

@@ -9,7 +9,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_costs import is_allowed
+from alpa_strategy.inter_op.stage_costs import axis_counts, is_allowed
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
@@ -24,9 +24,7 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     Raises:
         OptionError: a pattern of `placements` matches no parameter of the step.
     """
-    names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
-    for pattern, _ in options.placements:
-        matching(pattern, names)
+    check_placements(step, options)
     wanted, schedule, count = options.num_stages, options.schedule, options.num_microbatches
     if wanted == 1:
         return
@@ -62,6 +60,39 @@ def least_stages(cluster: ClusterSpec, options: PlanOptions) -> int:
     if options.num_stages is not None or options.schedule is None:
         return options.num_stages or 1
     return min(n for n, _ in _possible(cluster, options)[options.schedule])
+
+
+def check_placements(step: StepGraph, options: PlanOptions) -> None:
+    """OptionError where a pattern of `placements` matches no parameter of the step."""
+    names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
+    for pattern, _ in options.placements:
+        matching(pattern, names)
+
+
+def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int, ...]]:
+    """The logical meshes over all devices that pins allow: the pinned one, or all with as many axes as pins speak of.
+
+    Raises:
+        PlanError: there are none.
+    """
+    if options.logical_mesh is not None:
+        size = math.prod(options.logical_mesh)
+        if size != cluster.num_devices:
+            raise PlanError(
+                f"logical_mesh={options.logical_mesh} has {size} devices, the cluster {cluster.num_devices}",
+                "choose a shape whose product is the number of devices",
+            )
+        return [tuple(options.logical_mesh)]
+    shapes = cluster.logical_shapes()
+    fitting = [shape for shape in shapes if is_allowed(shape, options)]
+    if not fitting:
+        counts = sorted(axis_counts(options))
+        raise PlanError(
+            f"placements and parallel name {counts} mesh axes; {cluster.num_devices} devices allow the logical "
+            f"meshes {shapes}",
+            "give every pin one mode per axis of one of these, or set logical_mesh",
+        )
+    return fitting
 
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:

@@ -76,7 +76,7 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of one micro-batched graph are priced for."""
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -87,6 +87,7 @@ class CostJob:
     optimizer: OptimizerInfo
     memory_limit: float
     remat: bool | None = None
+    is_whole_batch: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -368,10 +369,14 @@ def is_allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:
     """Whether pins allow this number of axes and this shape."""
     if options.logical_mesh is not None and shape != tuple(options.logical_mesh):
         return False
-    counts = {len(text.split()) for _, text in options.placements}
-    if not isinstance(options.parallel, str):
-        counts.add(len(options.parallel))
+    counts = axis_counts(options)
     return not counts or counts == {len(shape)}
+
+
+def axis_counts(options: PlanOptions) -> set[int]:
+    """The numbers of mesh axes that pins speak of."""
+    counts = {len(text.split()) for _, text in options.placements}
+    return counts if isinstance(options.parallel, str) else counts | {len(options.parallel)}
 
 
 def _key(job: CostJob, submesh: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
 from alpa_strategy.inter_op.stage_problem import (
     Spans,
@@ -20,13 +20,14 @@ from alpa_strategy.inter_op.stage_problem import (
     weighted,
 )
 from alpa_strategy.inter_op.subgraph import stage_on
-from alpa_strategy.intra_op.build import IntraOp, OptionTables
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.restrict import restrict
-from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
+from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
@@ -68,11 +69,46 @@ class _Solved:
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """The stage's plan (`first_device` 0) with its parts of cost and proved gap."""
+    """The stage's plan (`first_device` 0) with its parts of cost and proved gap.
+
+    `objective` is what the solver minimised, by `method`: seconds plus the penalties of named plans, which the rest
+    excludes. `is_free`: memory does not bind.
+    """
 
     plan: StagePlan
     cost: StageCost
     gap: float
+    objective: float
+    method: str
+    is_free: bool
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster than that.
+
+    `whole`: not restricted, one transfer per value; `intra`: restricted, cut at all of the wish's starts.
+    """
+
+    wish: StageWish
+    tables: OptionTables
+    whole: IntraOp
+    intra: IntraOp
+    free: Solution
+    derives_again: bool
+
+    def problem(self, starts: tuple[int, ...], options: PlanOptions, optimizer: OptimizerInfo) -> StageProblem:
+        """Cut into spans at `starts`, restricted as the user wants it."""
+        if starts == self.wish.starts:
+            return take_apart(self.intra, self.tables, starts)
+        intra = Spans(self.whole, starts).split(self.whole)
+        return take_apart(
+            restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned), self.tables, starts
+        )
+
+    def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
+        """The same without pins and penalties: what its assignments really cost."""
+        return take_apart(Spans(self.whole, starts).split(self.whole), self.tables, starts)
 
 
 class StageSolver:
@@ -81,7 +117,14 @@ class StageSolver:
     def __init__(self, job: CostJob) -> None:
         self.job = job
         self._tables: dict[tuple, OptionTables] = {}
-        self._solutions: dict[tuple, tuple[Solution, float]] = {}  # without a memory limit
+        self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
+        self._free: dict[tuple, Solution] = {}  # optima without a memory limit
+
+    def under(self, options: PlanOptions) -> StageSolver:
+        """A solver of the same job under other options; what does not depend on them is shared."""
+        other = StageSolver(replace(self.job, options=options))
+        other._tables, other._whole = self._tables, self._whole
+        return other
 
     def solve(self, wish: StageWish) -> SolvedStage:
         """The cheapest layouts of the stage that fit (where memory binds: see `StagePlan.derives_again`).
@@ -91,63 +134,96 @@ class StageSolver:
         """
         found, failure = [], None
         for derives_again in (False, True) if wish.remat else (False,):
+            priced = self.price(wish, derives_again)
             try:
-                solved, is_bound = self._solve_so(wish, derives_again)
+                solved = self.solve_priced(priced)
             except PlanError as error:
                 failure = error
                 continue
             found.append(solved)
-            if not is_bound:
+            if solved.is_free:
                 break
         if not found:
             assert failure is not None
             raise failure
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
-    def _solve_so(self, wish: StageWish, derives_again: bool) -> tuple[SolvedStage, bool]:
-        """(the stage, whether its memory binds)."""
+    def price(self, wish: StageWish, derives_again: bool = False) -> PricedStage:
+        """The stage's problem, and its optimum without a memory limit: most stages of a good plan need no other."""
         job = self.job
         mesh = job.cluster.logical_mesh(wish.shape, wish.submesh)
         tables = self._tables.setdefault(
             (wish.submesh, wish.shape),
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
+        if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
+            if wish.shape not in self._whole:
+                self._whole[wish.shape] = build(job.graph, tables)
+            whole = self._whole[wish.shape]
+            intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
+            free = solve(intra.problem, job.options.solver_seconds)
+            return PricedStage(wish, tables, whole, intra, free, derives_again)
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
-
-        def problem(starts: tuple[int, ...], is_restricted: bool = True) -> StageProblem:
-            intra = Spans(whole, starts).split(whole)
-            if is_restricted:
-                intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
-            return take_apart(intra, tables, starts)
-
+        intra = Spans(whole, wish.starts).split(whole)
+        intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
-        found = self._solve(problem, wish, key)
-        stage = problem(found.starts, False)
-        cost = cost_of(stage, found.solution.assignment, found.working)
-        plan = replace(self._plan(stage.intra, found, cost, wish), derives_again=derives_again)
-        return SolvedStage(plan, cost, _gap(found.solution)), found.solution is not self._solutions[key][0]
+        if key not in self._free:
+            problem = weighted(take_apart(intra, tables, wish.starts), job.num_microbatches, 1, wish.remat)
+            self._free[key] = solve(problem, job.options.solver_seconds)
+        return PricedStage(wish, tables, whole, intra, self._free[key], derives_again)
 
-    def _solve(self, problem: Callable[[tuple[int, ...]], StageProblem], wish: StageWish, key: tuple) -> _Solved:
-        """Without the memory limit first: most stages of a good plan do not need it, and share that solution."""
-        job, limit, alive = self.job, self.job.memory_limit / wish.per_rank, wish.alive / wish.per_rank
-        finest = problem(wish.starts)
-        if key not in self._solutions:
-            free = solve(weighted(finest, job.num_microbatches, 1, wish.remat), job.options.solver_seconds)
-            self._solutions[key] = free, working_bytes(finest.intra, free.assignment)
-        solution, working = self._solutions[key]
-        starts = wish.starts
+    def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
+        """The cheapest layouts that fit, short-lived memory included.
+
+        Args:
+            cutoff: seconds of a plan that will be taken unless this stage's objective is lower.
+
+        Raises:
+            NotCheaper: than `cutoff`. PlanError: none fit.
+        """
+        wish, found = priced.wish, self._solve(priced, cutoff)
+        if found.solution.seconds >= cutoff:
+            raise NotCheaper
+        stage = priced.unrestricted(found.starts)
+        cost = cost_of(stage, found.solution.assignment, found.working)
+        plan = replace(self._plan(stage.intra, found, cost, wish), derives_again=priced.derives_again)
+        return SolvedStage(
+            plan, cost, _gap(found.solution), found.solution.seconds, found.solution.method,
+            found.solution is priced.free,
+        )  # fmt: skip
+
+    def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
+        """The optimum without a memory limit where that fits, in the spans that need least memory."""
+        job, wish, solution = self.job, priced.wish, priced.free
+        limit, alive = job.memory_limit / wish.per_rank, wish.alive / wish.per_rank
+
+        def problem(starts: tuple[int, ...]) -> StageProblem:
+            return priced.problem(starts, job.options, job.optimizer)
+
+        stage, starts = problem(wish.starts), wish.starts
+        working = working_bytes(stage.intra, solution.assignment)
         if len(starts) > 1:
-            starts = _least_memory(problem, finest, cost_of(finest, solution.assignment).again, solution, alive, starts)
-        stage = finest if starts == wish.starts else problem(starts)
+            starts = _least_memory(problem, stage, cost_of(stage, solution.assignment).again, solution, alive, starts)
+            stage = stage if starts == wish.starts else problem(starts)
         cost = cost_of(stage, solution.assignment, working)
         if cost.num_bytes(alive, wish.remat) <= limit:
             return _Solved(starts, solution, working)
-        return self._solve_within(stage, cost, wish, starts, limit, alive)
+        # Of a whole batch, memory weighs in no other way than in the problem that was priced.
+        free = solution if job.is_whole_batch else None
+        return self._solve_within(stage, cost, wish, starts, limit, alive, free, cutoff)
 
     def _solve_within(
-        self, stage: StageProblem, cost: StageCost, wish: StageWish, starts: tuple[int, ...], limit: float, alive: float
+        self,
+        stage: StageProblem,
+        cost: StageCost,
+        wish: StageWish,
+        starts: tuple[int, ...],
+        limit: float,
+        alive: float,
+        free: Solution | None,
+        cutoff: float,
     ) -> _Solved:
         """The cheapest layouts whose bytes fit.
 
@@ -156,14 +232,13 @@ class StageSolver:
         """
         job, reserve, least = self.job, 0.0, math.inf
         large: set[int] = set()
-        free: Solution | None = None
         for _ in range(4 + 2 * (stage.num_spans > 1)):
             most = max(cost.again)
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
-            solution = solve(problem, job.options.solver_seconds, unlimited=free)
+            solution = solve(problem, job.options.solver_seconds, cutoff=cutoff, unlimited=free)
             working = working_bytes(stage.intra, solution.assignment)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)
@@ -173,7 +248,7 @@ class StageSolver:
             left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
             reserve = max(reserve, working + (left_out if wish.remat else 0.0))
         needed = format_bytes(least)
-        raise PlanError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
+        raise DoesNotFitError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
 
     def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, wish: StageWish) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""

@@ -34,7 +34,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan, logical_shapes
-from alpa_strategy.planner.replan import follow_fingerprint, follow_plan
+from alpa_strategy.planner.replan import replan, replan_fingerprint
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import Freed
 from alpa_strategy.sharding import localize, op_strategies
@@ -214,12 +214,13 @@ def find_or_make_plan(
 def _following_plan(
     step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: OptimizerInfo, running: Running
 ) -> Plan:
-    """The plan of another step on the stages that are running (see `follow_plan`), stored or new."""
-    wanted = follow_fingerprint(step, running.plan, cluster, job.options, optimizer)
+    """The plan of another step on the stages that are running (see `replan`), stored or new."""
+    task = PlanTask(step, cluster, job.options, optimizer)
+    wanted = replan_fingerprint(task, running.plan)
 
     def make() -> Plan:
-        costs = known_costs(cluster, job) if cluster.measured else RooflineCosts(cluster.device)
-        return follow_plan(step, running.plan, running.pins, cluster, job.options, optimizer, costs, wanted)
+        costs = known_costs(cluster, job) if cluster.measured else None
+        return replan(replace(task, costs=costs), running.plan, running.pins)
 
     return _stored(wanted, step, job, make)
 
@@ -280,7 +281,7 @@ def _plan_on_rank_zero(
         return plan
 
     def make() -> Plan:
-        if not cluster.measured:
+        if not cluster.measured or options.costs is not None:
             return choose_plan(task, pinned)
         with job.progress("time ops"):
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET

@@ -14,55 +14,44 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, span_name, stage_on
+from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, stage_on
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, Predicted, StagePlan
+from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.task import fingerprint_of
+from alpa_strategy.planner.search import plan_of
+from alpa_strategy.planner.task import PlanTask, fingerprint_of
 from alpa_strategy.schedules import in_flight, rank_of, why_not
 
 Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
 
 
-def follow_options(options: PlanOptions, running: Plan) -> PlanOptions:
-    """Options whose digest tells plans that follow `running` from all others."""
+def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
+    """What `replan`'s result is stored under: the running plan takes the place of pins."""
     text = repr(
         [(s.submesh, s.first_device, s.logical_mesh, sorted(s.parameter_plans.items())) for s in running.stages]
     )
     pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
-    return replace(options, placements=pins, parallel="auto", logical_mesh=None)
+    options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
+    return fingerprint_of(task.step, task.cluster, options, task.optimizer)
 
 
-def follow_plan(
-    step: StepGraph,
-    running: Plan,
-    pins: Pins,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    costs: OpCosts,
-    fingerprint: Fingerprint,
-) -> Plan:
-    """The plan of `step` on the stages of `running`.
+def replan(task: PlanTask, running: Plan, pins: Pins) -> Plan:
+    """The plan of `task.step` on the stages of `running`.
 
     Args:
         pins: (stage's graph, running stage) -> how its parameters must be stored.
-        fingerprint: what the plan is stored under.
 
     Raises:
         PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
     """
-
-    micro = follow_microbatches(step, running, cluster.num_devices)
+    step, cluster = task.step, task.cluster
+    micro = _microbatches(step, running, cluster.num_devices)
     graph, count, stages = micro.graph, micro.num_microbatches, running.stages
     held = {name for stage in stages for name in stage.parameter_plans}
     if step.loss >= 0 and (new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]):
@@ -71,9 +60,9 @@ def follow_plan(
             "use the same parameters in every step",
         )
     cuts = stage_cuts(graph, stages)
-    free = replace(options, placements=(), parallel="auto", logical_mesh=None)
-    limit = options.usable_bytes(cluster.device.memory_bytes)
-    solver = StageSolver(CostJob(graph, cuts, count, cluster, costs, free, optimizer, limit, remat=False))
+    free = replace(task.options, placements=(), parallel="auto", logical_mesh=None)
+    job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
+    solver = StageSolver(job)
     alive = _alive(step, running, count)
     solved: list[SolvedStage] = []
     per_mesh = Counter(stage.first_device for stage in stages)
@@ -92,30 +81,13 @@ def follow_plan(
             _layer_cuts(own, cuts[index], len(stage.spans)) if recomputes else (),
         )
         solved.append(solver.solve(wish))
-    plans = tuple(
-        replace(s.plan, first_device=stage.first_device, layers=span_name(graph, *s.plan.ops))
-        for s, stage in zip(solved, stages, strict=True)
-    )
-    seconds = max(s.predicted.step_seconds for s in plans)
-    return Plan(
-        fingerprint=fingerprint,
-        stages=plans,
-        predicted=Predicted(seconds, max(s.predicted.peak_bytes for s in plans)),
-        num_microbatches=count,
-        schedule=running.schedule,
-        notes=graph.notes,
-        cluster_name=cluster.name,
-    )
+    firsts = [stage.first_device for stage in stages]
+    schedule = running.schedule if step.loss >= 0 else None
+    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, schedule, [0.0] * len(stages))
+    return replace(plan, schedule=running.schedule, notes=graph.notes)
 
 
-def follow_fingerprint(
-    step: StepGraph, running: Plan, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo
-) -> Fingerprint:
-    """What `follow_plan`'s result depends on."""
-    return fingerprint_of(step, cluster, follow_options(options, running), optimizer)
-
-
-def follow_microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
+def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
     """The step in as many micro-batches as the running plan has, or the most below that its rows and ops allow."""
     num_meshes = len({stage.first_device for stage in running.stages})
     first: PlanError | None = None

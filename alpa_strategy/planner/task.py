@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import FORMAT_VERSION, Fingerprint
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.register import registered_rules
-
-if TYPE_CHECKING:
-    from alpa_strategy.inter_op.stage_costs import CostStore
 
 Progress = Callable[[str], AbstractContextManager[None]]
 
@@ -35,7 +33,7 @@ class PlanTask:
     """See the module's docstring.
 
     Attributes:
-        costs: op costs; None: the roofline of `cluster.device`.
+        costs: op costs where the options name no model; None: the roofline of `cluster.device`.
         progress: shows phases.
         store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes;
             None: in memory.
@@ -52,7 +50,7 @@ class PlanTask:
     @property
     def op_costs(self) -> OpCosts:
         """Seconds and bytes of one local op."""
-        return self.costs or RooflineCosts(self.cluster.device)
+        return cast("OpCosts | None", self.options.costs) or self.costs or RooflineCosts(self.cluster.device)
 
     @property
     def memory_limit(self) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.inter_op.search import Look, climb
+from alpa_strategy.planner.search import Look, climb
 
 COUNTS = [2**k for k in range(10, -1, -1)]
 

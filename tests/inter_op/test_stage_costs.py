@@ -19,7 +19,6 @@ from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
-from alpa_strategy.inter_op.search import plan_pipeline
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_problem import Spans, balanced_groups, cost_of, stage_build, take_apart, weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
@@ -31,6 +30,7 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, why_not
 

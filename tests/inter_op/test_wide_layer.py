@@ -14,7 +14,6 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.layer_matrix import price_pairs
-from alpa_strategy.inter_op.search import plan_pipeline
 from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
@@ -25,6 +24,7 @@ from alpa_strategy.intra_op.solver.many_assignments import ManyAssignments
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

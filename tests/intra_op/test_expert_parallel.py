@@ -13,7 +13,7 @@ from intra_op.test_known_optima import cluster_of
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.planner import plan_step
+from alpa_strategy.planner.search import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
@@ -35,7 +35,7 @@ def plan_experts(hidden: int, factor: int, experts: int, rows: int, **options: A
     cluster = replace(cluster, device=replace(cluster.device, peak_flops=(("float32", 2e12),)))
     step = capture_step(model, (tokens, tokens), world_size=4)
     wanted = PlanOptions.from_user(logical_mesh=(4,), memory_limit=float("inf"), **options)
-    return plan_step(PlanTask(step, cluster, wanted, OptimizerInfo()))
+    return plan_one_stage(PlanTask(step, cluster, wanted, OptimizerInfo()))
 
 
 def modes(plan: Plan, name: str) -> str:

@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.parameter_plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.planner import plan_step
+from alpa_strategy.planner.search import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()
@@ -69,7 +69,7 @@ def plan_tower(width: int, hidden: int, pairs: int, rows: int, cluster: ClusterS
         model = Tower(width, hidden, pairs)
         batch = (torch.empty(rows, width), torch.empty(rows, width))
     step = capture_step(model, batch, world_size=cluster.num_devices)
-    return plan_step(PlanTask(step, cluster, PlanOptions(**options), ADAM))
+    return plan_one_stage(PlanTask(step, cluster, PlanOptions(**options), ADAM))
 
 
 def test_large_batch_gives_data_parallel_with_one_reduction():
@@ -113,7 +113,7 @@ def test_two_axes_give_both():
         model = Tower(1024, 16384, 2)
         batch = (torch.empty(4096, 1024), torch.empty(4096, 1024))
     step = capture_step(model, batch, world_size=4)
-    plan = plan_step(PlanTask(step, cluster, PlanOptions(logical_mesh=(2, 2)), ADAM))
+    plan = plan_one_stage(PlanTask(step, cluster, PlanOptions(logical_mesh=(2, 2)), ADAM))
     for parameter in plan.stages[0].parameter_plans.values():
         outer, inner = map(str, parameter.modes)
         assert outer[0] in "RG"
@@ -196,7 +196,7 @@ def test_solved_plan_is_no_slower_than_any_named_plan():
         model = GPT(vocab_size=512, d_model=128, num_layers=2, seq_len=64)
     batch = tuple(torch.empty(4, 64, dtype=torch.long, device="meta") for _ in range(2))
     step = capture_step(model, batch, world_size=4)
-    plan = plan_step(PlanTask(step, cluster, PlanOptions(baselines=True), ADAM))
+    plan = plan_one_stage(PlanTask(step, cluster, PlanOptions(baselines=True), ADAM))
     assert set(plan.baselines) == {"data", "zero2", "zero3", "tensor"}
     for name, seconds in plan.baselines.items():
         assert seconds is None or plan.predicted.step_seconds <= seconds * (1 + 1e-9), name

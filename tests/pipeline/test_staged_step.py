@@ -20,7 +20,6 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_object
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.search import plan_pipeline
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
@@ -30,6 +29,7 @@ from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
+from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
 

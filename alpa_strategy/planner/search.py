@@ -1,8 +1,9 @@
-"""From a captured step and a cluster to a Plan of several stages: micro-batches, layers, stage costs, DP, then the ILP.
+"""The two kinds of plans that the planner chooses between: the whole batch on one stage, and pipelines.
 
-Everything is searched that the options leave open: the number of micro-batches, the schedule, stages, submeshes,
-logical shapes, recomputation and layouts. Stages are chosen on the costs of `stage_costs.py`; the chosen ones are then
-solved by the same ILP as a single stage, and the prediction is made of their exact costs.
+Both are stages of a `CostJob`, solved by the same `StageSolver` and put together by `plan_of`: costs, pins, the reserve
+for short-lived memory and the reasons why nothing fits are the same. One stage is solved on every logical mesh; stages
+of pipelines are chosen on the costs of `inter_op/stage_costs.py` and then solved. Everything that the options leave
+open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes, recomputation and layouts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,23 +21,100 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import Candidate, runtime_seconds, seconds_on_the_clock, solve_schedules
 from alpa_strategy.inter_op.layer_matrix import WORKING
-from alpa_strategy.inter_op.pins import check_pins, least_stages, submeshes
+from alpa_strategy.inter_op.pins import check_pins, check_placements, least_stages, logical_shapes, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
-from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
+from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, span_name
+from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.planner.task import PlanTask, fingerprint_of
 from alpa_strategy.schedules import rank_of
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
+BASELINES = ("data", "zero2", "zero3", "tensor")
 KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
+
+Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
+
+
+def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:
+    """The best single stage over all devices: every logical mesh that the options allow is solved.
+
+    Meshes are taken by their optimum if memory were free. No plan on a mesh is faster than that: one that is slower
+    than a plan on another mesh is left alone.
+
+    Args:
+        pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
+
+    Raises:
+        PlanError: nothing fits, with the reason for every logical mesh.
+    """
+    task = replace(task, costs=task.op_costs)
+    check_placements(task.step, task.options)
+    solver = StageSolver(_whole_batch(task))
+    spent: dict[str, float] = defaultdict(float)
+    failures: Failures = []
+    priced: list[tuple[str, PricedStage]] = []
+    for shape in logical_shapes(task.options, task.cluster):
+        label = "x".join(map(str, shape))
+        with task.progress(f"price {label}"), _timed(spent, f"price {label}"):
+            try:
+                priced.append((label, solver.price(_everything(task, shape, pinned or {}))))
+            except PlanError as error:
+                failures.append((f"logical mesh {label}", error))
+    best: SolvedStage | None = None
+    for label, stage in sorted(priced, key=lambda entry: (entry[1].free.bound, entry[0])):
+        with task.progress(f"solve {label}"), _timed(spent, f"solve {label}"):
+            try:
+                best = solver.solve_priced(stage, best.objective if best else math.inf)
+            except NotCheaper:
+                continue
+            except PlanError as error:
+                failures.append((f"logical mesh {label}", error))
+    if best is None:
+        raise _nothing_fits(
+            "no plan fits", failures, "use more devices, a smaller batch, or relax the options named above"
+        )
+    with task.progress("baselines"), _timed(spent, "baselines"):
+        baselines = _baselines(task, solver) if pinned is None else {}
+    notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs))
+    plan = plan_of(solver.job, task.fingerprint, [best], [0])
+    return replace(plan, baselines=baselines, notes=(*notes, *plan.notes), solver_seconds=dict(spent))
+
+
+def _whole_batch(task: PlanTask) -> CostJob:
+    """The step as it is, on all devices."""
+    return CostJob(
+        task.step, (0, len(task.step.ops)), 1, task.cluster, task.op_costs, task.options, task.optimizer,
+        task.memory_limit, remat=False, is_whole_batch=True,
+    )  # fmt: skip
+
+
+def _everything(task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, ParameterPlan]) -> StageWish:
+    devices = task.cluster.num_nodes, task.cluster.devices_per_node
+    return StageWish(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
+
+
+def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, float | None]:
+    """Predicted seconds of named plans on the flat mesh under the same costs and memory; None where none fits."""
+    if task.cluster.num_devices == 1:
+        return {}
+    flat = (task.cluster.num_devices,)
+    found: dict[str, float | None] = {}
+    for name in BASELINES if task.options.baselines else BASELINES[:1]:
+        named = solver.under(replace(task.options, parallel=name, placements=(), logical_mesh=flat))
+        try:
+            found[name] = named.solve(_everything(task, flat, {})).plan.predicted.step_seconds
+        except PlanError:
+            found[name] = None
+    return found
 
 
 def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False) -> Plan:
@@ -53,26 +131,72 @@ def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False
     check_pins(task.step, task.cluster, task.options)
     search = _Search(task, several)
     search.run(known)
-    started = time.perf_counter()
     for candidate in search.best:
         try:
-            with task.progress("solve the chosen stages"):
-                plan = _solved_plan(candidate, search.meshes)
+            with task.progress("solve the chosen stages"), _timed(search.spent, "chosen stages"):
+                plan = _solved(candidate, search.meshes, task.fingerprint)
         except PlanError as error:
-            count = candidate.job.num_microbatches
-            search.failures.append(f"{count} micro-batches, {candidate.schedule}: {error.problem}")
+            search.failures.append((f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}", error))
             continue
-        search.spent["chosen stages"] = time.perf_counter() - started
         notes = (*candidate.job.graph.notes, *search.notes_on(plan), *replicated_notes(task.step, task.op_costs))
-        return replace(plan, fingerprint=task.fingerprint, notes=notes, solver_seconds=dict(search.spent))
-    kind = PlanError
-    if search.last_job is not None and (largest := largest_need(search.last_job, search.meshes)):
-        search.failures.append(largest)
-        kind = DoesNotFitError
-    raise kind(
-        "no pipeline fits:\n    " + "\n    ".join(search.failures),
+        return replace(plan, notes=(*notes, *plan.notes), solver_seconds=dict(search.spent))
+    search.explain()
+    raise _nothing_fits(
+        "no pipeline fits",
+        search.failures,
         "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",
     )
+
+
+def plan_job(
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    store: CostStore | None = None,
+    schedules: Sequence[str] | None = None,
+    allowed: np.ndarray | None = None,
+) -> Plan:
+    """The best plan of one job: what `plan_pipeline` does for each number of micro-batches.
+
+    Args:
+        schedules, allowed: see `candidates.solve_schedules`.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf, schedules, allowed)
+    failures: Failures = [("", _no_stages(job, math.inf))]
+    fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
+    for candidate in found[:KEPT]:
+        try:
+            return _solved(candidate, meshes, fingerprint)
+        except PlanError as error:
+            failures.append((candidate.schedule, error))
+    raise _nothing_fits("no stages fit", failures, "use more devices, or raise memory_limit")
+
+
+def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
+    """One error of all reasons: of memory where one of them is."""
+    fixes = {error.fix for _, error in failures if error.fix}
+    kind = DoesNotFitError if any(isinstance(error, DoesNotFitError) for _, error in failures) else PlanError
+    reasons = (f"\n    {label}{': ' if label else ''}{error.problem}" for label, error in failures)
+    return kind(f"{what}:{''.join(reasons)}", fixes.pop() if len(fixes) == 1 else fix)
+
+
+def _no_stages(job: CostJob, ceiling: float) -> PlanError:
+    limit = format_bytes(job.memory_limit)
+    if ceiling < math.inf:
+        return PlanError(f"no stages fit into {limit} a device in less than {ceiling:.3g} s")
+    return DoesNotFitError(f"no stages fit into {limit} a device")
+
+
+@contextmanager
+def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
+    """Add to `spent` how long the block took."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent[phase] += time.perf_counter() - started
 
 
 class _Search:
@@ -91,7 +215,7 @@ class _Search:
         self.store = task.store or CostStore()
         self.meshes = submeshes(task.cluster)
         self.best: list[Candidate] = []
-        self.failures: list[str] = []
+        self.failures: Failures = []
         self.last_job: CostJob | None = None
         self.spent: dict[str, float] = defaultdict(float)
         self._jobs: dict[int, CostJob | None] = {}
@@ -106,14 +230,17 @@ class _Search:
         climb(counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
-            self.failures.append(f"no number of micro-batches can take less than {known:.3g} s")
+            self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
 
     def notes_on(self, plan: Plan) -> tuple[str, ...]:
         """Why stages take turns, where they do and nobody asked for it."""
         if len(plan.stages) == 1 or plan.num_microbatches > 1 or self.task.options.num_microbatches == 1:
             return ()
         more = [count for count in self._jobs if count > 1]
-        why = self.failures[0] if self.failures else "more would take longer" if more else "no rows for more"
+        why = "more would take longer" if more else "no rows for more"
+        if self.failures:
+            label, error = self.failures[0]
+            why = f"{label}: {error.problem}"
         return (f"one micro-batch, so the stages work one after the other: {why}",)
 
     def _job(self, count: int) -> CostJob | None:
@@ -122,12 +249,12 @@ class _Search:
             try:
                 self._jobs[count] = self._make_job(count)
             except PlanError as error:
-                self.failures.append(f"{count} micro-batches: {error.problem}")
+                self.failures.append((f"{count} micro-batches", error))
                 self._jobs[count] = None
         return self._jobs[count]
 
     def _make_job(self, count: int) -> CostJob:
-        with self._timed("micro-batches and layers"):
+        with _timed(self.spent, "micro-batches and layers"):
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
             cuts = _cuts(graph, least_stages(task.cluster, task.options))
@@ -151,9 +278,9 @@ class _Search:
         meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
         ceiling = min([SLACK * known, *(c.seconds for c in self.best)])
         with self.task.progress(f"{count} micro-batches"):
-            with self._timed("stage costs"):
+            with _timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self.store)
-            with self._timed("stage DP"):
+            with _timed(self.spent, "stage DP"):
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
                 # A schedule that the user asks for is one of several stages (`pins.py`).
                 allowed[0, job.num_layers] = not self.several and job.options.schedule is None
@@ -162,20 +289,16 @@ class _Search:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found
         if not found:
-            limit = format_bytes(job.memory_limit)
-            faster = "" if ceiling == math.inf else f" in less than {ceiling:.3g} s"
-            self.failures.append(f"{count} micro-batches: no stages fit into {limit} a device{faster}")
+            self.failures.append((f"{count} micro-batches", _no_stages(job, ceiling)))
             self.last_job = job if ceiling == math.inf else None
             return Look()
         return Look(found[0].seconds, frozenset(found[0].submesh_of))
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent[phase] += time.perf_counter() - started
+    def explain(self) -> None:
+        """Add to `failures` the layer that needs the most memory, where nothing fitted into it."""
+        largest = largest_need(self.last_job, self.meshes) if self.last_job is not None else None
+        if largest is not None:
+            self.failures.append(("", DoesNotFitError(largest)))
 
 
 def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:
@@ -196,91 +319,84 @@ def _cuts(graph: StepGraph, num_stages: int) -> tuple[int, ...]:
     return cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
 
 
-def _solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]]) -> Plan:
-    """The chosen stages, each solved by the ILP, and the prediction from their exact costs."""
-    job = candidate.job
-    solver = StageSolver(job)
+def _solved(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
+    """The stages that the DP chose, each solved by the ILP."""
+    job, solver = candidate.job, StageSolver(candidate.job)
     solved: list[SolvedStage] = []
-    offset = 0
     first_devices: list[int] = []
     stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device
+    offset = 0
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.per_rank > 1:
             first = rank_of(candidate.schedule, candidate.num_ranks, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
-        first_devices.append(first)
         wish = StageWish(
             job.cuts[stage.first], job.cuts[stage.last], mesh, candidate.shapes[i], candidate.remat[i],
             candidate.alive[i], candidate.per_rank, stored[first], job.cuts[stage.first + 1 : stage.last],
         )  # fmt: skip
         solved.append(solver.solve(wish))
+        first_devices.append(first)
         stored[first].update(solved[-1].plan.parameter_plans)
-    spans = [span_name(job.graph, job.cuts[s.first], job.cuts[s.last]) for s in candidate.choice.stages]
+    return plan_of(job, fingerprint, solved, first_devices, candidate.schedule, candidate.wires)
+
+
+def plan_of(
+    job: CostJob,
+    fingerprint: Fingerprint,
+    solved: Sequence[SolvedStage],
+    first_devices: Sequence[int],
+    schedule: str | None = None,
+    wires: Sequence[float] = (0.0,),
+) -> Plan:
+    """The one place where a Plan is made: solved stages in pipeline order, with what their exact costs predict.
+
+    Args:
+        first_devices: per stage; stages with the same one share a mesh.
+        schedule: of several stages; None: there are none, or they only evaluate.
+        wires: per stage, seconds of a micro-batch's values to the next one and their gradients back.
+
+    Raises:
+        PlanError: the stages of one mesh do not fit together.
+    """
+    B, remat = job.num_microbatches, [s.plan.remat for s in solved]
     stages = tuple(
-        replace(s.plan, first_device=first, layers=span, boundary_seconds=wire)
-        for s, first, span, wire in zip(solved, first_devices, spans, candidate.wires, strict=True)
+        replace(s.plan, first_device=first, layers=span_name(job.graph, *s.plan.ops), boundary_seconds=wire)
+        for s, first, wire in zip(solved, first_devices, wires, strict=True)
     )
-    B = job.num_microbatches
-    busy = [B * s.cost.seconds(remat) + s.cost.once for s, remat in zip(solved, candidate.remat, strict=True)]
-    slowest = int(np.argmax(busy))
-    step_seconds = seconds_on_the_clock(
-        candidate.schedule, candidate.num_ranks, B, [s.cost for s in solved], candidate.remat, candidate.wires,
-        runtime_seconds(job.cluster.device),
-    )  # fmt: skip
     peaks: dict[int, int] = defaultdict(int)
-    for s, f in zip(solved, first_devices, strict=True):
-        peaks[f] += s.plan.predicted.peak_bytes
-    if max(peaks.values()) > job.memory_limit:
-        raise PlanError(
-            f"the stages of one mesh need {format_bytes(max(peaks.values()))} of {format_bytes(job.memory_limit)}"
-        )
-    worst = stages[slowest].predicted
+    for stage in stages:
+        peaks[stage.first_device] += stage.predicted.peak_bytes
+    if len(solved) > 1 and max(peaks.values()) > job.memory_limit:
+        needed, limit = format_bytes(max(peaks.values())), format_bytes(job.memory_limit)
+        raise DoesNotFitError(f"the stages of one mesh need {needed} of {limit}")
+    busy = [B * s.cost.seconds(again) + s.cost.once for s, again in zip(solved, remat, strict=True)]
+    worst = stages[int(np.argmax(busy))].predicted
+    seconds = worst.step_seconds
+    if not job.is_whole_batch and (schedule is not None or len(stages) == 1):
+        # Stages are simulated, and a micro-batch takes time of the runtime's own.
+        overhead = runtime_seconds(job.cluster.device)
+        costs = [s.cost for s in solved]
+        seconds = seconds_on_the_clock(schedule or "", len(peaks), B, costs, remat, wires, overhead)
+    gap = max(s.gap for s in solved)
+    method = next(s.method for s in solved if s.gap == gap)
     return Plan(
-        fingerprint=_no_fingerprint(),
+        fingerprint=fingerprint,
         stages=stages,
         predicted=Predicted(
-            step_seconds,
+            seconds,
             max(peaks.values()),
             worst.compute_seconds,
             worst.communication_seconds,
             worst.optimizer_seconds,
         ),
         num_microbatches=B,
-        schedule=candidate.schedule if len(stages) > 1 else "none",
-        gap=max(s.gap for s in solved),
+        schedule=schedule if schedule is not None and len(stages) > 1 else "none",
+        gap=gap,
+        notes=(f"optimality not proved: within {gap:.2%} of the best ({method})",) if gap > 0 else (),
         cluster_name=job.cluster.name,
     )
-
-
-def _no_fingerprint() -> Fingerprint:
-    return Fingerprint("", "", "", "", "", "")
-
-
-def plan_job(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
-    store: CostStore | None = None,
-    schedules: Sequence[str] | None = None,
-    allowed: np.ndarray | None = None,
-) -> Plan:
-    """The best plan of one job, without a fingerprint: what `plan_pipeline` does for each number of micro-batches.
-
-    Args:
-        schedules, allowed: see `candidates.solve_schedules`.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf, schedules, allowed)
-    failures = [f"no stages fit into {format_bytes(job.memory_limit)} a device"]
-    for candidate in found[:KEPT]:
-        try:
-            return _solved_plan(candidate, meshes)
-        except PlanError as error:
-            failures.append(error.problem)
-    raise PlanError("; ".join(failures), "use more devices, or raise memory_limit")
 
 
 # --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds, never by the clock.
