@@ -1,6 +1,6 @@
 """Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per pair of ranks.
 
-What is sent where was decided in `inter_op/cross_mesh.py`. Receives are posted early and waited for when they are
+What is sent where was decided in `sharding/cross_mesh.py`. Receives are posted early and waited for when they are
 needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL
 ignores tags, so there every channel and direction has a group of its own (`mesh.message_groups`).
 """
@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Shard
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import LostRankError
-from alpa_strategy.inter_op.cross_mesh import Box, Piece, TransferPlan
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, Layout, shard
+from alpa_strategy.sharding.cross_mesh import Box, Piece, TransferPlan
 
 ALIGNMENT = 16  # bytes: tensors of any dtype may begin there
 HELD_BYTES = 8 * 2**20

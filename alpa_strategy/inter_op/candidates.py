@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.inter_op.cross_mesh import boundary_seconds
 from alpa_strategy.inter_op.pins import stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
@@ -29,6 +28,7 @@ from alpa_strategy.schedules import (
     timeline,
     why_not,
 )
+from alpa_strategy.sharding.cross_mesh import boundary_seconds
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); the clock chooses between what they give

@@ -19,7 +19,7 @@ from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts,
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.intra_op.solver.elimination import Factor, Network, best_values, join, network_of, order_within
-from alpa_strategy.intra_op.solver.many_assignments import ManyAssignments
+from alpa_strategy.intra_op.solver.lagrangian import ManyAssignments
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph

@@ -16,7 +16,6 @@ from torch import nn
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.mesh import TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.counters import COUNTERS

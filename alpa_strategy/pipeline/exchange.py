@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.comm.messages import Transfer
-from alpa_strategy.inter_op.cross_mesh import MeshSide, TransferPlan, plan_transfer
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, cut
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter
+from alpa_strategy.sharding.cross_mesh import MeshSide, TransferPlan, plan_transfer
 
 
 class Delivery:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError, RuntimeMismatchError
-from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec, plan_channels
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.exchange import Delivery, SharedSum
 from alpa_strategy.pipeline.orders import Orders, checked_orders, forward_orders

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Combine, Cut

@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
-from alpa_strategy.inter_op.cross_mesh import Channel, StageSpec
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
 from alpa_strategy.schedules import Action
+from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
 # (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
 Sends = Mapping[tuple[int, str], Sequence[int]]

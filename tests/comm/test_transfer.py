@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange
-from alpa_strategy.inter_op.cross_mesh import MeshSide, plan_transfer
 from alpa_strategy.ir.placement import Layout
+from alpa_strategy.sharding.cross_mesh import MeshSide, plan_transfer
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 CPU = torch.device("cpu")

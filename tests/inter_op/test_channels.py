@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.cross_mesh import StageSpec, plan_channels
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
+from alpa_strategy.sharding.cross_mesh import StageSpec, plan_channels
 
 ROWS, WHOLE = Layout.parse("S0"), Layout.parse("R")
 METAS = {1: TensorMeta((8, 4), torch.float32, True), 2: TensorMeta((8,), torch.int64)}

@@ -13,14 +13,14 @@ from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.cross_mesh import (
+from alpa_strategy.ir.placement import Layout
+from alpa_strategy.sharding.cross_mesh import (
     MeshSide,
     best_transfer,
     boundary_seconds,
     plan_transfer,
     transfer_seconds,
 )
-from alpa_strategy.ir.placement import Layout
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (6,), (2, 3), (3, 2), (8,), (2, 4), (4, 2)]
 

@@ -19,8 +19,7 @@ from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weight
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
-from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood, descend
-from alpa_strategy.intra_op.solver.many_assignments import ManyAssignments
+from alpa_strategy.intra_op.solver.lagrangian import ManyAssignments, Neighbourhood, descend
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions

@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 
 from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.inter_op.cross_mesh import StageSpec
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.parameter_plan import ParameterPlan
