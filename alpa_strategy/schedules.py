@@ -82,10 +82,10 @@ def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) ->
 
 
 @dataclass(frozen=True)
-class Slot:
+class TimedAction:
     """An action on the clock, seconds."""
 
-    rank: int
+    mesh: int
     start: float
     end: float
     kind: str
@@ -105,97 +105,92 @@ class Terms:
         return self.fill * sum(stage_seconds) + self.run * max(stage_seconds)
 
 
-def stages_per_rank(schedule: str) -> tuple[int, ...]:
-    """How many stages a rank may have under a schedule (those that are searched)."""
-    return SCHEDULES[schedule].stages_per_mesh
-
-
-def why_not(schedule: str, num_ranks: int, num_microbatches: int) -> str | None:
-    """The reason why a schedule cannot run so many micro-batches on so many ranks, or None."""
+def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
+    """The reason why a schedule cannot run so many micro-batches on so many meshes, or None."""
     if schedule not in SCHEDULES:
         return f"the schedule {schedule!r} is unknown"
-    return SCHEDULES[schedule].refuses(num_ranks, num_microbatches)
+    return SCHEDULES[schedule].refuses(num_meshes, num_microbatches)
 
 
-def rank_of(schedule: str, num_ranks: int, stage: int) -> int:
-    """The rank that holds a stage."""
-    if SCHEDULES[schedule].is_folded and stage >= num_ranks:
-        return 2 * num_ranks - 1 - stage
-    return stage % num_ranks
+def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
+    """The mesh that holds a stage."""
+    if SCHEDULES[schedule].is_folded and stage >= num_meshes:
+        return 2 * num_meshes - 1 - stage
+    return stage % num_meshes
 
 
-def terms(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1, splits: bool = True) -> Terms:
+def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True) -> Terms:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the tests.
 
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
-    on a rank the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
+    on a mesh the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
     Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
     forward, t / 3, per hop and stage-sized chunk. Without `splits` (stages that recompute do their backward in one
     piece) they gain nothing by it.
     """
-    _check(schedule, num_ranks, num_microbatches)
+    _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
-        return Terms(1.0 / v, _equal_seconds(schedule, num_ranks, num_microbatches, v) - num_ranks)
+        return Terms(1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes)
     bubble = bubble if splits else 1.0
     return Terms(bubble / v, total - bubble)
 
 
 @lru_cache(maxsize=256)
-def _equal_seconds(schedule: str, num_ranks: int, num_microbatches: int, v: int) -> float:
+def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int) -> float:
     """Of a step whose stages all take one second of a micro-batch."""
-    each = num_ranks * v
-    return max(slot.end for slot in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_ranks))
+    each = num_meshes * v
+    return max(done.end for done in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_meshes))
 
 
-def in_flight(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
-    """Per rank: the most (micro-batch, stage) pairs of its stages whose activations are alive at once."""
-    _check(schedule, num_ranks, num_microbatches)
+def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
+    """Per mesh: the most (micro-batch, stage) pairs of its stages whose activations are alive at once."""
+    _check(schedule, num_meshes, num_microbatches)
     alive = SCHEDULES[schedule].alive
     if alive is not None:
-        return tuple(alive(num_ranks, num_microbatches, v))
-    return tuple(_alive(order) for order in actions(schedule, num_ranks, num_microbatches, v))
+        return tuple(alive(num_meshes, num_microbatches, v))
+    return tuple(_alive(order) for order in actions(schedule, num_meshes, num_microbatches, v))
 
 
-def splits_backward(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> bool:
+def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
     """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
     if SCHEDULES[schedule].bubble == 1.0:
         return False
-    return any(action.kind == "W" for action in actions(schedule, num_ranks, num_microbatches, v)[0])
+    return any(action.kind == "W" for action in actions(schedule, num_meshes, num_microbatches, v)[0])
 
 
 @lru_cache(maxsize=64)
-def actions(schedule: str, num_ranks: int, num_microbatches: int, v: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """Every rank's actions in order.
+def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[tuple[Action, ...], ...]:
+    """Every mesh's actions in order.
 
     Raises:
         PlanError: the schedule cannot run these, or leaves work out.
     """
-    _check(schedule, num_ranks, num_microbatches)
-    orders = SCHEDULES[schedule].orders(num_ranks * v, num_microbatches, num_ranks)
+    _check(schedule, num_meshes, num_microbatches)
+    orders = SCHEDULES[schedule].orders(num_meshes * v, num_microbatches, num_meshes)
     found = tuple(tuple(order) for order in orders)
     if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
-        _check_work(schedule, found, num_ranks, num_microbatches, v)
+        _check_work(schedule, found, num_meshes, num_microbatches, v)
     return found
 
 
 def _check_work(
-    schedule: str, orders: tuple[tuple[Action, ...], ...], num_ranks: int, num_microbatches: int, v: int
+    schedule: str, orders: tuple[tuple[Action, ...], ...], num_meshes: int, num_microbatches: int, v: int
 ) -> None:
     """PlanError unless every mesh does the work of its stages, each piece once."""
     fix = "give every mesh F and B (or I and W) of every micro-batch in each of its stages once"
-    if len(orders) != num_ranks:
-        raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_ranks}", fix)
-    for rank, order in enumerate(orders):
+    if len(orders) != num_meshes:
+        raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix)
+    for mesh, order in enumerate(orders):
         parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
         done = Counter((a.stage, part, a.microbatch) for a in order for part in parts[a.kind])
-        stages = [s for s in range(num_ranks * v) if rank_of(schedule, num_ranks, s) == rank]
+        stages = [s for s in range(num_meshes * v) if mesh_of(schedule, num_meshes, s) == mesh]
         wanted = Counter((s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches))
         if done != wanted:
             stage, part, microbatch = min((*(wanted - done), *(done - wanted)))
             what = {"F": "the forward", "I": "the backward", "W": "the weights' backward"}[part]
             raise PlanError(
-                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage {stage} on mesh {rank} "
+                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage {stage} on mesh {mesh} "
                 f"{done[stage, part, microbatch]} times instead of {wanted[stage, part, microbatch]}",
                 fix,
             )
@@ -206,19 +201,19 @@ def timeline(
     forward: Sequence[float],
     backward: Sequence[float],
     num_microbatches: int,
-    num_ranks: int | None = None,
+    num_meshes: int | None = None,
     boundary: Sequence[float] = (),
-) -> list[Slot]:
-    """When everything happens: each rank works through its actions, each as soon as what it needs has arrived.
+) -> list[TimedAction]:
+    """When everything happens: each mesh works through its actions, each as soon as what it needs has arrived.
 
     Args:
         forward, backward: seconds of one micro-batch per stage, in pipeline order.
-        num_ranks: meshes (default: one per stage); stages are laid on them as the schedule does.
+        num_meshes: meshes (default: one per stage); stages are laid on them as the schedule does.
         boundary: seconds between stage s and s + 1, each way. One message after the other: a link that takes longer
             than its stages holds them up.
     """
     num_stages = len(forward)
-    ranks = num_ranks or num_stages
+    meshes = num_meshes or num_stages
     wire = [*boundary, *[0.0] * (num_stages - len(boundary))]
     seconds = {
         "F": list(forward),
@@ -226,39 +221,39 @@ def timeline(
         "I": [b * (1 - WEIGHT_SHARE) for b in backward],
         "W": [b * WEIGHT_SHARE for b in backward],
     }
-    orders = actions(schedule, ranks, num_microbatches, num_stages // ranks)
+    orders = actions(schedule, meshes, num_microbatches, num_stages // meshes)
     ended: dict[tuple[str, int, int], float] = {}  # (F | B | W, stage, micro-batch) -> time
     arrived: dict[tuple[str, int, int], float] = {}  # at the stage after (F) or before (B) the sender
     link_free: dict[tuple[str, int], float] = defaultdict(float)
-    position, clock = [0] * ranks, [0.0] * ranks
-    slots: list[Slot] = []
+    position, clock = [0] * meshes, [0.0] * meshes
+    timed: list[TimedAction] = []
     waiting = sum(map(len, orders))
     while waiting:
         before = waiting
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order):
-                action = order[position[rank]]
+        for mesh, order in enumerate(orders):
+            while position[mesh] < len(order):
+                action = order[position[mesh]]
                 ready = _ready(action, num_stages, ended, arrived)
                 if ready is None:
                     break
-                start = max(clock[rank], ready)
+                start = max(clock[mesh], ready)
                 end = start + seconds[action.kind][action.stage]
-                clock[rank] = end
+                clock[mesh] = end
                 kind, stage = "B" if action.kind == "I" else action.kind, action.stage
                 ended[kind, stage, action.microbatch] = end
                 if kind != "W":
                     link = stage if kind == "F" else stage - 1
                     link_free[kind, link] = max(link_free[kind, link], end) + wire[link]
                     arrived[kind, stage, action.microbatch] = link_free[kind, link]
-                slots.append(Slot(rank, start, end, action.kind, action.microbatch, action.stage))
-                position[rank] += 1
+                timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
+                position[mesh] += 1
                 waiting -= 1
         if waiting == before:
             raise PlanError(
-                f"the schedule {schedule!r} locks up on {ranks} meshes with {num_microbatches} micro-batches",
+                f"the schedule {schedule!r} locks up on {meshes} meshes with {num_microbatches} micro-batches",
                 "let every action come after those that it waits for",
             )
-    return sorted(slots, key=lambda s: (s.rank, s.start))
+    return sorted(timed, key=lambda s: (s.mesh, s.start))
 
 
 def _ready(
@@ -287,8 +282,8 @@ def _alive(order: Sequence[Action]) -> int:
     return most
 
 
-def _check(schedule: str, num_ranks: int, num_microbatches: int) -> None:
-    reason = why_not(schedule, num_ranks, num_microbatches)
+def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:
+    reason = why_not(schedule, num_meshes, num_microbatches)
     if reason is not None:
         raise PlanError(reason, f"choose another number of micro-batches, or one of {', '.join(SCHEDULES)}")
 
@@ -301,30 +296,30 @@ def _each_mesh(order: Callable[[int, int, int, int], list[Action]]) -> Callable[
     return lambda num_stages, B, S: [order(S, B, num_stages // S, mesh) for mesh in range(S)]
 
 
-def _gpipe(S: int, B: int, v: int, rank: int) -> list[Action]:
-    return [Action(rank, kind, m) for kind in "FB" for m in range(B)]
+def _gpipe(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    return [Action(mesh, kind, m) for kind in "FB" for m in range(B)]
 
 
-def _one_f_one_b(S: int, B: int, v: int, rank: int) -> list[Action]:
-    warmup = min(B, S - rank)
-    order = [Action(rank, "F", m) for m in range(warmup)]
+def _one_f_one_b(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    warmup = min(B, S - mesh)
+    order = [Action(mesh, "F", m) for m in range(warmup)]
     for m in range(B):
-        order.append(Action(rank, "B", m))
+        order.append(Action(mesh, "B", m))
         if warmup + m < B:
-            order.append(Action(rank, "F", warmup + m))
+            order.append(Action(mesh, "F", warmup + m))
     return order
 
 
-def _looped_bfs(S: int, B: int, v: int, rank: int) -> list[Action]:
-    stages = range(rank, S * v, S)
+def _looped_bfs(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    stages = range(mesh, S * v, S)
     order = [Action(s, "F", m) for s in stages for m in range(B)]
     return order + [Action(s, "B", m) for s in reversed(stages) for m in reversed(range(B))]
 
 
-def _interleaved(S: int, B: int, v: int, rank: int, zero_bubble: bool = False) -> list[Action]:
-    """Depth first over the local stages; with zero bubbles, weight gradients wait `rank` micro-batches (ZB1P)."""
+def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> list[Action]:
+    """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh` micro-batches (ZB1P)."""
     per_round = B // max(1, B // S)
-    warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - rank))
+    warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))
     count: dict[tuple[str, int], int] = defaultdict(int)
     order: list[Action] = []
 
@@ -333,10 +328,10 @@ def _interleaved(S: int, B: int, v: int, rank: int, zero_bubble: bool = False) -
         count[kind, stage] += 1
 
     def forward_stage(step: int) -> int:
-        return (step // per_round) % v * S + rank
+        return (step // per_round) % v * S + mesh
 
     def backward_stage(step: int) -> int:
-        return (v - 1 - (step // per_round) % v) * S + rank
+        return (v - 1 - (step // per_round) % v) * S + mesh
 
     weights = 0
     for step in range(B * v + warmup):
@@ -344,7 +339,7 @@ def _interleaved(S: int, B: int, v: int, rank: int, zero_bubble: bool = False) -
             add("F", forward_stage(step))
         if step >= warmup:
             add("I" if zero_bubble else "B", backward_stage(step - warmup))
-            if zero_bubble and step - warmup >= rank:
+            if zero_bubble and step - warmup >= mesh:
                 add("W", backward_stage(weights))
                 weights += 1
     if zero_bubble:
@@ -353,9 +348,9 @@ def _interleaved(S: int, B: int, v: int, rank: int, zero_bubble: bool = False) -
     return order
 
 
-def _zbv(S: int, B: int, v: int, rank: int) -> list[Action]:
-    """ZB-V (Qi et al. 2023, section 6): stages `rank` and `2 S - 1 - rank`, wave-like."""
-    stages = (rank, 2 * S - 1 - rank)
+def _zbv(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    """ZB-V (Qi et al. 2023, section 6): stages `mesh` and `2 S - 1 - mesh`, wave-like."""
+    stages = (mesh, 2 * S - 1 - mesh)
     count: dict[tuple[str, int], int] = defaultdict(int)
     order: list[Action] = []
 
@@ -364,22 +359,22 @@ def _zbv(S: int, B: int, v: int, rank: int) -> list[Action]:
             order.append(Action(stages[chunk], kind, count[kind, chunk]))
             count[kind, chunk] += 1
 
-    for _ in range(2 * (S - rank) - 1):
+    for _ in range(2 * (S - mesh) - 1):
         add("F", 0)
-    for _ in range(rank):
+    for _ in range(mesh):
         add("F", 1)
         add("F", 0)
-    for _ in range(S - rank):
+    for _ in range(S - mesh):
         add("FIW", 1)
     while count["F", 1] < count["F", 0] or count["F", 0] < B:
         if count["F", 0] < B:
             add("F", 0)
         add("IW", 0)
         add("FIW", 1)
-    for _ in range(rank):
+    for _ in range(mesh):
         add("I", 0)
         add("I", 1)
-    for _ in range(S - rank):
+    for _ in range(S - mesh):
         add("IW", 0)
     while count["W", 1] < count["I", 1]:
         add("W", 1)

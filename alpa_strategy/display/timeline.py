@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.schedules import SCHEDULES, Slot, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
 from alpa_strategy.units import format_seconds
 
 MAX_DRAWN = {"text": 8, "picture": 24}  # micro-batches: more make the pieces too small to see
@@ -25,14 +25,14 @@ MAX_WIDTH = 120  # of the lines in a terminal
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Slots of every mesh (`Slot.rank`) in seconds, for the first `num_drawn` of the plan's micro-batches.
+    """Slots of every mesh (`TimedAction.mesh`) in seconds, for the first `num_drawn` of the plan's micro-batches.
 
     meshes: name of each mesh, such as `0-3`.
     stages: per mesh, its stages.
     seconds: from the first start to the last end.
     """
 
-    slots: tuple[Slot, ...]
+    timed: tuple[TimedAction, ...]
     meshes: tuple[str, ...]
     stages: tuple[tuple[int, ...], ...]
     num_drawn: int
@@ -41,12 +41,12 @@ class ScheduleTimeline:
 
     def idle_share(self, mesh: int) -> float:
         """The share of the time in which a mesh has nothing to do."""
-        busy = sum(slot.end - slot.start for slot in self.slots if slot.rank == mesh)
+        busy = sum(done.end - done.start for done in self.timed if done.mesh == mesh)
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
 
     def kinds(self) -> list[str]:
         """The kinds of actions that are drawn, in the order of the legend."""
-        return [kind for kind in MEANINGS if any(slot.kind == kind for slot in self.slots)]
+        return [kind for kind in MEANINGS if any(done.kind == kind for done in self.timed)]
 
     def title(self) -> str:
         """What is drawn: all of the step or its shape with fewer micro-batches."""
@@ -65,7 +65,7 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
         return None
     firsts = list(dict.fromkeys(stage.first_device for stage in plan.stages))
     num_drawn = _num_drawn(plan.schedule, len(firsts), plan.num_microbatches, max_microbatches)
-    slots = timeline(
+    timed = timeline(
         plan.schedule,
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_seconds for stage in plan.stages],
@@ -77,17 +77,17 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     meshes = tuple(str(f) if sizes[f] == 1 else f"{f}-{f + sizes[f] - 1}" for f in firsts)
     stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in firsts)
     return ScheduleTimeline(
-        tuple(slots), meshes, stages, num_drawn, plan.num_microbatches, max(slot.end for slot in slots)
+        tuple(timed), meshes, stages, num_drawn, plan.num_microbatches, max(done.end for done in timed)
     )
 
 
-def _num_drawn(schedule: str, num_ranks: int, count: int, most: int | None) -> int:
+def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> int:
     """The largest number up to `most` that fills the pipeline and that the schedule can run, else all."""
     if most is None or count <= most:
         return count
-    least = num_ranks + 1 if SCHEDULES[schedule].has_one_stage_per_mesh else num_ranks
+    least = num_meshes + 1 if SCHEDULES[schedule].has_one_stage_per_mesh else num_meshes
     tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
-    return next((n for n in tried if n < count and why_not(schedule, num_ranks, n) is None), count)
+    return next((n for n in tried if n < count and why_not(schedule, num_meshes, n) is None), count)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
     text = Text(f"schedule  {drawn.title()}\n", style="dim")
     for mesh, name in enumerate(drawn.meshes):
         text.append(f"devices {name}".ljust(label + 1), style="default")
-        for slot in _cells(drawn, mesh, room):
-            if slot is None:
+        for done in _cells(drawn, mesh, room):
+            if done is None:
                 text.append("·", style="dim")
                 continue
-            late = " reverse" if drawn.stages[mesh].index(slot.stage) % 2 else ""
-            text.append(SIGNS[slot.kind][slot.microbatch % 10], style=STYLES[slot.kind] + late)
+            late = " reverse" if drawn.stages[mesh].index(done.stage) % 2 else ""
+            text.append(SIGNS[done.kind][done.microbatch % 10], style=STYLES[done.kind] + late)
         # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
         whole = drawn.num_drawn == drawn.num_microbatches
         text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n" if whole else "\n", style="dim")
@@ -127,10 +127,10 @@ def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
     return text
 
 
-def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[Slot | None]:
+def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | None]:
     """What the mesh does in the middle of each of `room` equal moments."""
-    own = [slot for slot in drawn.slots if slot.rank == mesh]
-    cells: list[Slot | None] = []
+    own = [done for done in drawn.timed if done.mesh == mesh]
+    cells: list[TimedAction | None] = []
     at = 0
     for column in range(room):
         moment = (column + 0.5) * drawn.seconds / room
@@ -151,9 +151,9 @@ def timeline_svg(drawn: ScheduleTimeline, left: float, top: float, width: float)
     for mesh, name in enumerate(drawn.meshes):
         body.append(f'<text x="{left:.1f}" y="{y + 15:.1f}" {soft}>devices {name}</text>')
         body.append(f'<rect x="{first:.1f}" y="{y:.1f}" width="{right:.1f}" height="{ROW}" fill="#eef1f4"/>')
-        for slot in drawn.slots:
-            if slot.rank == mesh:
-                body += _piece(slot, drawn.stages[mesh], first + slot.start * scale, y, scale)
+        for done in drawn.timed:
+            if done.mesh == mesh:
+                body += _piece(done, drawn.stages[mesh], first + done.start * scale, y, scale)
         if drawn.num_drawn == drawn.num_microbatches:
             idle = f"{drawn.idle_share(mesh):.0%} idle"
             body.append(f'<text x="{first + right + 8:.1f}" y="{y + 15:.1f}" {soft}>{idle}</text>')
@@ -168,16 +168,16 @@ def timeline_svg(drawn: ScheduleTimeline, left: float, top: float, width: float)
     return body, y + 28 - top
 
 
-def _piece(slot: Slot, stages: Sequence[int], x: float, y: float, scale: float) -> list[str]:
-    width = (slot.end - slot.start) * scale
-    shade = SHADES[min(stages.index(slot.stage), len(SHADES) - 1)]
-    what = f"stage {slot.stage}, {MEANINGS[slot.kind]}, micro-batch {slot.microbatch}"
-    when = f"{format_seconds(slot.start)} to {format_seconds(slot.end)}"
+def _piece(done: TimedAction, stages: Sequence[int], x: float, y: float, scale: float) -> list[str]:
+    width = (done.end - done.start) * scale
+    shade = SHADES[min(stages.index(done.stage), len(SHADES) - 1)]
+    what = f"stage {done.stage}, {MEANINGS[done.kind]}, micro-batch {done.microbatch}"
+    when = f"{format_seconds(done.start)} to {format_seconds(done.end)}"
     found = [
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(0.2, width - 0.6):.2f}" height="{ROW}" fill="{COLOURS[slot.kind]}" '
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(0.2, width - 0.6):.2f}" height="{ROW}" fill="{COLOURS[done.kind]}" '
         f'fill-opacity="{shade}"><title>{what}, {when}</title></rect>'
     ]
-    if width >= 7 * len(str(slot.microbatch)) + 2:
+    if width >= 7 * len(str(done.microbatch)) + 2:
         place = f'x="{x + width / 2:.1f}" y="{y + 15:.1f}"'
-        found.append(f'<text {place} font-size="11" text-anchor="middle">{slot.microbatch}</text>')
+        found.append(f'<text {place} font-size="11" text-anchor="middle">{done.microbatch}</text>')
     return found

@@ -21,9 +21,8 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     Terms,
     in_flight,
-    rank_of,
+    mesh_of,
     splits_backward,
-    stages_per_rank,
     terms,
     timeline,
     why_not,
@@ -44,7 +43,7 @@ class Candidate:
     seconds: float
     job: CostJob
     schedule: str
-    per_rank: int
+    stages_per_mesh: int
     terms: Terms
     choice: StageChoice
     submesh_of: tuple[int, ...]
@@ -54,8 +53,8 @@ class Candidate:
     wires: tuple[float, ...]
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.choice.stages) // self.per_rank
+    def num_meshes(self) -> int:
+        return len(self.choice.stages) // self.stages_per_mesh
 
 
 def solve_schedules(
@@ -118,17 +117,17 @@ def _solve_schedule(
         return
     for index, mesh in enumerate(meshes):
         ranks, rest = divmod(D, math.prod(mesh))
-        for v in stages_per_rank(schedule):
+        for v in SCHEDULES[schedule].stages_per_mesh:
             total = ranks * v
             if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
                 continue
             weights = terms(schedule, ranks, B, v, splits=not job.remat)
             pairs = in_flight(schedule, ranks, B, v)
-            own = tuple(pairs[rank_of(schedule, ranks, i)] for i in range(total))
+            own = tuple(pairs[mesh_of(schedule, ranks, i)] for i in range(total))
             equal = _on_equal_meshes(
                 tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
             )
-            places = [math.prod(mesh) * rank_of(schedule, ranks, i) for i in range(total)]
+            places = [math.prod(mesh) * mesh_of(schedule, ranks, i) for i in range(total)]
             equal = replace(equal, crosses=_crossings(job, places))
             choice = solve_stages(
                 equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
@@ -162,7 +161,7 @@ def _candidate(
     tables: StageTables,
     left: Sequence[int],
     schedule: str,
-    per_rank: int,
+    stages_per_mesh: int,
     weights: Terms,
     choice: StageChoice,
     alive: tuple[int, ...],
@@ -180,12 +179,12 @@ def _candidate(
         costs.append(StageCost(forward, 2 * forward, float(own.once[at]), 0.0, 0.0, 0.0, (0.0,)))
         last = i + 1 == len(choice.stages)
         wires.append(0.0 if last else tables.wire(stage.last, stage.submesh, which[i + 1], left[i + 1]))
-    seconds = seconds_on_the_clock(
-        schedule, len(costs) // per_rank, job.num_microbatches, costs, remat, wires,
+    seconds = simulated_seconds(
+        schedule, len(costs) // stages_per_mesh, job.num_microbatches, costs, remat, wires,
         runtime_seconds(job.cluster.device),
     )  # fmt: skip
     return Candidate(
-        seconds, job, schedule, per_rank, weights, choice, which, tuple(shapes), tuple(remat), alive,
+        seconds, job, schedule, stages_per_mesh, weights, choice, which, tuple(shapes), tuple(remat), alive,
         tuple(wires),
     )  # fmt: skip
 
@@ -240,9 +239,9 @@ def _crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
 
 
 def _on_equal_meshes(
-    tables: StageTables, index: int, per_rank: int, keep_remat: bool, runs: Sequence[RunCosts]
+    tables: StageTables, index: int, stages_per_mesh: int, keep_remat: bool, runs: Sequence[RunCosts]
 ) -> StageTables:
-    """Only submesh `index`, counted as one device each; a mesh holds `per_rank` stages' lasting bytes."""
+    """Only submesh `index`, counted as one device each; a mesh holds `stages_per_mesh` stages' lasting bytes."""
     only = slice(index, index + 1)
     seconds = tables.seconds[:, :, only]
     if not keep_remat:
@@ -255,7 +254,7 @@ def _on_equal_meshes(
         np.ones(1, dtype=int),
         seconds,
         tables.once_seconds[:, :, only],
-        tables.bytes_always[:, :, only] * per_rank,
+        tables.bytes_always[:, :, only] * stages_per_mesh,
         tables.bytes_in_flight[:, :, only],
         tables.boundary[:, only, only],
         nearby=tables.nearby[:, only, only],
@@ -277,9 +276,9 @@ def runtime_seconds(device: DeviceSpec) -> float:
     return launches * device.launch_seconds * device.slowdown
 
 
-def seconds_on_the_clock(
+def simulated_seconds(
     schedule: str,
-    num_ranks: int,
+    num_meshes: int,
     num_microbatches: int,
     costs: Sequence[StageCost],
     remat: Sequence[bool],
@@ -292,12 +291,12 @@ def seconds_on_the_clock(
     the work.
 
     Args:
-        num_ranks: meshes.
+        num_meshes: meshes.
         costs, remat: per stage, in pipeline order.
         wires: per stage, seconds of a micro-batch's values to the next one and their gradients back.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
-    once = len(costs) // num_ranks * max(cost.once for cost in costs)
+    once = len(costs) // num_meshes * max(cost.once for cost in costs)
     if len(costs) == 1:
         return num_microbatches * (costs[0].seconds(remat[0]) + overhead) + once
     forward = [cost.forward + overhead / 2 for cost in costs]
@@ -305,5 +304,5 @@ def seconds_on_the_clock(
         cost.backward + (cost.forward if again else 0.0) + overhead / 2
         for cost, again in zip(costs, remat, strict=True)
     ]
-    slots = timeline(schedule, forward, backward, num_microbatches, num_ranks, [wire / 2 for wire in wires])
-    return max(slot.end for slot in slots) + once
+    timed = timeline(schedule, forward, backward, num_microbatches, num_meshes, [wire / 2 for wire in wires])
+    return max(done.end for done in timed) + once

@@ -19,7 +19,7 @@ from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts,
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.intra_op.solver.elimination import Factor, Network, best_values, join, network_of, order_within
-from alpa_strategy.intra_op.solver.lagrangian import ManyAssignments
+from alpa_strategy.intra_op.solver.lagrangian import BatchedLocalSearch
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -101,7 +101,7 @@ def layer_matrix(
     if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
         problems = [restrict(problem, live) for problem in problems]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
-    for k, (found, values) in enumerate(_by_elimination(problems, kept) or price_pairs(problems, kept)):
+    for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
@@ -332,7 +332,7 @@ SECONDS_PER_SOLVE = 5.0
 Pairs = tuple[np.ndarray, list[np.ndarray]]  # [p, q] objective, per choice [p, q] what it takes
 
 
-def price_pairs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
+def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
     """For every problem, an assignment for each pair of values of the two choices `ends`, and its objective.
 
     The problems are one problem at several prices of memory; `inf` where nothing was found.
@@ -357,7 +357,7 @@ def _pairs(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, 
     if not starts:
         return np.full(shape, np.inf), [np.zeros(shape, dtype=int) for _ in problem.choices]
     at = [index.ravel() for index in np.indices(shape)]
-    many = ManyAssignments(problem)
+    many = BatchedLocalSearch(problem)
     moved = np.tile(np.array(starts)[:, None], (1, len(at[0]), 1))  # [start, pair, choice]
     for end, index in zip(ends, at, strict=True):
         moved[:, :, end] = index

@@ -13,7 +13,7 @@ from alpa_strategy.inter_op.stage_costs import axis_counts, is_allowed
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.schedules import SCHEDULES, stages_per_rank, why_not
+from alpa_strategy.schedules import SCHEDULES, why_not
 
 _Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
@@ -113,7 +113,7 @@ def _stages_and_meshes(schedule: str, num_devices: int, sizes: Sequence[int]) ->
     """(number of stages, number of meshes) of a schedule on meshes of so many devices each (`sizes`)."""
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}
-        return sorted((n * v, n) for n in ranks if n > 1 for v in stages_per_rank(schedule))
+        return sorted((n * v, n) for n in ranks if n > 1 for v in SCHEDULES[schedule].stages_per_mesh)
     numbers = [1] + [0] * num_devices  # [devices]: bit n tells whether n meshes can have so many
     for devices in range(1, num_devices + 1):
         for size in sizes:
@@ -146,7 +146,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
         fix += f", or leave {others[-1]} out" if others[-1:] in (["logical_mesh"], ["placements"]) else ""
     if schedule is None:
         return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)
-    each = " or ".join(map(str, stages_per_rank(schedule)))
+    each = " or ".join(map(str, SCHEDULES[schedule].stages_per_mesh))
     return PlanError(
         f"{asked} cannot be met by schedule={schedule!r} on {where}: it puts {each} stage{'s' * (each != '1')} on each "
         "mesh" + ("" if each == "1" else ", and all meshes are of one size"),

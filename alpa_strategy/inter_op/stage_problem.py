@@ -99,16 +99,16 @@ def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = Fa
     if derives_again:
         return whole
     whole = replace(whole, per_step=per_step(graph))
-    return Spans(whole).split(whole)
+    return RematSpans(whole).split(whole)
 
 
 def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,)) -> StageProblem:
     """The parts of every choice and transfer of a stage's problem.
 
     Args:
-        intra: with a transfer per span of `starts` (`Spans.split`).
+        intra: with a transfer per span of `starts` (`RematSpans.split`).
     """
-    step, problem, spans = intra.step, intra.problem, Spans(intra, starts)
+    step, problem, spans = intra.step, intra.problem, RematSpans(intra, starts)
     num_parameters, num_ops = len(intra.parameters), len(intra.ops)
     received = {b.choice for b in intra.received.values()}
     sent = {b.choice for b in intra.sent.values()}
@@ -150,7 +150,7 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
     )
 
 
-def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: Spans, index: int) -> Parts:
+def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: RematSpans, index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     forward, alone = tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
@@ -284,7 +284,7 @@ def _summed(parts: Parts) -> tuple[np.ndarray, ...]:
 PER_STEP = -2  # the span of ops that run once per step
 
 
-class Spans:
+class RematSpans:
     """The spans of a stage; `starts`: positions among its ops at which they begin, the first is 0."""
 
     def __init__(self, intra: IntraOp, starts: Sequence[int] = (0,)) -> None:

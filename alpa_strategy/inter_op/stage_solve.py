@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
 from alpa_strategy.inter_op.stage_problem import (
-    Spans,
+    RematSpans,
     StageCost,
     StageProblem,
     balanced_groups,
@@ -37,9 +37,9 @@ LARGE = 0.9  # of the largest span's graph: spans that count for the memory limi
 class StageWish:
     """What the DP chose: ops [first, last) on a submesh and logical shape.
 
-    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `per_rank`: stages that share the mesh; `pinned`: how
-    parameters are stored that another stage on the mesh uses too. `cuts`: op positions inside the stage at which spans
-    may begin that are recomputed one by one.
+    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `stages_per_mesh`: stages that share the mesh;
+    `pinned`: how parameters are stored that another stage on the mesh uses too. `cuts`: op positions inside the stage
+    at which spans may begin that are recomputed one by one.
     """
 
     first: int
@@ -48,7 +48,7 @@ class StageWish:
     shape: tuple[int, ...]
     remat: bool
     alive: int
-    per_rank: int = 1
+    stages_per_mesh: int = 1
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
     cuts: tuple[int, ...] = ()
 
@@ -101,14 +101,14 @@ class PricedStage:
         """Cut into spans at `starts`, restricted as the user wants it."""
         if starts == self.wish.starts:
             return take_apart(self.intra, self.tables, starts)
-        intra = Spans(self.whole, starts).split(self.whole)
+        intra = RematSpans(self.whole, starts).split(self.whole)
         return take_apart(
             restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned), self.tables, starts
         )
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
-        return take_apart(Spans(self.whole, starts).split(self.whole), self.tables, starts)
+        return take_apart(RematSpans(self.whole, starts).split(self.whole), self.tables, starts)
 
 
 class StageSolver:
@@ -165,7 +165,7 @@ class StageSolver:
             return PricedStage(wish, tables, whole, intra, free, derives_again)
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
-        intra = Spans(whole, wish.starts).split(whole)
+        intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
@@ -197,7 +197,7 @@ class StageSolver:
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
         """The optimum without a memory limit where that fits, in the spans that need least memory."""
         job, wish, solution = self.job, priced.wish, priced.free
-        limit, alive = job.memory_limit / wish.per_rank, wish.alive / wish.per_rank
+        limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
 
         def problem(starts: tuple[int, ...]) -> StageProblem:
             return priced.problem(starts, job.options, job.optimizer)
@@ -266,7 +266,7 @@ class StageSolver:
             collectives=tuple(_per_step(c, count, wish.remat) for c in plan.collectives),
             predicted=Predicted(
                 seconds,
-                int(cost.num_bytes(wish.alive / wish.per_rank, wish.remat)),
+                int(cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)),
                 compute,
                 max(0.0, seconds - compute - optimizer),
                 optimizer,

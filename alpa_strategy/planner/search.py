@@ -19,7 +19,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.candidates import Candidate, runtime_seconds, seconds_on_the_clock, solve_schedules
+from alpa_strategy.inter_op.candidates import Candidate, runtime_seconds, simulated_seconds, solve_schedules
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import check_pins, check_placements, least_stages, logical_shapes, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
@@ -33,7 +33,7 @@ from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask, fingerprint_of
-from alpa_strategy.schedules import rank_of
+from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
@@ -200,7 +200,7 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class _Search:
-    """The numbers of micro-batches that are looked at (see `counts.climb`), and the best candidates of them.
+    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them.
 
     Attributes:
         best: candidates over all submeshes, best first.
@@ -227,7 +227,9 @@ class _Search:
             counts = [count for count in counts if count > 1]
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
-        climb(counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known)
+        search_microbatches(
+            counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known
+        )
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
@@ -296,7 +298,7 @@ class _Search:
 
     def explain(self) -> None:
         """Add to `failures` the layer that needs the most memory, where nothing fitted into it."""
-        largest = largest_need(self.last_job, self.meshes) if self.last_job is not None else None
+        largest = out_of_memory(self.last_job, self.meshes) if self.last_job is not None else None
         if largest is not None:
             self.failures.append(("", DoesNotFitError(largest)))
 
@@ -328,13 +330,13 @@ def _solved(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint
     offset = 0
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
-        if candidate.per_rank > 1:
-            first = rank_of(candidate.schedule, candidate.num_ranks, i) * math.prod(mesh)
+        if candidate.stages_per_mesh > 1:
+            first = mesh_of(candidate.schedule, candidate.num_meshes, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
         wish = StageWish(
             job.cuts[stage.first], job.cuts[stage.last], mesh, candidate.shapes[i], candidate.remat[i],
-            candidate.alive[i], candidate.per_rank, stored[first], job.cuts[stage.first + 1 : stage.last],
+            candidate.alive[i], candidate.stages_per_mesh, stored[first], job.cuts[stage.first + 1 : stage.last],
         )  # fmt: skip
         solved.append(solver.solve(wish))
         first_devices.append(first)
@@ -378,7 +380,7 @@ def plan_of(
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
         costs = [s.cost for s in solved]
-        seconds = seconds_on_the_clock(schedule or "", len(peaks), B, costs, remat, wires, overhead)
+        seconds = simulated_seconds(schedule or "", len(peaks), B, costs, remat, wires, overhead)
     gap = max(s.gap for s in solved)
     method = next(s.method for s in solved if s.gap == gap)
     return Plan(
@@ -420,7 +422,7 @@ class Look:
     used: Submeshes = frozenset()
 
 
-def climb(
+def search_microbatches(
     counts: Sequence[int],
     num_devices: int,
     bound: Callable[[int], float],
@@ -472,7 +474,7 @@ def climb(
 # --- Why no stages fit: the layer that needs the most memory, whatever it runs on.
 
 
-def largest_need(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
+def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
     """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
 
     With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.

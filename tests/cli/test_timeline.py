@@ -11,7 +11,7 @@ from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display import plan_html, plan_svg, plan_table
 from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
-from alpa_strategy.schedules import SCHEDULES, actions, rank_of
+from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
 
 
 def staged(schedule, num_microbatches=8, num_meshes=2):
@@ -21,7 +21,7 @@ def staged(schedule, num_microbatches=8, num_meshes=2):
     stages = tuple(
         replace(
             stage,
-            first_device=8 * rank_of(schedule, num_meshes, i),
+            first_device=8 * mesh_of(schedule, num_meshes, i),
             forward_seconds=0.001,
             backward_seconds=0.002,
             layers=f"blocks.{i}",
@@ -37,11 +37,11 @@ def test_all_actions_of_a_step_are_on_the_clock(schedule):
     drawn = plan_timeline(plan)
     v = len(plan.stages) // 2
     assert drawn.num_drawn == 8
-    assert len(drawn.slots) == sum(map(len, actions(schedule, 2, 8, v)))
+    assert len(drawn.timed) == sum(map(len, actions(schedule, 2, 8, v)))
     for mesh in range(2):
-        own = [slot for slot in drawn.slots if slot.rank == mesh]
+        own = [done for done in drawn.timed if done.mesh == mesh]
         assert all(a.end <= b.start + 1e-12 for a, b in pairwise(own))
-        assert {slot.stage for slot in own} == set(drawn.stages[mesh])
+        assert {done.stage for done in own} == set(drawn.stages[mesh])
 
 
 def test_gpipes_bubble_is_the_known_one():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.planner.search import Look, climb
+from alpa_strategy.planner.search import Look, search_microbatches
 
 COUNTS = [2**k for k in range(10, -1, -1)]
 
@@ -21,7 +21,7 @@ def looks(seconds: dict[int, float], counts=COUNTS, bound=lambda count: 0.0, kno
         given_to.append(used)
         return Look(seconds[count], frozenset({1})) if count in seconds else Look()
 
-    return climb(counts, devices, bound, look, known), given_to
+    return search_microbatches(counts, devices, bound, look, known), given_to
 
 
 @given(st.integers(0, 10), st.integers(1, 64))

@@ -12,14 +12,13 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     actions,
     in_flight,
-    rank_of,
-    stages_per_rank,
+    mesh_of,
     terms,
     timeline,
     why_not,
 )
 
-CASES = [(s, v) for s in SCHEDULES for v in stages_per_rank(s)]
+CASES = [(s, v) for s in SCHEDULES for v in SCHEDULES[s].stages_per_mesh]
 sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24)).filter(
     lambda case: why_not(case[0][0], case[1], case[2]) is None
 )
@@ -28,18 +27,18 @@ sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24))
 IN_TORCH = {"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"}
 
 
-def torch_order(schedule: str, num_ranks: int, num_microbatches: int, v: int, rank: int) -> list[str]:
+def torch_order(schedule: str, num_meshes: int, num_microbatches: int, v: int, rank: int) -> list[str]:
     """The order of one rank as torch's own class works it out, without stages or process groups."""
     cls = torch_schedules.get_schedule_class(schedule)
     own = object.__new__(cls)
-    own.pp_group_size = own._num_stages = own.num_stages = num_ranks
+    own.pp_group_size = own._num_stages = own.num_stages = num_meshes
     own._n_microbatches, own.rank = num_microbatches, rank
-    own.num_stages = own._num_stages = num_ranks * v
+    own.num_stages = own._num_stages = num_meshes * v
     own.n_local_stages, own._stages = v, [None] * v
-    own.number_of_rounds = max(1, num_microbatches // num_ranks)
+    own.number_of_rounds = max(1, num_microbatches // num_meshes)
     own.microbatches_per_round = num_microbatches // own.number_of_rounds
     if schedule == "1F1B":  # as `Schedule1F1B._step_microbatches` runs it; its picture is off by one in torch 2.13
-        warmup = min(num_microbatches, num_ranks - rank)
+        warmup = min(num_microbatches, num_meshes - rank)
         steady = [f for m in range(num_microbatches) for f in (f"{rank}B{m}", f"{rank}F{warmup + m}")]
         beyond = {f"{rank}F{m}" for m in range(num_microbatches, num_microbatches + warmup)}
         return [f"{rank}F{m}" for m in range(warmup)] + [action for action in steady if action not in beyond]
@@ -50,26 +49,26 @@ def torch_order(schedule: str, num_ranks: int, num_microbatches: int, v: int, ra
 @settings(max_examples=150, deadline=None)
 @given(sizes.filter(lambda case: case[0][0] in IN_TORCH))
 def test_orders_are_those_that_torch_executes(case):
-    (schedule, v), num_ranks, num_microbatches = case
-    for rank, order in enumerate(actions(schedule, num_ranks, num_microbatches, v)):
+    (schedule, v), num_meshes, num_microbatches = case
+    for rank, order in enumerate(actions(schedule, num_meshes, num_microbatches, v)):
         assert [f"{a.stage}{a.kind}{a.microbatch}" for a in order] == torch_order(
-            schedule, num_ranks, num_microbatches, v, rank
+            schedule, num_meshes, num_microbatches, v, rank
         )
         assert len(order) == num_microbatches * v * (3 if "Zero" in schedule else 2)
-        assert {rank_of(schedule, num_ranks, a.stage) for a in order} == {rank}
+        assert {mesh_of(schedule, num_meshes, a.stage) for a in order} == {rank}
 
 
 @settings(max_examples=150, deadline=None)
 @given(sizes)
 def test_what_is_alive_is_what_the_formulas_say(case):
-    (schedule, v), num_ranks, num_microbatches = case
-    slots = timeline(schedule, [1.0] * num_ranks * v, [2.0] * num_ranks * v, num_microbatches, num_ranks)
+    (schedule, v), num_meshes, num_microbatches = case
+    timed = timeline(schedule, [1.0] * num_meshes * v, [2.0] * num_meshes * v, num_microbatches, num_meshes)
     last = "W" if "Zero" in schedule else "B"
-    for rank, promised in enumerate(in_flight(schedule, num_ranks, num_microbatches, v)):
+    for rank, promised in enumerate(in_flight(schedule, num_meshes, num_microbatches, v)):
         alive = most = 0
-        for slot in slots:
-            if slot.rank == rank:
-                alive += (slot.kind == "F") - (slot.kind == last)
+        for done in timed:
+            if done.mesh == rank:
+                alive += (done.kind == "F") - (done.kind == last)
                 most = max(most, alive)
         assert most == promised
         assert alive == 0
@@ -78,11 +77,11 @@ def test_what_is_alive_is_what_the_formulas_say(case):
 @settings(max_examples=150, deadline=None)
 @given(sizes)
 def test_equal_stages_take_the_closed_form(case):
-    (schedule, v), num_ranks, num_microbatches = case
-    num_stages = num_ranks * v
-    slots = timeline(schedule, [1.0] * num_stages, [2.0] * num_stages, num_microbatches, num_ranks)
-    expected = terms(schedule, num_ranks, num_microbatches, v).seconds([3.0] * num_stages)
-    assert max(s.end for s in slots) == pytest.approx(expected)
+    (schedule, v), num_meshes, num_microbatches = case
+    num_stages = num_meshes * v
+    timed = timeline(schedule, [1.0] * num_stages, [2.0] * num_stages, num_microbatches, num_meshes)
+    expected = terms(schedule, num_meshes, num_microbatches, v).seconds([3.0] * num_stages)
+    assert max(s.end for s in timed) == pytest.approx(expected)
 
 
 @settings(max_examples=150, deadline=None)
@@ -102,9 +101,9 @@ def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_micr
 def test_a_boundary_costs_at_most_as_if_its_sender_waited_for_it(forward, wire, num_microbatches):
     """What the stage DP charges: the transfer of a boundary, both ways, is added to the stage before it."""
     backward = [2 * f for f in forward]
-    slots = timeline("1F1B", forward, backward, num_microbatches, boundary=[wire] * (len(forward) - 1))
+    timed = timeline("1F1B", forward, backward, num_microbatches, boundary=[wire] * (len(forward) - 1))
     charged = [3 * f + 2 * wire for f in forward]
-    assert max(s.end for s in slots) <= terms("1F1B", len(forward), num_microbatches).seconds(charged) + 1e-9
+    assert max(s.end for s in timed) <= terms("1F1B", len(forward), num_microbatches).seconds(charged) + 1e-9
 
 
 def test_a_schedule_that_cannot_run_says_why():
@@ -116,5 +115,5 @@ def test_a_schedule_that_cannot_run_says_why():
 
 def test_messages_on_one_boundary_follow_each_other():
     """Links five times as slow as the stages: a step takes at least what its messages take one after the other."""
-    slots = timeline("GPipe", [1.0, 1.0], [2.0, 2.0], 8, boundary=[5.0])
-    assert max(slot.end for slot in slots) >= 1 + 8 * 5 + 1
+    timed = timeline("GPipe", [1.0, 1.0], [2.0, 2.0], 8, boundary=[5.0])
+    assert max(done.end for done in timed) >= 1 + 8 * 5 + 1

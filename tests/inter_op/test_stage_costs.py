@@ -20,7 +20,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, run_costs, run_parts, stage_costs
-from alpa_strategy.inter_op.stage_problem import Spans, balanced_groups, cost_of, stage_build, take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import RematSpans, balanced_groups, cost_of, stage_build, take_apart, weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
@@ -107,7 +107,7 @@ def test_the_parts_of_a_stage_add_up(starts):
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
-    stage = take_apart(Spans(intra, starts).split(intra), tables, starts)
+    stage = take_apart(RematSpans(intra, starts).split(intra), tables, starts)
     rng = np.random.default_rng(0)
     for remat in (False, True):
         problem = weighted(stage, 8, 3, remat)
@@ -152,7 +152,7 @@ def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
     intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
     assignment = solve(weighted(take_apart(intra, tables), 4, 1)).assignment
     starts = job.cuts[:-1]
-    whole, cut = (cost_of(take_apart(Spans(intra, s).split(intra), tables, s), assignment) for s in ((0,), starts))
+    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(intra), tables, s), assignment) for s in ((0,), starts))
     assert len(cut.again) == len(starts) > 2
     assert whole.kept < cut.kept
     assert max(cut.again) < whole.again[0] <= sum(cut.again) + cut.kept

@@ -13,13 +13,13 @@ from proofs.synthetic import gpt_like
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.layer_matrix import price_pairs
+from alpa_strategy.inter_op.layer_matrix import dense_layer_costs
 from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
-from alpa_strategy.intra_op.solver.lagrangian import ManyAssignments, Neighbourhood, descend
+from alpa_strategy.intra_op.solver.lagrangian import BatchedLocalSearch, Neighbourhood, descend
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -49,7 +49,7 @@ def with_ends(problem: Problem, values: dict[int, int]) -> Problem:
 def test_pairs_are_priced_near_their_optimum():
     problem = gpt_like(1, float("inf"))
     ends = (0, len(problem.choices) - 1)
-    ((objective, values),) = price_pairs([problem], ends)
+    ((objective, values),) = dense_layer_costs([problem], ends)
     for pair in [(0, 0), (3, 2), (8, 8), (1, 7)]:
         exact = solve(with_ends(problem, dict(zip(ends, pair, strict=True)))).seconds
         assignment = [int(v[pair]) for v in values]
@@ -81,7 +81,7 @@ def test_many_assignments_descend_as_one_does():
     for row in starts:
         for c in generator.integers(len(best), size=4):
             row[c] = generator.integers(len(problem.choices[c].cost))
-    many = ManyAssignments(problem)
+    many = BatchedLocalSearch(problem)
     assert many.seconds(starts) == pytest.approx([evaluate(problem, row)[0] for row in starts])
     allowed = starts[np.isfinite(many.seconds(starts))]
     assert len(allowed) > 20

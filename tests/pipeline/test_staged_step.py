@@ -228,7 +228,7 @@ def test_recomputation_on_several_devices(pool, seed):
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "convnet", "derived"])
 def test_recomputation_without_a_pipeline(pool, name):
-    """Spans share weights (a tied embedding), whose gradients are reduced once they are complete."""
+    """RematSpans share weights (a tied embedding), whose gradients are reduced once they are complete."""
     for seed in range(2):
         pool.run(2, run_model, name, ((0, 1),), "1F1B", 2, seed, True)
 

@@ -346,7 +346,7 @@ def improve(
 DEAR = 1e6  # a forbidden transfer, in sums of all others
 
 
-class ManyAssignments:
+class BatchedLocalSearch:
     """A problem's tables, read for arrays of assignments [row, choice]."""
 
     def __init__(self, problem: Problem) -> None:
