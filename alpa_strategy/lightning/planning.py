@@ -21,7 +21,7 @@ from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
-from alpa_strategy.inter_op.search import microbatch_counts
+from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
@@ -33,8 +33,9 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_plan
-from alpa_strategy.planner.planner import choose_plan, logical_shapes
+from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import replan, replan_fingerprint
+from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import Freed
 from alpa_strategy.sharding import localize, op_strategies

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,14 +63,23 @@ def optimizer_info_of(module: Any, settings: TrainerSettings | None = None) -> O
     `settings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose method
     needs a Trainer is planned as with Adam.
     """
-    from lightning.pytorch.core.optimizer import _configure_optimizers
-
     try:
-        optimizers, _, _ = _configure_optimizers(module.configure_optimizers())
+        optimizers = _optimizers_in(module.configure_optimizers())
     # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
     except Exception:
         return OptimizerInfo()
     return optimizer_info_in(module, optimizers, settings or TrainerSettings())
+
+
+def _optimizers_in(configured: Any) -> list[Optimizer]:
+    """The optimizers in what `configure_optimizers` may return: alone, in lists, with schedulers, in dictionaries."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return [configured["optimizer"]]
+    if len(configured) == 2 and isinstance(configured[0], list | tuple):  # ([optimizer, ...], [scheduler, ...])
+        return list(configured[0])
+    return [optimizer for each in configured for optimizer in _optimizers_in(each)]
 
 
 def optimizer_info_in(module: Any, optimizers: Sequence[Optimizer], settings: TrainerSettings) -> OptimizerInfo:
