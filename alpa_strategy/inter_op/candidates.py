@@ -191,7 +191,7 @@ def _candidate(
 
 def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
     """The runs of all submeshes side by side."""
-    width = max(r.seconds.shape[2] for r in runs)
+    width = max(r.seconds.shape[2] for r in runs)  # submeshes have different numbers of candidates: filled up with inf
 
     def stack(name: str, fill: float) -> np.ndarray:
         arrays = [getattr(r, name) for r in runs]

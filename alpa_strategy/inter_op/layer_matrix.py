@@ -93,7 +93,7 @@ def layer_matrix(
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
-    objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))
+    objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))  # [price, p, q], [price, p, q, part]
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
@@ -271,7 +271,7 @@ def _eliminate_onto(
         else:
             buckets[rest[0]].append(Factor(rest, message))
     last += [factor for v in kept for factor in buckets[v]]
-    minimum = join(last, kept, network.sizes) + constant
+    minimum = join(last, kept, network.sizes) + constant  # [p, q]
     values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
     grid: np.ndarray = np.indices(minimum.shape)
     values[kept[0]], values[kept[1]] = grid
@@ -294,7 +294,7 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
     per_step = [span == PER_STEP for span in joined.stage.transfer_spans]
     for transfer, parts, sizes, once in zip(joined.problem, joined.transfers, joined.gathered, per_step, strict=True):
         source = np.asarray(transfer.source)[values[transfer.producer]]
-        asked: list[np.ndarray] = []
+        asked: list[np.ndarray] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
         for use in transfer.uses:
             target = np.asarray(use.layout)[values[use.choice]]
             new = np.ones(shape, dtype=bool)

@@ -233,10 +233,10 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
     result[..., 0] = np.inf
     for k in range(K):
         objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
-        parts = np.zeros((0, objective.shape[1], NUM_PARTS))
+        parts = np.zeros((0, objective.shape[1], NUM_PARTS))  # of the runs behind `objective`
         for last, layer in enumerate(layers):
-            cost, own = layer.objective[k], layer.parts[k]
-            start = cost.argmin(axis=0)
+            cost, own = layer.objective[k], layer.parts[k]  # [p, q], [p, q, part]
+            start = cost.argmin(axis=0)  # a run that begins here may enter in any layout
             columns = np.arange(cost.shape[1])
             if last:
                 joined = objective[:, :, None] + cost[None]  # [first, p, q]
@@ -246,7 +246,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
                 objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
                 total = before + after
                 total[..., ENTERING], total[..., LEAVING] = before[..., ENTERING], after[..., LEAVING]
-                for largest in (WORKING, AGAIN):
+                for largest in (WORKING, AGAIN):  # one layer at a time: these do not add up
                     total[..., largest] = np.maximum(before[..., largest], after[..., largest])
                 total[..., PASSING] = before[..., PASSING] + new_shares[last][:, None] * after[..., ENTERING]
                 objective = np.concatenate([objective, cost[start, columns][None]])
@@ -264,11 +264,13 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
 def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
     """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without recomputation, with a
     stage recomputed as a whole, layer by layer, and so together with what is made of parameters alone."""
+    # Each [first, last + 1, price].
     forward, backward, once, always, saved, entering, leaving, working, again, passing, deriving, derived = np.moveaxis(
         parts, (0, -1), (-1, 0)
     )
     recomputed = always + working + leaving
     num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[..., None]
+    # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in flight)
     ways = [
         (False, 0.0, always + working, saved + leaving),
         (True, 0.0, recomputed + saved, entering),
@@ -288,7 +290,7 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
     seconds, once, always, each, _, _ = columns
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
-    total = B * seconds + once
+    total = B * seconds + once  # [first, last + 1, candidate] seconds per step
     picks = []
     for count in alive:
         need = always + count * each

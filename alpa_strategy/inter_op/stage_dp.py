@@ -116,7 +116,7 @@ def solve_stages(
         if low > high or search.levels[low] + search.least_sum(low, high) >= limit * (1 - tolerance):
             continue
         found = search.solve(search.levels[high])
-        if found is None:
+        if found is None:  # not even with the largest bottleneck of the interval
             continue
         if found.seconds < limit:
             best, limit = found, found.seconds
@@ -236,12 +236,12 @@ class _Search:
         if not self.allowed:
             return None
         L, m, D = self.num_layers, self.num_submeshes, self.num_devices
-        after = np.full((L + 1, D + 1, m), np.inf)
+        after = np.full((L + 1, D + 1, m), np.inf)  # F[s - 1]
         came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
         best = (np.inf, 0, 0)  # (first term, stages, first submesh)
         below = [[np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways] for ways in self.ways]
         for s in range(1, self.max_stages + 1):
-            now = np.full((L + 1, D + 1, m), np.inf)
+            now = np.full((L + 1, D + 1, m), np.inf)  # F[s]
             origin = np.zeros((L, D + 1, m), dtype=np.int32)
             for a in range(m):
                 size = int(self.tables.num_devices[a])
@@ -262,7 +262,7 @@ class _Search:
                     rows = np.flatnonzero(np.isfinite(cost[:, live]).any(axis=1))
                     if not rows.size:
                         continue
-                    which = rest.argmin(axis=2)
+                    which = rest.argmin(axis=2)  # [l, d left] the next stage's submesh
                     rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
                     joined = cost[np.ix_(rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
                     cut = joined.argmin(axis=1)
@@ -272,7 +272,7 @@ class _Search:
                     now[..., a][target] = np.where(better, value, now[..., a][target])
                     code = live[cut] * m + way.following[which[live[cut], np.arange(len(left))[None, :]]]
                     origin[..., a][target] = np.where(better, code, origin[..., a][target])
-            if self.sender_share < 1:
+            if self.sender_share < 1:  # the round trip of a micro-batch through all stages from here on
                 trips = np.where(np.isfinite(now), now, 0.0) / (self.terms.fill * self.in_flight[s - 1])
                 now[self.terms.run * trips > threshold] = np.inf
             came.append(origin)

@@ -155,7 +155,7 @@ def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: RematSpans, ind
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     forward, alone = tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
-    finite = np.where(np.isfinite(forward), forward, 0.0)
+    finite = np.where(np.isfinite(forward), forward, 0.0)  # [source, target]; inf - inf is no number
     with np.errstate(invalid="ignore"):
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end

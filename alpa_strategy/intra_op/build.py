@@ -304,10 +304,11 @@ def _transfer(
         asks: (choice, the layout that it wants per strategy) of everything that reads it.
         saved: whether a consumer's backward keeps it.
     """
+    # Rows and columns of the table: every layout once, whatever number of strategies has it.
     sources = tuple(dict.fromkeys(produced))
     targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
     forward, backward = tables.reshard(sources, targets, meta)
-    cost = forward + backward
+    cost = forward + backward  # [source, target]
     memory = np.zeros_like(cost)
     if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
         cost = np.where(gathers(sources, targets), cost + forward, cost)

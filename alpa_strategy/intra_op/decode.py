@@ -85,6 +85,7 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
         else:
             entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
 
+    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
     regathered = intra.gathered_again & _saved_values(intra)
     uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
     for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):

@@ -95,7 +95,7 @@ class TimeStrategy:
 @lru_cache(maxsize=16384)
 def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
-    if call.target is ops.batch_norm_train:
+    if call.target is ops.batch_norm_train:  # the one op whose result depends on the cut, and it is said in a note
         return tuple(_batch_norm(call))
     if call.target in _RECURRENT:
         return tuple(_recurrent(call))

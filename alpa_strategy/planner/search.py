@@ -70,6 +70,7 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
             except PlanError as error:
                 failures.append((f"logical mesh {label}", error))
     best: SolvedStage | None = None
+    # A mesh is left as soon as its bound is above the best objective so far (NotCheaper): that makes all affordable.
     for label, stage in sorted(priced, key=lambda entry: (entry[1].free.bound, entry[0])):
         with task.progress(f"solve {label}"), _timed(spent, f"solve {label}"):
             try:
@@ -283,6 +284,7 @@ class _Search:
             with _timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self.store)
             with _timed(self.spent, "stage DP"):
+                # [first layer, last + 1, submesh]
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
                 # A schedule that the user asks for is one of several stages (`pins.py`).
                 allowed[0, job.num_layers] = not self.several and job.options.schedule is None
@@ -374,7 +376,7 @@ def plan_of(
         needed, limit = format_bytes(max(peaks.values())), format_bytes(job.memory_limit)
         raise DoesNotFitError(f"the stages of one mesh need {needed} of {limit}")
     busy = [B * s.cost.seconds(again) + s.cost.once for s, again in zip(solved, remat, strict=True)]
-    worst = stages[int(np.argmax(busy))].predicted
+    worst = stages[int(np.argmax(busy))].predicted  # the slowest stage's shares stand for the step's
     seconds = worst.step_seconds
     if not job.is_whole_batch and (schedule is not None or len(stages) == 1):
         # Stages are simulated, and a micro-batch takes time of the runtime's own.

@@ -45,7 +45,7 @@ def network_of(problem: Problem) -> Network | None:
     factors = [Factor((c,), np.asarray(x.cost, dtype=float)) for c, x in enumerate(problem.choices)]
     known: dict[tuple, np.ndarray] = {}  # tables of equal transfers, made once
     for transfer in problem.transfers:
-        cost = np.asarray(transfer.cost, dtype=float)
+        cost = np.asarray(transfer.cost, dtype=float)  # [source layout, target layout]
         if not cost.any():
             continue
         scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
@@ -80,7 +80,7 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
     for v in order:
         rest = _others(holding[v], v, position)
         key = _signature(holding[v], (v, *rest))
-        if key not in known:
+        if key not in known:  # layers of one kind make equal tables: worked out for the first of them
             known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
         if rest:
             holding[rest[0]].append(Factor(rest, known[key]))

@@ -82,6 +82,7 @@ def best_price(
     limit = problem.memory_limit
     best = Dual(0.0, over.seconds, over, under)
     for _ in range(max_rounds):
+        # The slope of the hull between the two points: at this price they cost the same.
         price = (under.seconds - over.seconds) / (over.num_bytes - under.num_bytes)
         if price <= 0 or time.process_time() > deadline:
             break

@@ -98,6 +98,7 @@ def formulate(problem: Problem) -> LinearProgram:
     costs = [np.concatenate([np.asarray(x.cost, float) for x in problem.choices])]
     weights = [np.concatenate([np.asarray(x.memory, float) for x in problem.choices])]
     rows = _Rows()
+    # Every choice takes one strategy: sum_k x[c, k] = 1.
     one = rows.reserve(len(sizes), 1.0, 1.0)
     rows.put(np.repeat(one, sizes), np.arange(num_columns), 1.0)
     for transfer in problem.transfers:
@@ -106,8 +107,8 @@ def formulate(problem: Problem) -> LinearProgram:
         several = len(transfer.uses) > 1
         source = np.asarray(transfer.source)
         sources = first[transfer.producer] + np.arange(len(source))
-        shared = np.full(cost.shape, -1)
-        if several:
+        shared = np.full(cost.shape, -1)  # [source, target] column of z: whether this resharding is paid, -1: free
+        if several:  # a target that several uses ask for is paid once
             z_p, z_q = np.nonzero(paid & np.isfinite(cost))
             shared[z_p, z_q] = num_columns + np.arange(len(z_p))
             num_columns += len(z_p)
@@ -117,6 +118,7 @@ def formulate(problem: Problem) -> LinearProgram:
             layout = np.asarray(use.layout)
             asked = np.zeros(cost.shape[1], dtype=bool)
             asked[layout] = True
+            # w[p, q]: this use gets the value from source p in target q. Sums over q and over p are the ends' choices.
             p, q = np.nonzero(np.isfinite(cost) & asked[None, :])
             w = num_columns + np.arange(len(p))
             num_columns += len(p)
@@ -129,13 +131,14 @@ def formulate(problem: Problem) -> LinearProgram:
             into[asked] = rows.reserve(int(asked.sum()), 0.0, 0.0)
             rows.put(into[q], w, 1.0)
             rows.put(into[layout], first[use.choice] + np.arange(len(layout)), -1.0)
-            if several:
+            if several:  # z[p, q] >= w[p, q] of every use
                 linked = shared[p, q] >= 0
                 at_least = rows.reserve(int(linked.sum()), 0.0, np.inf)
                 rows.put(at_least, shared[p, q][linked], 1.0)
                 rows.put(at_least, w[linked], -1.0)
     if np.isfinite(problem.memory_limit):
         weight = np.concatenate(weights)
+        # HiGHS takes 1e-7 for zero: bytes come in units that give the row the objective's size.
         scale = max(problem.memory_limit, float(weight.max()), 1.0) / TARGET_OBJECTIVE
         heavy = np.flatnonzero(weight)
         row = rows.reserve(1, -np.inf, problem.memory_limit / scale)

@@ -56,7 +56,7 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
         for c in set() if not transfer.uses else {transfer.producer, *(use.choice for use in transfer.uses)}:
             incident[c].append(t)
     arrays = _Arrays()
-    known: dict[tuple, np.ndarray] = {}
+    known: dict[tuple, np.ndarray] = {}  # by what a choice and its neighbours look like: equal layers share it
     touched = set(range(len(live)))
     for _ in range(max_rounds):
         changed: set[int] = set()
@@ -70,6 +70,7 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
             if len(keep) < len(live[c]):
                 live[c] = keep
                 changed.add(c)
+        # Fewer strategies around a choice can make more of its own dominated.
         touched = {
             v
             for c in changed
