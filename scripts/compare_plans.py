@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("after", type=Path)
     parser.add_argument("pairs", nargs="*", help="recipe[:cluster[:nodes]]")
     parser.add_argument("--kept", type=Path, help="JSON file of what clean checkouts gave")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     kept: dict[str, dict] = json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
     commits = {checkout: commit_of(checkout) for checkout in (args.before, args.after)}
     slower, total = [], [0.0, 0.0]
