@@ -8,6 +8,7 @@ changes from one boundary to the next. The stages that are chosen are solved by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,8 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
 from alpa_strategy.intra_op.solver.elimination import Factor, Network, best_values, join, network_of, order_within
-from alpa_strategy.intra_op.solver.lagrangian import BatchedLocalSearch
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -322,9 +322,9 @@ def _add(
 
 # --- Layers too entangled for tables (a scan over time: every step reads the same few values), priced by assignments.
 #
-# The ILP's solver gives an assignment with both ends free (one for every layout at an end takes it half a minute);
-# from the best of them each pair of ends is reached by changing one choice at a time. As elsewhere, a run is never
-# priced below its optimum.
+# The ILP's solver gives good assignments with both ends free (one for every layout at an end takes it half a minute).
+# Each pair of ends is priced by the best of them with its ends moved there: what is inside stays, and the resharding at
+# the ends is paid. As elsewhere, a run is never priced below its optimum.
 
 
 SECONDS_PER_SOLVE = 5.0
@@ -337,30 +337,24 @@ def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> lis
 
     The problems are one problem at several prices of memory; `inf` where nothing was found.
     """
-    starts = _starts(problems)
-    return [_pairs(problem, ends, starts) for problem in problems]
-
-
-def _starts(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
-    """Good assignments at the lowest and the highest price of memory, both ends free."""
-    found: dict[tuple[int, ...], None] = {}
+    starts: list[tuple[int, ...]] = []  # at the lowest and the highest price of memory
     for problem in (problems[0], problems[-1])[: len(problems)]:
-        try:
-            found.setdefault(solve(problem, SECONDS_PER_SOLVE).assignment)
-        except PlanError:  # impossible whatever the ends
-            continue
-    return list(found)
+        with suppress(PlanError):  # impossible whatever the ends
+            starts.append(solve(problem, SECONDS_PER_SOLVE).assignment)
+    return [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
 
 
-def _pairs(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]) -> Pairs:
+def _moved_ends(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]) -> Pairs:
     shape = tuple(len(problem.choices[end].cost) for end in ends)
-    if not starts:
-        return np.full(shape, np.inf), [np.zeros(shape, dtype=int) for _ in problem.choices]
-    at = [index.ravel() for index in np.indices(shape)]
-    many = BatchedLocalSearch(problem)
-    moved = np.tile(np.array(starts)[:, None], (1, len(at[0]), 1))  # [start, pair, choice]
-    for end, index in zip(ends, at, strict=True):
-        moved[:, :, end] = index
-    best = np.stack([many.seconds(each) for each in moved]).argmin(axis=0)
-    found = many.descend(moved[best, np.arange(len(best))], fixed=ends)
-    return many.seconds(found).reshape(shape), [column.reshape(shape) for column in found.T]
+    objective = np.full(shape, np.inf)
+    values = [np.zeros(shape, dtype=int) for _ in problem.choices]
+    for start in starts:
+        for pair in np.ndindex(*shape):
+            moved = list(start)
+            moved[ends[0]], moved[ends[1]] = pair
+            seconds, _ = evaluate(problem, moved)
+            if seconds < objective[pair]:
+                objective[pair] = seconds
+                for value, k in zip(values, moved, strict=True):
+                    value[pair] = k
+    return objective, values

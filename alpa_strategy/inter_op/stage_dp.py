@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_strategy.errors import PlanError
 from alpa_strategy.schedules import Terms
 
 GRID = 1e-3  # relative distance of the round trips' seconds that are tried
@@ -309,10 +308,3 @@ class _Search:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
             bottleneck = max(bottleneck, self.terms.run * max(trips))
         return StageChoice(tuple(stages), self.terms.fill * sum(after) + bottleneck, bottleneck)
-
-
-def check_choice(choice: StageChoice | None, what: str) -> StageChoice:
-    """PlanError where there is no choice."""
-    if choice is None:
-        raise PlanError(f"no stages fit {what}", "use more devices, other num_stages, or raise memory_limit")
-    return choice

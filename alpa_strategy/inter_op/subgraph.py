@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -71,11 +70,6 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     )
 
 
-def slice_stages(step: StepGraph, cuts: Sequence[int]) -> tuple[StepGraph, ...]:
-    """The stages between cut positions: `cuts` ascends from 0 to the number of ops."""
-    return tuple(slice_stage(step, a, b) for a, b in pairwise(cuts))
-
-
 def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
     """`slice_stage` as it is planned and lowered on a mesh of `num_devices`.
 
@@ -84,16 +78,6 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
     stage = slice_stage(step, first, last)
     even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)
     return replace(stage, batch_scope="rank" if even and step.batch_scope == "rank" else "global")
-
-
-def shared_parameters(step: StepGraph, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Name of every parameter that ops of several stages read -> these stages: its gradient is summed over them."""
-    users: dict[int, set[int]] = {p.value: set() for p in step.parameters}
-    for stage, (first, last) in enumerate(pairwise(cuts)):
-        for op in step.ops[first:last]:
-            for value in users.keys() & op.operands:
-                users[value].add(stage)
-    return {p.name: tuple(sorted(users[p.value])) for p in step.parameters if len(users[p.value]) > 1}
 
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
@@ -329,9 +313,3 @@ def _tied_cuts(
     for origin in reversed(came):
         path.append(int(origin[path[-1]]))
     return tuple(int(points[i]) for i in reversed(path))
-
-
-def layer_flops(step: StepGraph, cuts: Sequence[int]) -> tuple[float, ...]:
-    """Forward FLOPs of every layer."""
-    prefix = [0.0, *accumulate(op_flops(op.call) for op in step.ops)]
-    return tuple(prefix[b] - prefix[a] for a, b in pairwise(cuts))

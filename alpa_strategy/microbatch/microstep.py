@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.interpret import run_step
 
 Combine = Literal["sum", "same", "cat", "mean"]
 
@@ -64,10 +63,7 @@ class MicroStep:
     epilogue: StepGraph | None = None
 
 
-# --- Reference executor of a MicroStep: whole tensors in one process. The rules of cutting and combining are here
-# too.
-#
-# For tests and inspection; the runtime cuts and combines with the same functions.
+# --- How rows are cut into micro-batches' parts, and joined again.
 
 
 def cut(tensor: Tensor, how: Cut, num_microbatches: int, index: int, num_ranks: int = 1) -> Tensor:
@@ -85,84 +81,3 @@ def joined(parts: Sequence[Tensor], how: Cut, num_ranks: int = 1) -> Tensor:
     runs = how.segments * num_ranks
     stacked = torch.stack([part.unflatten(how.dim, (runs, -1)) for part in parts], how.dim + 1)
     return stacked.flatten(how.dim, how.dim + 2)
-
-
-def combine_microbatches(
-    micro: MicroStep, results: Sequence[Mapping[int, Tensor]], num_ranks: int = 1
-) -> dict[int, Tensor]:
-    """The step's values from those of the micro-batches, by `micro.combine`.
-
-    Args:
-        results: per micro-batch the values of `micro.graph.escaping`, whole (of all ranks).
-        num_ranks: ranks that brought their own rows.
-    """
-    combined: dict[int, Tensor] = {}
-    for value, how in micro.combine.items():
-        parts = [result[value] for result in results]
-        match how:
-            case "sum":
-                combined[value] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=parts[0].dtype)
-            case "mean":
-                combined[value] = torch.stack(parts).mean(0)
-            case "same":
-                combined[value] = parts[-1]
-            case "cat":
-                combined[value] = joined(parts, micro.cuts[value], num_ranks)
-    return combined
-
-
-def run_microbatches(
-    micro: MicroStep,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Any],
-    batch_leaves: Sequence[Tensor],
-    num_ranks: int = 1,
-) -> dict[int, Tensor]:
-    """One step, micro-batch after micro-batch. Gradients are added to the `.grad` of the parameters.
-
-    Args:
-        parameters, buffers, batch_leaves: as for `run_step`, `batch_leaves` whole in the order of `graph.batch`.
-
-    Returns:
-        The step's escaping values, detached, and `graph.loss`.
-    """
-    leaves = {leaf.value: tensor for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)}
-    values = _run_part(micro.prologue, parameters, buffers, leaves, {})
-    state = dict(buffers)
-    results: list[dict[int, Tensor]] = []
-    for index in range(micro.num_microbatches):
-        rows = [
-            tensor if leaf.batch_dim is None else cut(tensor, Cut(), micro.num_microbatches, index, num_ranks)
-            for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
-        ]
-        received = {
-            value: values[source]
-            if value not in micro.cuts
-            else cut(values[source], micro.cuts[value], micro.num_microbatches, index, num_ranks)
-            for value, source in micro.given.items()
-        }
-        found = run_step(micro.graph, parameters, state, rows, received)
-        loss = found[micro.graph.loss]
-        if loss.requires_grad:
-            loss.backward()
-        results.append({value: found[value].detach() for value in micro.graph.escaping})
-        for buffer in micro.graph.buffers:
-            if buffer.name in micro.sequential_buffers and buffer.update is not None:
-                state[buffer.name] = found[buffer.update].detach()
-    values |= combine_microbatches(micro, results, num_ranks)
-    return values | _run_part(micro.epilogue, parameters, state, leaves, values)
-
-
-@torch.no_grad()
-def _run_part(
-    part: StepGraph | None,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Any],
-    leaves: Mapping[int, Tensor],
-    received: Mapping[int, Tensor],
-) -> dict[int, Tensor]:
-    """What leaves a prologue or an epilogue."""
-    if part is None:
-        return {}
-    found = run_step(part, parameters, buffers, [leaves[leaf.value] for leaf in part.batch], received)
-    return {value: found[value] for value in part.escaping}

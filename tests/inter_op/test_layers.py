@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import (
     best_cuts,
@@ -20,9 +21,13 @@ from alpa_strategy.inter_op.subgraph import (
     cluster_layers,
     crossing_values,
     default_num_layers,
-    layer_flops,
     span_name,
 )
+
+
+def layer_flops(step, cuts):
+    """Forward FLOPs of every layer."""
+    return [sum(op_flops(op.call) for op in step.ops[a:b]) for a, b in pairwise(cuts)]
 
 
 def step_of(name: str, **sizes):

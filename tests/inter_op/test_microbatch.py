@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inter_op.reference_microbatches import run_microbatches
 from models import MODELS
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,7 +21,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined, run_microbatches
+from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
 from alpa_strategy.microbatch.transform import microbatch
 
 ROWS = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random as python_random
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.subgraph import crossing_values, shared_parameters, slice_stage, slice_stages
+from alpa_strategy.inter_op.subgraph import crossing_values, slice_stage
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
@@ -36,6 +37,18 @@ CASES = {
     "llama": {"num_layers": 1},
     "convnet": {},
 }
+
+
+def slice_stages(step, cuts):
+    """The stages between cut positions: `cuts` ascends from 0 to the number of ops."""
+    return tuple(slice_stage(step, a, b) for a, b in pairwise(cuts))
+
+
+def shared_parameters(stages):
+    """Name of every parameter that several stages hold -> these stages: its gradient is summed over them."""
+    names = dict.fromkeys(p.name for stage in stages for p in stage.parameters)
+    users = {name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters]) for name in names}
+    return {name: found for name, found in users.items() if len(found) > 1}
 
 
 @cache
@@ -86,14 +99,14 @@ def test_slices_cover_the_step_and_hand_on_what_is_read_later(name, num_stages, 
         assert set(stage.sent) == made & {v for s in stages[index + 1 :] for v in s.received}
         if index:
             assert set(stage.received) <= set(crossing_values(step, cuts[index]))
-    for parameter, users in shared_parameters(step, cuts).items():
+    for parameter, users in shared_parameters(stages).items():
         assert [i for i, s in enumerate(stages) if parameter in {p.name for p in s.parameters}] == list(users)
 
 
 def test_a_tied_weight_belongs_to_both_its_stages():
     step = captured("gpt")[0]
     head = next(i for i, op in enumerate(step.ops) if op.module == "head")
-    assert list(shared_parameters(step, [0, head, len(step.ops)]).values()) == [(0, 1)]
+    assert list(shared_parameters(slice_stages(step, [0, head, len(step.ops)])).values()) == [(0, 1)]
 
 
 def test_slices_outside_the_step_are_refused():

@@ -1,4 +1,4 @@
-"""Layers that are too entangled for elimination tables are priced near their optimum, and never below it."""
+"""Layers that are too entangled for elimination tables are priced by real assignments, never below their optimum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weight
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
-from alpa_strategy.intra_op.solver.lagrangian import BatchedLocalSearch, Neighbourhood, descend
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -46,7 +45,7 @@ def with_ends(problem: Problem, values: dict[int, int]) -> Problem:
     return replace(problem, choices=tuple(choices))
 
 
-def test_pairs_are_priced_near_their_optimum():
+def test_pairs_are_priced_by_real_assignments_and_the_best_one_at_its_optimum():
     problem = gpt_like(1, float("inf"))
     ends = (0, len(problem.choices) - 1)
     ((objective, values),) = dense_layer_costs([problem], ends)
@@ -55,7 +54,8 @@ def test_pairs_are_priced_near_their_optimum():
         assignment = [int(v[pair]) for v in values]
         assert (assignment[ends[0]], assignment[ends[1]]) == pair
         assert objective[pair] == pytest.approx(evaluate(problem, assignment)[0])
-        assert exact * (1 - 1e-9) <= objective[pair] <= exact * 1.1
+        assert exact * (1 - 1e-9) <= objective[pair]
+    assert objective.min() == pytest.approx(solve(problem).seconds)
 
 
 def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
@@ -71,28 +71,3 @@ def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
 def test_a_loop_over_time_in_two_stages(scan):
     plan = plan_pipeline(PlanTask(scan, CLUSTER, PlanOptions(num_stages=2), ADAM))
     assert len(plan.stages) == 2
-
-
-def test_many_assignments_descend_as_one_does():
-    problem = gpt_like(1, float("inf"))
-    generator = np.random.default_rng(0)
-    best = solve(problem).assignment
-    starts = np.tile(best, (200, 1))
-    for row in starts:
-        for c in generator.integers(len(best), size=4):
-            row[c] = generator.integers(len(problem.choices[c].cost))
-    many = BatchedLocalSearch(problem)
-    assert many.seconds(starts) == pytest.approx([evaluate(problem, row)[0] for row in starts])
-    allowed = starts[np.isfinite(many.seconds(starts))]
-    assert len(allowed) > 20
-    found = many.descend(allowed)
-    alone = [evaluate(problem, descend(problem, row))[0] for row in allowed]
-    assert np.isclose(many.seconds(found), alone).mean() > 0.95  # ties may lead elsewhere
-    near = Neighbourhood(problem)
-    for row in found[:20]:
-        for c in range(len(best)):
-            seconds, _ = near.totals(row, c)
-            assert seconds.min() >= seconds[row[c]] * (1 - 1e-9)
-    pinned = many.descend(starts, fixed=(0, 3))
-    assert (pinned[:, [0, 3]] == starts[:, [0, 3]]).all()
-    assert (many.seconds(pinned) <= many.seconds(starts)).all()
