@@ -40,6 +40,7 @@ from alpa_strategy.pipeline.spec import (
     Values,
 )
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
+from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
 def stage_meshes(stages: Sequence[StagePlan], backend: str = "auto") -> list[TorchMesh | None]:

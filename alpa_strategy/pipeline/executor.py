@@ -24,6 +24,7 @@ from alpa_strategy.pipeline.orders import Orders, checked_orders, forward_orders
 from alpa_strategy.pipeline.spec import PipelineSpec, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters, StageWorker
 from alpa_strategy.schedules import Action
+from alpa_strategy.sharding.cross_mesh import Channel, StageSpec, plan_channels
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
 

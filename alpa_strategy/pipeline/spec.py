@@ -15,6 +15,7 @@ from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Combine, Cut
 from alpa_strategy.pipeline.orders import Orders
+from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
 @dataclass(frozen=True)

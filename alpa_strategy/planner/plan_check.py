@@ -20,7 +20,7 @@ from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
-from alpa_strategy.schedules import SCHEDULES, rank_of, why_not
+from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
 from alpa_strategy.sharding.localize import localize
 from alpa_strategy.sharding.strategies import axis_strategies
 
@@ -91,7 +91,7 @@ def _check_schedule(plan: Plan) -> None:
     meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))  # numbered by their first stage
     reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
-        holders = [rank_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
+        holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
         per_mesh, rest = divmod(len(plan.stages), len(meshes))
         if [meshes.index(stage_ranks(stage)) for stage in plan.stages] != holders or rest:
             reason = f"the schedule {plan.schedule!r} has its stages on meshes {holders}"

@@ -23,6 +23,7 @@ from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, du
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.stage_worker import OwnStage
+from alpa_strategy.sharding.cross_mesh import StageSpec
 
 WIDTH, ROWS = 6, 144
 IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
