@@ -7,7 +7,7 @@ from pipeline_net import StageCase, check_steps
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.pipeline.orders import checked_orders, forward_orders
-from alpa_strategy.schedules import SCHEDULES, Action, actions, stages_per_rank, why_not
+from alpa_strategy.schedules import SCHEDULES, Action, actions, why_not
 
 
 def order(text):
@@ -74,7 +74,7 @@ def test_orders_that_cannot_be_run_are_refused(case):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_passes_its_own_check(schedule):
-    for v in stages_per_rank(schedule):
+    for v in SCHEDULES[schedule].stages_per_mesh:
         for num_meshes in range(1, 5):
             folded = [min(s, 2 * num_meshes - 1 - s) for s in range(2 * num_meshes)]
             looped = [s % num_meshes for s in range(v * num_meshes)]
