@@ -12,21 +12,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, world_size
 from alpa_strategy.errors import RuntimeMismatchError
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
-def hooks_look(trainer: Any, kind: str) -> bool:
-    """Whether the user's own hooks run between the steps of an evaluation, where they may call the module.
-
-    kind: `validation`, `test` or `predict`. Hooks of Lightning's own callbacks only look at results.
-    """
-    names = [f"on_{kind}_{when}" for when in ("epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
+def sees_outputs(trainer: Any, kind: str) -> bool:
+    """Whether hooks of the user's are given what the steps of a `validation` or `test` return."""
     owners = (trainer.lightning_module, *trainer.callbacks)
-    methods = (getattr(type(owner), name, None) for owner in owners for name in names)
-    return any(method is not None and not method.__module__.startswith(_LIGHTNING) for method in methods)
+    hooks = (getattr(type(owner), f"on_{kind}_batch_end", None) for owner in owners)
+    return any(hook is not None and not hook.__module__.startswith(_LIGHTNING) for hook in hooks)
 
 
 def why_uneven(trainer: Any) -> str | None:
@@ -77,10 +73,11 @@ def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
     return {"batch_idx": batch_idx, "global_step": trainer.global_step, "current_epoch": trainer.current_epoch}
 
 
-class SameLoaders:
-    """Watches one evaluation loop; collective where the ranks may have different numbers of batches.
+class EvaluationLoop:
+    """One evaluation loop as all ranks go through it together: dataloader by dataloader. Collective.
 
-    As under DDP, a rank may lack a loader as long as nothing is synchronised.
+    As under DDP, a rank may lack a loader as long as nothing is synchronised. What is logged without `sync_dist`
+    becomes all ranks' too: callbacks that monitor it (a checkpoint's name, a scheduler) must find the same everywhere.
 
     Args:
         trainer: in the loop's start hook.
@@ -93,15 +90,27 @@ class SameLoaders:
     def __init__(self, trainer: Any, must_meet: bool) -> None:
         self._trainer, self._must_meet = trainer, must_meet
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
+        self._is_alone = world_size() == 1
         can_look = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch by themselves
-        self._is_watching = world_size() > 1 and can_look and why_uneven(trainer) is not None
+        self._is_uneven = not self._is_alone and (why_uneven(trainer) is not None or not can_look)
+        self._is_watching = self._is_uneven and can_look
+        self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
             self._meet(-1)
 
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
         """A step has run, on the batch of this number."""
-        if self._is_watching and is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
+        if self._is_alone or not is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
+            return
+        if self._must_meet or not self._is_uneven:
+            _reduce_logs(self._trainer)
+        if self._is_watching:
             self._meet(dataloader_idx or 0)
+
+    def end(self) -> None:
+        """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP has them."""
+        if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
+            broadcast_buffers(self._trainer.lightning_module)
 
     def _meet(self, loader: int) -> None:
         """This rank is done with `loader`."""
@@ -127,3 +136,25 @@ def _synchronises(trainer: Any) -> bool:
     """Whether anything that this loop has logged is reduced over the ranks when a loader ends."""
     logged = (trainer._results or {}).values()
     return any(not each.is_tensor or (each.meta.sync.should and not each.meta.sync.rank_zero_only) for each in logged)
+
+
+def _reduce_logs(trainer: Any) -> None:
+    """Let what is logged without `sync_dist` by all ranks in the dataloader that ends be all ranks'."""
+    results = trainer._results
+    if results is None:
+        return
+    own = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, list(own))
+    for key in sorted(set.intersection(*map(set, found))):
+        item = own[key]
+        # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next epoch.
+        how = "sum" if item.meta.is_mean_reduction else item.meta.reduce_fx.__name__
+        item.value = trainer.strategy.reduce(item.value.clone(), reduce_op=how)
+        if item.meta.is_mean_reduction:
+            item.cumulated_batch_size = trainer.strategy.reduce(item.cumulated_batch_size.clone(), reduce_op=how)
+
+
+def _is_left_alone(item: Any) -> bool:
+    """Whether a result is accumulated on this rank and would not be reduced over the ranks."""
+    return item.is_tensor and item.meta.on_epoch and not (item.meta.sync.should or item.meta.sync.rank_zero_only)

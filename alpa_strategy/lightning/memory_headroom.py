@@ -26,6 +26,11 @@ class Room:
         state = sum(p.numel() for p in self._store.parameters) * self._optimizer.state_bytes
         return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
 
+    def for_evaluation(self, step_bytes: int) -> str | None:
+        """Copies of all that lies in shards, for a while, beside the largest that a step of `step_bytes` needs."""
+        copies = sum(self._whole_elements(p) * p.element_size() for p in self._store.sharded_parameters)
+        return self._against("they and a training step", step_bytes + copies)
+
     def for_release(self) -> str | None:
         """Whole parameters and optimizer state, for good."""
         whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)

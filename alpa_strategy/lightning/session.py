@@ -20,7 +20,7 @@ from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import Deferral, stays_sharded
-from alpa_strategy.lightning.evaluation_loop import SameLoaders
+from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
@@ -53,7 +53,7 @@ class ModuleLife:
         self.deferral = Deferral()
         self._is_accumulating = False
         self._shards_for_evaluation = False
-        self._loaders: SameLoaders | None = None
+        self._loop: EvaluationLoop | None = None
 
     # Training
 
@@ -147,8 +147,8 @@ class ModuleLife:
             self.evaluation.start(kind)
         elif world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
             self._shards_for_evaluation = not self.fits_one_device(module)
-        together = self._shards_for_evaluation if self.evaluation is None else not self.evaluation.fits
-        self._loaders = SameLoaders(module.trainer, together)
+        together = self._shards_for_evaluation if self.evaluation is None else not self.evaluation.is_whole
+        self._loop = EvaluationLoop(module.trainer, together)
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
@@ -167,8 +167,8 @@ class ModuleLife:
         if self.evaluation is None and self._shards_for_evaluation:
             self._shard_for_evaluation(module, name, args)
         output = eager(*args, **kwargs) if self.evaluation is None else self.evaluation.step(name, args, eager)
-        if self._loaders is not None:
-            self._loaders.after_step(*args[1:])
+        if self._loop is not None:
+            self._loop.after_step(*args[1:])
         return output
 
     def _shard_for_evaluation(self, module: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -184,6 +184,9 @@ class ModuleLife:
 
     def end_evaluation(self) -> None:
         """The loop has ended; what was sharded for it alone is whole again."""
+        if self._loop is not None:
+            self._loop.end()
+            self._loop = None
         if self.evaluation is not None:
             self.evaluation.end()
         if self._shards_for_evaluation and self.run is not None:

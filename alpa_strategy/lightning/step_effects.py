@@ -101,14 +101,14 @@ def replay_records(
         value = fill(value, values, counters=counters)
         if is_training:
             kwargs["sync_dist"] = False
-        elif kwargs.get("sync_dist") and step.batch_scope == "rank":
+        elif step.batch_scope == "rank" and (kwargs.get("sync_dist") or kwargs.get("on_epoch") is not False):
             value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
         module.log(record.name, value, **kwargs)
     return changed
 
 
 def _shared_out(value: Any, reduce_fx: Any) -> Any:
-    """What a rank logs of a global value that Lightning will sum over the ranks (evaluation keeps `sync_dist`, as steps
+    """What a rank logs of a global value that is to be reduced over the ranks (evaluation keeps `sync_dist`, as steps
     that are not captured may log under the same name): its share, where ranks are summed."""
     if getattr(reduce_fx, "__name__", reduce_fx) != "sum" or not isinstance(value, Tensor | int | float):
         return value

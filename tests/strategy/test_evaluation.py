@@ -1,4 +1,4 @@
-"""Evaluation steps run as captured, sharded programs: the same numbers, outputs and hook calls as a plain Trainer's."""
+"""Evaluation on whole parameters or on shards: the same numbers, outputs and hook calls as a plain Trainer's."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ ROWS = 8  # of the global batch
 NUM_ELEMENTS = 46_020  # of the model that is evaluated without a training
 ONE_STAGE = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "zero2"}, {"parallel": "data"}]
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
+BIG = {"d_hidden": 64, "num_layers": 8}  # 206 kB of parameters, and plans that need 485 to 583 kB for a training step
+NO_ROOM = {"memory_limit": 600e3}  # for them whole: steps run on shards
+NO_ROOM_BESIDE_A_STEP = {"memory_limit": 650e3}  # steps run on shards if they can
+SHARDED = [{**strategy, **NO_ROOM} for strategy in ({"parallel": "zero3"}, {"parallel": "tensor"}, PIPELINE)]
+
+
+def name_of(strategy: dict[str, Any]) -> str:
+    return strategy.get("parallel", "pipeline") + ("-shards" if "memory_limit" in strategy else "")
 
 
 class Evaluated(MLP):
@@ -39,7 +47,7 @@ class Evaluated(MLP):
         prediction = self.net(x)
         loss = torch.nn.functional.mse_loss(prediction, y)
         self.log("val_loss", loss, sync_dist=True)
-        self.log("val_root", loss.sqrt(), on_step=True, on_epoch=True)
+        self.log("val_root", (prediction - y).square().mean(1).sqrt().mean(), on_step=True, on_epoch=True)
         self.log("val_sum", (prediction > 0).sum().double(), reduce_fx="sum", sync_dist=True)
         self.log("val_max", prediction.max(), reduce_fx="max", sync_dist=True, add_dataloader_idx=True)
         return {"prediction": prediction, "nested": [loss, "text", (x.mean(1),)], "dataloader_idx": dataloader_idx}
@@ -124,17 +132,18 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
             torch.testing.assert_close(rows, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [*ONE_STAGE, PIPELINE], ids=lambda s: s.get("parallel", "pipeline"))
+@pytest.mark.parametrize("strategy", [*ONE_STAGE, PIPELINE, *SHARDED], ids=name_of)
 def test_validation_of_several_loaders_with_a_smaller_last_batch(pool, tmp_path: Path, strategy: dict) -> None:
+    """On shards the ranks take turns here, as a hook sees what the steps return."""
     sizes = [2 * ROWS + 4, ROWS]
-    reference = fit("Evaluated", str(tmp_path), None, sizes, {})
-    runs = pool.run(2, fit, "Evaluated", str(tmp_path), strategy, sizes, {})
+    reference = fit("Evaluated", str(tmp_path), None, sizes, BIG)
+    runs = pool.run(2, fit, "Evaluated", str(tmp_path), strategy, sizes, BIG)
     assert_same(runs, reference)
     assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference["metrics"].keys()
 
 
 class Plain(MLP):
-    """No hooks: nobody looks at the parameters between the steps, so nobody needs them whole."""
+    """No hooks: nobody sees what steps return, so all ranks' batches can be evaluated as one."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -154,20 +163,20 @@ class RefuseGathering(pl.Callback):
 
 
 def fit_without_gathering(root: str, strategy: dict[str, Any]) -> dict[str, Any]:
-    return fit("Plain", root, strategy, [ROWS + 2], {}, callbacks=[RefuseGathering()])
+    return fit("Plain", root, strategy, [ROWS + 2], BIG, callbacks=[RefuseGathering()])
 
 
-@pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, PIPELINE], ids=["zero3", "pipeline"])
+@pytest.mark.parametrize("strategy", SHARDED, ids=name_of)
 def test_no_parameter_is_gathered_whole_for_a_captured_step(pool, tmp_path: Path, strategy: dict) -> None:
-    reference = fit("Plain", str(tmp_path), None, [ROWS + 2], {})
+    reference = fit("Plain", str(tmp_path), None, [ROWS + 2], BIG)
     assert_same(pool.run(2, fit_without_gathering, str(tmp_path), strategy), reference)
 
 
 class Uncapturable(MLP):
     """Looks at values in Python: in every step, or in the first one only."""
 
-    def __init__(self, always: bool) -> None:
-        super().__init__()
+    def __init__(self, always: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.always, self.seen = always, []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -181,21 +190,34 @@ class Uncapturable(MLP):
         self.seen.clear()
 
 
-def fit_with_warnings(root: str, always: bool) -> tuple[dict[str, Any], list[str]]:
+def fit_with_warnings(root: str, always: bool, limit: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = fit("Uncapturable", root, {"parallel": "zero3"}, [5 * ROWS], {"always": always})
+        run = fit("Uncapturable", root, {"parallel": "zero3", **limit}, [5 * ROWS], {"always": always, **BIG})
     return run, [str(each.message) for each in caught if "alpa:" in str(each.message)]
 
 
+@pytest.mark.parametrize("limit", [{}, NO_ROOM_BESIDE_A_STEP], ids=["room", "no_room_beside_a_step"])
 @pytest.mark.parametrize("always", [True, False])
-def test_what_cannot_be_captured_runs_as_it_is_written(pool, tmp_path: Path, always: bool) -> None:
-    reference = fit("Uncapturable", str(tmp_path), None, [5 * ROWS], {"always": always})
-    (first, warned), (second, silent) = pool.run(2, fit_with_warnings, str(tmp_path), always)
+def test_what_cannot_be_captured_runs_as_it_is_written(pool, tmp_path: Path, always: bool, limit: dict) -> None:
+    reference = fit("Uncapturable", str(tmp_path), None, [5 * ROWS], {"always": always, **BIG})
+    (first, warned), (second, silent) = pool.run(2, fit_with_warnings, str(tmp_path), always, limit)
     assert_same([first, second], reference)
-    assert len(warned) == 1
-    assert "loss.item()" in warned[0]
+    assert ["loss.item()" in warning for warning in warned] == [True] * len(limit)
     assert not silent
+
+
+def fit_refused(root: str) -> str:
+    with pytest.raises(AlpaError) as caught:
+        fit("Uncapturable", root, {"parallel": "zero3", **NO_ROOM}, [ROWS], {"always": True, **BIG})
+    return caught.value.problem
+
+
+def test_what_cannot_be_captured_and_has_no_room_is_one_clear_error(pool, tmp_path: Path) -> None:
+    for problem in pool.run(2, fit_refused, str(tmp_path)):
+        assert "validation_step cannot run on shards" in problem
+        assert "loss.item()" in problem
+        assert "of 586 KiB" in problem
 
 
 class Metrics(MLP):
@@ -212,7 +234,7 @@ class Metrics(MLP):
         pair = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
         self.pair = torchmetrics.MetricCollection(pair, prefix="pair_").set_dtype(torch.float64)
 
-    def update(self, loop: str, batch: Any) -> Tensor:
+    def update(self, loop: str, batch: Any) -> tuple[Tensor, Tensor]:
         x, y = batch
         prediction = self.net(x)
         errors = (prediction - y).abs().mean(1)
@@ -221,14 +243,14 @@ class Metrics(MLP):
         self.kinds[f"{loop}_mse"].update(prediction, y)
         for name in ("mean", "sum", "max", "mse"):
             self.log(f"{loop}_{name}", self.kinds[f"{loop}_{name}"], on_step=False, on_epoch=True)
-        return torch.nn.functional.mse_loss(prediction, y)
+        return torch.nn.functional.mse_loss(prediction, y), prediction
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.update("t", batch)
+        return self.update("t", batch)[0]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.update("v", batch)
-        self.pair.update(self.net(batch[0]), batch[1])
+        loss, prediction = self.update("v", batch)
+        self.pair.update(prediction, batch[1])
         self.log_dict(self.pair, on_step=False, on_epoch=True)
         if self.written and batch_idx == 1:
             assert loss.item() > 0
@@ -243,10 +265,13 @@ def fit_with_ddp(root: str, sizes: list[int], kwargs: dict[str, Any]) -> dict[st
     return fit("Metrics", root, "ddp", sizes, kwargs)
 
 
-@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "written"), [({}, True), (NO_ROOM, False), (NO_ROOM_BESIDE_A_STEP, True)], ids=["room", "shards", "both"]
+)
 @pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, PIPELINE], ids=["zero3", "pipeline"])
-def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, written: bool) -> None:
-    sizes, kwargs = [3 * ROWS], {"written": written}
+def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, limit: dict, written: bool) -> None:
+    """`both`: the first step of a loop runs on shards, the second as it is written."""
+    sizes, kwargs, strategy = [3 * ROWS], {"written": written, **BIG}, {**strategy, **limit}
     expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
     found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
     assert {"t_sum", "v_mse", "v_cat_sum", "pair_rmse"} <= expected[0]["metrics"].keys()
@@ -267,14 +292,13 @@ class Rows(IterableDataset):
 
 
 def fit_on_a_stream(root: str, strategy: dict[str, Any] | str) -> dict[str, Any]:
-    sizes = {"d_hidden": 64, "num_layers": 8}
-    return fit("Metrics", root, strategy, [3 * ROWS], {"written": False, **sizes}, stream=True)
+    return fit("Metrics", root, strategy, [3 * ROWS], {"written": False, **BIG}, stream=True)
 
 
 def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
     """With whole parameters, and where these do not fit: the ranks take turns then."""
     expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
-    for plan in ({"parallel": "zero3"}, {"parallel": "zero3", "memory_limit": 560e3}):
+    for plan in ({"parallel": "zero3"}, {"parallel": "zero3", **NO_ROOM}):
         found = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
         for run, other in zip(found, expected, strict=True):
             # This one is logged outside of a step, in float32, and its rows come in another order.
@@ -376,7 +400,7 @@ def test_ranks_whose_first_batches_differ_take_turns(pool, tmp_path: Path) -> No
 
 
 class LogsSteps(Predicting):
-    """Logs what ranks would have to synchronise while one of them logs."""
+    """Logs what ranks have to synchronise at every step."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("level", self.net(batch[0]).mean(), on_step=True, sync_dist=True)
@@ -389,13 +413,10 @@ def logs_steps_in_turn(root: str) -> str:
     data = DataLoader(loaders(model, [13], 2, rank)[0].dataset, batch_size=4 - rank)
     strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=165_000)
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **QUIET)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(AlpaError, match="whole parameters"):
-            trainer.validate(model, data, verbose=False)
-    assert rank > 0 or any("on_step=True" in str(w.message) for w in caught)
+    with pytest.raises(AlpaError, match=r"on_step=True.*different numbers of batches"):
+        trainer.validate(model, data, verbose=False)
     return "refused"
 
 
-def test_logs_that_synchronise_steps_are_refused_where_ranks_take_turns(pool, tmp_path: Path) -> None:
+def test_logs_that_synchronise_steps_are_refused_where_a_rank_has_no_batch_left(pool, tmp_path: Path) -> None:
     assert pool.run(2, logs_steps_in_turn, str(tmp_path)) == ["refused"] * 2
