@@ -17,8 +17,8 @@ from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
-    from alpa_strategy.checkpoint.export import export_checkpoint
     from alpa_strategy.checkpoint.loading import open_checkpoint
+    from alpa_strategy.checkpoint.saving import export_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
     from alpa_strategy.ir.op import OpCall
@@ -60,7 +60,7 @@ _LAZY = {
     "Saved": "alpa_strategy.cost.model",
     "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
-    "export_checkpoint": "alpa_strategy.checkpoint.export",
+    "export_checkpoint": "alpa_strategy.checkpoint.saving",
     "make_plan": "alpa_strategy.planner.planner",
     "open_checkpoint": "alpa_strategy.checkpoint.loading",
     "prove_sharding": "alpa_strategy.sharding.register",

@@ -119,7 +119,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from alpa_strategy.checkpoint.export import export_checkpoint
+    from alpa_strategy.checkpoint.saving import export_checkpoint
 
     try:
         written = export_checkpoint(arguments.checkpoint, arguments.output)

@@ -14,10 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from alpa_strategy.checkpoint.dcp import DirectoryReader
-from alpa_strategy.checkpoint.directory import REST, check_complete, restore_interrupted
-from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
-from alpa_strategy.checkpoint.tree import from_file, put_tensors
+from alpa_strategy.checkpoint.directory import REST, DirectoryReader, check_complete, restore_interrupted
+from alpa_strategy.checkpoint.tensors import Chunk, from_file, put_tensors, read_chunks
 from alpa_strategy.errors import CheckpointError
 
 

@@ -306,8 +306,7 @@ def let_directories_load() -> None:
 def _read(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """The checkpoint with its tensors in memory; those of optimizers, which no module takes, stay on disk."""
     from alpa_strategy.checkpoint.loading import open_checkpoint
-    from alpa_strategy.checkpoint.tensors import Chunk, StoredTensor
-    from alpa_strategy.checkpoint.tree import map_tensors
+    from alpa_strategy.checkpoint.tensors import Chunk, StoredTensor, map_tensors
 
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
 

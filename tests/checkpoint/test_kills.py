@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from worker_pool import WorkerError
 
 from alpa_strategy import open_checkpoint
-from alpa_strategy.checkpoint.tensors import StoredTensor
-from alpa_strategy.checkpoint.tree import map_tensors
+from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 
 STEPS = 50
 KILLS = 20
