@@ -17,7 +17,7 @@ from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
-    from alpa_strategy.checkpoint.loading import open_checkpoint
+    from alpa_strategy.checkpoint.formats import open_checkpoint
     from alpa_strategy.checkpoint.saving import export_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
@@ -62,8 +62,8 @@ _LAZY = {
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.saving",
     "make_plan": "alpa_strategy.planner.planner",
-    "open_checkpoint": "alpa_strategy.checkpoint.loading",
     "prove_sharding": "alpa_strategy.sharding.register",
+    "open_checkpoint": "alpa_strategy.checkpoint.formats",
     "register_schedule": "alpa_strategy.schedules",
     "register_sharding": "alpa_strategy.sharding.register",
 }

@@ -14,10 +14,12 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -38,44 +40,68 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
+from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, from_file, put_tensors
 from alpa_strategy.errors import AlpaError, CheckpointError
 
 
-def write_directory(
-    target: Path, shards: Mapping[str, LocalShards], rest: bytes | Exception, group: Any = None
-) -> None:
-    """Write a checkpoint's tensors and the rest of it to the directory `target`. Collective over `group`.
+class DirectoryFormat:
+    """A `ShardedFormat`: the files of DCP, one of everything but the tensors, and a marker that is written last."""
 
-    Every element of every tensor must be in the chunks of a rank, and may be in those of several.
+    def is_one(self, path: Path) -> bool:
+        """Whether a complete checkpoint of this format is at `path`; finishes what `_put_in_place` left undone."""
+        _restore_interrupted(path)
+        return (path / COMPLETE).is_file()
 
-    Args:
-        shards: key -> what this rank writes of that tensor.
-        rest: the other content (rank 0's counts), or why there is none.
-        group: process group with a CPU backend; None: this process alone.
+    def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """See `ShardedFormat.load`."""
+        _check_complete(path)
+        try:
+            rest, places = from_file(path / REST, weights_only)
+            tensors = _Reader(path).tensors()
+        except (OSError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {error}", "load another one") from error
+        return put_tensors(rest, places, tensors)
 
-    Raises:
-        CheckpointError: on every rank, when any rank could not write its part; `target` is as it was then.
-    """
-    writer = _DirectoryWriter(target, rest)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                dict(shards),
-                storage_writer=writer,
-                planner=_SavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except dcp.CheckpointException as failure:
-        rank, (error, _) = min(failure.failures.items())
-        if isinstance(error, AlpaError):
-            raise CheckpointError(error.problem, error.fix) from failure
-        raise CheckpointError(
-            f"the checkpoint {target} was not written: rank {rank}: {type(error).__name__}: {error}",
-            "the checkpoint of before, if any, is untouched; mend the cause and save again",
-        ) from failure
+    def save(
+        self,
+        path: Path,
+        shards: Mapping[str, LocalShards],
+        rest: bytes | Exception,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """See `ShardedFormat.save`."""
+        writer = _Writer(path, rest)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(
+                    dict(shards),
+                    storage_writer=writer,
+                    planner=_SavePlanner(),
+                    process_group=group,
+                    no_dist=group is None,
+                )
+        except dcp.CheckpointException as failure:
+            rank, (error, _) = min(failure.failures.items())
+            if isinstance(error, AlpaError):
+                raise CheckpointError(error.problem, error.fix) from failure
+            raise CheckpointError(
+                f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
+                "the checkpoint of before, if any, is untouched; mend the cause and save again",
+            ) from failure
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
+        for purpose in ("saving", "replaced"):  # what a killed process may have left of it
+            _delete(_beside(path, purpose))
+        if os.path.lexists(path):
+            trash = _beside(path, "removed")
+            _delete(trash)
+            os.rename(path, trash)
+            _delete(trash)
+
+
+# Writing through DCP
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -111,16 +137,16 @@ def _chunk_at(shards: LocalShards, index: MetadataIndex) -> Chunk:
     return next(chunk for chunk in shards.chunks if torch.Size(chunk.offsets) == index.offset)
 
 
-class _DirectoryWriter(dcp.FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):
     """Writes beside the checkpoint's place; rank 0 puts the whole of it in place after all ranks have written.
 
     Its steps run where DCP hands errors of one rank to all.
     """
 
     def __init__(self, target: Path, rest: bytes | Exception) -> None:
-        super().__init__(staging_path(target), sync_files=True)
-        self._target, self._rest = target, rest
-        self._staging = staging_path(target)
+        # The same place on every rank, cleared by the next try.
+        self._target, self._rest, self._staging = target, rest, _beside(target, "saving")
+        super().__init__(self._staging, sync_files=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if isinstance(self._rest, Exception):
@@ -128,8 +154,8 @@ class _DirectoryWriter(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        check_replaceable(self._target)
-        delete(self._staging)
+        _check_replaceable(self._target)
+        _delete(self._staging)
         self._staging.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -140,13 +166,16 @@ class _DirectoryWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
         assert isinstance(self._rest, bytes)
-        write_synced(self._staging / REST, self._rest)
+        _write_synced(self._staging / REST, self._rest)
         written = {result.storage_data.relative_path for rank in results for result in rank}
-        mark_complete(self._staging, {*written, REST})
-        put_in_place(self._staging, self._target)
+        _mark_complete(self._staging, {*written, REST})
+        _put_in_place(self._staging, self._target)
 
 
-class DirectoryReader:
+# Reading through DCP
+
+
+class _Reader:
     """Reads parts of the tensors of a complete checkpoint directory; each process for itself."""
 
     def __init__(self, path: Path) -> None:
@@ -193,18 +222,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         return target[tuple(slice(start, start + length) for start, length in box)]
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of the marker
 REST = "lightning.pt"  # everything but the tensors
 COMPLETE = "complete.json"  # names and bytes of all other files; written last
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a complete sharded checkpoint."""
-    return (Path(path) / COMPLETE).is_file()
-
-
-def check_complete(path: Path) -> None:
+def _check_complete(path: Path) -> None:
     """CheckpointError unless the directory `path` holds a complete checkpoint of this format."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
@@ -221,7 +245,7 @@ def check_complete(path: Path) -> None:
     _check_files(path, files)
 
 
-def mark_complete(path: Path, names: set[str]) -> None:
+def _mark_complete(path: Path, names: set[str]) -> None:
     """Write the marker after all files, which must be there.
 
     Raises:
@@ -229,7 +253,7 @@ def mark_complete(path: Path, names: set[str]) -> None:
     """
     _check_files(path, dict.fromkeys(names, -1))
     files = {file.name: file.stat().st_size for file in path.iterdir()}
-    write_synced(path / COMPLETE, json.dumps({"format": FORMAT_VERSION, "files": files}).encode())
+    _write_synced(path / COMPLETE, json.dumps({"format": FORMAT_VERSION, "files": files}).encode())
     sync_folder(path)
 
 
@@ -244,12 +268,7 @@ def _check_files(path: Path, sizes: dict[str, int]) -> None:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {size} were written", "copy it again")
 
 
-def staging_path(target: Path) -> Path:
-    """Where the next checkpoint of that name is written: the same on every rank, and cleared by the next try."""
-    return _beside(target, "saving")
-
-
-def check_replaceable(target: Path) -> None:
+def _check_replaceable(target: Path) -> None:
     """CheckpointError when something stands at `target` that is no checkpoint and would be lost."""
     if target.is_dir() and not target.is_symlink() and any(target.iterdir()) and not (target / COMPLETE).exists():
         raise CheckpointError(
@@ -258,42 +277,32 @@ def check_replaceable(target: Path) -> None:
         )
 
 
-def put_in_place(staging: Path, target: Path) -> None:
+def _put_in_place(staging: Path, target: Path) -> None:
     """Let the complete `staging` be `target`, in the place of what may be there."""
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not _exchange(staging, target):  # a file system without the exchange: for an instant neither is there
         old = _beside(target, "replaced")
-        delete(old)
+        _delete(old)
         os.rename(target, old)
         os.rename(staging, target)
-        delete(old)
+        _delete(old)
     sync_folder(target.parent)
-    delete(staging)
+    _delete(staging)
 
 
-def restore_interrupted(target: Path) -> None:
-    """Finish what `put_in_place` left undone between its two renames (file systems without the exchange)."""
+def _restore_interrupted(target: Path) -> None:
+    """Finish what `_put_in_place` left undone between its two renames (file systems without the exchange)."""
     if os.path.lexists(target):
         return
-    for candidate in (staging_path(target), _beside(target, "replaced")):
-        if is_checkpoint(candidate):
-            os.rename(candidate, target)
+    for candidate in (_beside(target, "saving"), _beside(target, "replaced")):
+        if (candidate / COMPLETE).is_file():
+            with suppress(FileNotFoundError):  # another rank was quicker
+                os.rename(candidate, target)
             return
 
 
-def remove(target: Path) -> None:
-    """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
-    for purpose in ("saving", "replaced"):  # what a killed process may have left of it
-        delete(_beside(target, purpose))
-    if os.path.lexists(target):
-        trash = _beside(target, "removed")
-        delete(trash)
-        os.rename(target, trash)
-        delete(trash)
-
-
-def delete(path: Path) -> None:
+def _delete(path: Path) -> None:
     """Remove whatever stands at `path`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -301,7 +310,7 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def _write_synced(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on disk."""
     with path.open("wb") as file:
         file.write(content)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.checkpoint.directory import remove, sync_folder, write_directory
-from alpa_strategy.checkpoint.loading import open_checkpoint
+from alpa_strategy.checkpoint.directory import sync_folder
+from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.errors import CheckpointError
 
@@ -28,14 +29,15 @@ class CheckpointWriter:
     Args:
         group: process group of the whole job with a CPU backend, used by nothing else; None for one process.
         is_rank_zero: whether this process removes checkpoints.
+        form: what it writes.
     """
 
-    def __init__(self, group: Any, is_rank_zero: bool) -> None:
-        self._group, self._is_rank_zero = group, is_rank_zero
+    def __init__(self, group: dist.ProcessGroup | None, is_rank_zero: bool, form: str = "sharded") -> None:
+        self._group, self._is_rank_zero, self._format = group, is_rank_zero, FORMATS[form]
         self._background = _Background()
 
     def save(self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False) -> None:
-        """Write `checkpoint` to the directory `path`. Collective; all ranks write their `LocalShards` in it.
+        """Write `checkpoint` to `path`. Collective; all ranks write their `LocalShards` in it.
 
         Args:
             in_background: return when this rank's tensors are copied; waits for the save before this one.
@@ -48,10 +50,10 @@ class CheckpointWriter:
         rest, places, shards = take_shards(checkpoint)
         content = to_bytes(rest, places) if self._is_rank_zero else b""
         if not in_background:
-            write_directory(target, shards, content, self._group)
+            self._format.save(target, shards, content, self._group)
             return
         copies = {key: _copied(held) for key, held in shards.items()}
-        self._background.run(lambda: write_directory(target, copies, content, self._group))
+        self._background.run(lambda: self._format.save(target, copies, content, self._group))
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint; after the save that is under way, and not if that fails (it may be the last one)."""
@@ -59,9 +61,9 @@ class CheckpointWriter:
             return
         target = local_path(path)
         if self._background.is_busy:
-            self._background.run(lambda: remove(target))
+            self._background.run(lambda: self._format.remove(target))
         else:
-            remove(target)
+            self._format.remove(target)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when nothing is under way (or at the timeout); raise what failed."""

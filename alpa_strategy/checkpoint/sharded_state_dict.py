@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.loading import read_held
+from alpa_strategy.checkpoint.formats import read_held
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.runtime.optimizer_state import Described, StateValue, described_states, gather_state, numbers_of

@@ -24,8 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.directory import is_checkpoint
-from alpa_strategy.checkpoint.loading import load_others, load_parameters, open_checkpoint
+from alpa_strategy.checkpoint.formats import FORMATS, is_checkpoint, load_others, load_parameters, open_checkpoint
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
     Sharing,
@@ -34,6 +33,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     restore_groups,
     restore_state,
 )
+from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.dataloader_state import (
@@ -45,7 +45,7 @@ from alpa_strategy.lightning.dataloader_state import (
     take_up,
 )
 
-FORMS = ("auto", "sharded", "single")
+FORMS = ("auto", *FORMATS, "single")
 MEET_SECONDS = 10.0
 CLOSING_SECONDS = 10.0
 
@@ -54,8 +54,8 @@ class Checkpoints:
     """One per strategy; `begin` starts a run.
 
     Args:
-        form: `sharded`: a directory that all ranks write; `single`: an ordinary file that rank 0 writes; `auto`:
-            sharded on several devices, unless the user's own CheckpointIO writes.
+        form: `sharded` (or another of `FORMATS`): all ranks write; `single`: rank 0 writes an ordinary file through the
+            CheckpointIO; `auto`: sharded on several devices, unless the user's own CheckpointIO writes.
         in_background: training goes on while a sharded checkpoint is written.
     """
 
@@ -231,14 +231,15 @@ class Checkpoints:
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         if self._form == "auto":
             return world_size() > 1 and _is_torchs(checkpoint_io)
-        return self._form == "sharded"
+        return self._form in FORMATS
 
     def _writer_now(self) -> CheckpointWriter:
         world = dist.group.WORLD if world_size() > 1 else None
         if self._writer is None or self._world is not world:
             self._world = world
             self._group = None if world is None else dist.new_group(backend="gloo")
-            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
+            form = self._form if self._form in FORMATS else "sharded"
+            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero, form)
         return self._writer
 
     def _is_left_alone(self) -> bool:
@@ -305,16 +306,7 @@ def let_directories_load() -> None:
 
 def _read(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """The checkpoint with its tensors in memory; those of optimizers, which no module takes, stay on disk."""
-    from alpa_strategy.checkpoint.loading import open_checkpoint
-    from alpa_strategy.checkpoint.tensors import Chunk, StoredTensor, map_tensors
-
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-
-    def read(stored: StoredTensor) -> Tensor:
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        stored.fill([Chunk((0,) * tensor.dim(), tensor)])
-        return tensor.to(device)
-
     checkpoint = open_checkpoint(path, weights_only)
     kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-    return {**checkpoint, **map_tensors(kept, StoredTensor, read)}
+    return {**checkpoint, **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device))}

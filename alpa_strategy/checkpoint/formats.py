@@ -1,7 +1,7 @@
-"""Reading a checkpoint, sharded or an ordinary file, without holding it in memory: tensors come when they are used.
+"""Checkpoint formats, and reading a checkpoint of any of them: tensors come from disk when they are used.
 
-`open_checkpoint` gives the Lightning checkpoint with tensors that are read when used; `load_parameters` reads what this
-rank holds of each parameter.
+A format of sharded checkpoints is an object with the methods of `ShardedFormat` in a file beside this one, and its line
+in `FORMATS`. Ordinary files are Lightning's own: whoever wants others gives the Trainer a `CheckpointIO`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,65 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.checkpoint.directory import REST, DirectoryReader, check_complete, restore_interrupted
-from alpa_strategy.checkpoint.tensors import Chunk, from_file, put_tensors, read_chunks
+from alpa_strategy.checkpoint.directory import DirectoryFormat
+from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, read_chunks
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.runtime.parameters import ParameterStore
 
 
-class Holder(Protocol):
-    """A ParameterStore: which parameters there are, and which chunks of them this rank holds."""
+class ShardedFormat(Protocol):
+    """How a checkpoint that all ranks write lies on disk. Paths are absolute, of a local or mounted file system."""
 
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The step's parameters."""
+    def is_one(self, path: Path) -> bool:
+        """Whether a complete checkpoint of this format is at `path`."""
         ...
 
-    def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The step's name of a parameter, None when the step does not use it."""
+    def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """The Lightning checkpoint at `path`, its tensors as `StoredTensor`s.
+
+        Args:
+            weights_only: as of `torch.load`, for everything but the tensors.
+
+        Raises:
+            CheckpointError: it is not complete, or cannot be read.
+        """
         ...
 
-    def whole_shape(self, name: str) -> torch.Size:
-        """Shape of the whole parameter."""
+    def save(
+        self,
+        path: Path,
+        shards: Mapping[str, LocalShards],
+        rest: bytes | Exception,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Write a checkpoint's tensors and the rest of it. Collective over `group`.
+
+        Every element of every tensor must be in the chunks of a rank, and may be in those of several.
+
+        Args:
+            shards: key -> what this rank writes of that tensor.
+            rest: the other content (rank 0's counts), or why there is none.
+            group: process group with a CPU backend; None: this process alone.
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not write its part; `path` is as it was then.
+        """
         ...
 
-    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes of the whole that this process holds: (where it begins, a view of `tensor`) each."""
+    def remove(self, path: Path) -> None:
+        """Remove what is at `path`: at once under its name, then its content."""
         ...
+
+
+FORMATS: dict[str, ShardedFormat] = {"sharded": DirectoryFormat()}  # by what `AlpaStrategy(checkpoint=...)` calls them
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a complete sharded checkpoint is at `path`."""
+    return any(form.is_one(Path(path).absolute()) for form in FORMATS.values())
 
 
 def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -53,33 +86,25 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
         FileNotFoundError: nothing is there.
     """
     place = Path(path).absolute()
-    restore_interrupted(place)
+    form = next((form for form in FORMATS.values() if form.is_one(place)), None)
     if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if not place.is_dir():
-        return _open_file(place, weights_only)
+    if form is None and not place.is_dir():
+        # Only the format of today's `torch.save` can be memory-mapped.
+        return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(place))
     place = place.resolve()  # behind a link that may be turned to another one (`save_last="link"`)
-    check_complete(place)
-    try:
-        rest, places = from_file(place / REST, weights_only)
-        tensors = DirectoryReader(place).tensors()
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}", "load another one") from error
-    return put_tensors(rest, places, tensors)
+    return (form or FORMATS["sharded"]).load(place, weights_only)
 
 
-def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    # Only the format of today's `torch.save` can be memory-mapped.
-    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+# Into a module, or into the parts of it that this rank holds
 
 
-def load_parameters(state_dict: Mapping[str, Tensor], store: Holder) -> None:
+def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> None:
     """Read this rank's part of the parameters that `state_dict` names into `store`. No communication.
 
     Args:
         state_dict: names among those of `store`'s parameters -> whole tensor, on disk
             (`open_checkpoint(path)["state_dict"]`) or in memory.
-        store: holds the parameters, in shards.
 
     Raises:
         CheckpointError: a parameter has another shape there.
@@ -110,7 +135,7 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Coll
         )
 
 
-def read_held(source: Tensor, name: str, held: Tensor, store: Holder) -> None:
+def read_held(source: Tensor, name: str, held: Tensor, store: ParameterStore) -> None:
     """Read into `held`, which lies as parameter `name` does here, its part of the whole tensor `source`.
 
     Raises:
