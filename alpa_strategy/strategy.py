@@ -183,8 +183,8 @@ class AlpaStrategy(ParallelJob):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Around `configure_model` and in `trainer.init_module()`: what is built here is made in shards, later."""
         if self.num_nodes * self.num_processes > 1:
-            self._life.deferral.begin(self.root_device)
-        with super().tensor_init_context(empty_init), self._life.deferral.recording():
+            self._life.deferred_init.begin(self.root_device)
+        with super().tensor_init_context(empty_init), self._life.deferred_init.recording():
             yield
 
     # The module is set up, whole or not made yet
@@ -194,7 +194,7 @@ class AlpaStrategy(ParallelJob):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        deferral = self._life.deferral
+        deferred_init = self._life.deferred_init
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_precision(self.precision_plugin)
         if fitting or self.world_size > 1:
@@ -205,17 +205,17 @@ class AlpaStrategy(ParallelJob):
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
         if is_on_meta(self.lightning_module):
-            deferral.begin(self.root_device)
-        with deferral.recording():
+            deferred_init.begin(self.root_device)
+        with deferred_init.recording():
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         to_load = self._checkpoints.parameters_to_load
-        deferral.settle(trainer, self.lightning_module, to_load, self._life.fits_one_device)
+        deferred_init.settle(trainer, self.lightning_module, to_load, self._life.fits_one_device)
         self.model_to_device()
         if self.run is None:
             broadcast_states(self.lightning_module)
         elif fitting:
             raise_still_sharded(self.lightning_module)
-        with deferral.recording():
+        with deferred_init.recording():
             if fitting:
                 self.setup_optimizers(trainer)
                 checks.check_optimizers(self.optimizers)
@@ -322,8 +322,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._life.deferral.is_pending:
-            return self._life.deferral.whole_values(super().lightning_module_state_dict())
+        if self._life.deferred_init.is_pending:
+            return self._life.deferred_init.whole_values(super().lightning_module_state_dict())
         with self._life.as_training_holds_it():
             return self._checkpoints.module_state(self)
 
@@ -348,7 +348,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if is_on_meta(self.lightning_module):
-            self._life.deferral.begin(self.root_device).before_loading(self.lightning_module, checkpoint["state_dict"])
+            self._life.deferred_init.begin(self.root_device)
+            self._life.deferred_init.before_loading(self.lightning_module, checkpoint["state_dict"])
         self._checkpoints.load_model(self.lightning_module, checkpoint["state_dict"], strict)
 
     @override
@@ -389,7 +390,7 @@ class AlpaStrategy(ParallelJob):
         self._life.close(self.interrupted)
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
-        with self._life.deferral.recording():
+        with self._life.deferred_init.recording():
             super().teardown()
 
 

@@ -23,6 +23,196 @@ from alpa_strategy.deferred.recorder import Recorder, uninitialised
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.host_memory import Freed, set_freed
 
+RESETS = ("reset_parameters", "_reset_parameters")
+
+
+class DeferredInit:
+    """What a strategy still has to make of a module that was built without memory; most modules need nothing.
+
+    Attributes:
+        was_needed: whether the module of the running training was built without memory.
+    """
+
+    def __init__(self) -> None:
+        self.was_needed = False
+        self._device = torch.device("cpu")  # this rank's
+        self._recorder: Recorder | None = None  # as long as there is something to make
+        self._is_recording = False
+        self._loaded: dict[nn.Parameter, Tensor] = {}
+        self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
+        self._placeholders: dict[nn.Parameter, int] = {}  # the placeholder's address
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are tensors to make."""
+        return self._recorder is not None
+
+    def begin(self, device: torch.device) -> None:
+        """Something is built without memory; `device`: this rank's."""
+        if self._recorder is None:
+            if device.type == "cpu":
+                # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
+                set_freed(Freed.GIVEN_BACK)
+            self._device, self._recorder = device, Recorder(device)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Big tensors that are made here are deferred, ops on them recorded; nothing special where there are none."""
+        if self._recorder is None or self._is_recording:
+            yield
+            return
+        self._is_recording = True
+        try:
+            with self._recorder.recording():
+                yield
+        finally:
+            self._is_recording = False
+
+    def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+        """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their shards."""
+        self._make_others(module)
+        for prefix, child in module.named_modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_meta and f"{prefix}.{name}".removeprefix(".") in state_dict:
+                    child._buffers[name] = torch.empty_like(buffer, device=self._device)
+
+    def settle(
+        self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor], fits: Callable[[nn.Module], bool]
+    ) -> None:
+        """Before a run: values for everything on the meta device, the same on all ranks; buffers are made.
+
+        Parameters are made now where no plan will come. Collective.
+
+        Args:
+            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
+            fits: whether the whole module fits into one device: it is not sharded for an evaluation then.
+
+        Raises:
+            AlpaError: a parameter or buffer on the meta device has no values, and its module no way to make them.
+        """
+        if self._recorder is None:
+            return
+        self._loaded = {module.get_parameter(name): tensor for name, tensor in loaded.items()}
+        on_all_ranks(lambda: self._reset(module), lambda _: None)
+        _agree(self._recorder)
+        self._make_others(module)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        if not is_on_meta(module):
+            self._finish()
+        elif world_size() == 1 or (not is_training and fits(module)):
+            self._put_placeholders(module)
+            self._finish()
+        elif is_training:
+            skip_sanity_check(trainer)
+
+    def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with its deferred tensors made."""
+        return {key: self._whole(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    @contextmanager
+    def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Around what shards the module: gives the function that makes all of a parameter or of optimizer state."""
+        if self._recorder is None:
+            yield Tensor.detach
+            return
+        self._put_placeholders(module)
+        yield self._whole
+        self._finish()
+        self.was_needed = True
+
+    def _put_placeholders(self, module: nn.Module) -> None:
+        """Give deferred parameters their real device, dtype and shape, still without memory, so that `data` may be set.
+
+        The Parameter objects stay the same.
+        """
+        assert self._recorder is not None
+        for name, parameter in module.named_parameters():
+            if not parameter.is_meta:
+                continue
+            if parameter not in self._loaded and not self._recorder.is_unchanged(parameter):
+                raise AlpaError(
+                    f"{name} was changed in place after it had been built without memory: the change is lost",
+                    "change parameters in configure_model (or within trainer.init_module())",
+                )
+            empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
+            other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
+            # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
+            torch._C._swap_tensor_impl(parameter, other)
+            self._waiting[parameter], self._placeholders[parameter] = other.detach(), parameter.data_ptr()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a parameter or state tensor, on this rank's device; made now where it was deferred."""
+        if isinstance(tensor, nn.Parameter):
+            if tensor in self._loaded:  # read into its shard later
+                return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
+            tensor = self._waiting.get(tensor, tensor)
+        if self._recorder is None or not tensor.is_meta:
+            return tensor.detach()
+        return self._recorder.whole(tensor.detach()).to(self._device)
+
+    def _finish(self) -> None:
+        """Make what nobody has taken (no plan, or parameters that the step does not use), and forget the record."""
+        for parameter in self._waiting:
+            if parameter.data_ptr() != self._placeholders[parameter]:
+                continue
+            whole = self._whole(parameter)
+            if parameter in self._loaded:
+                whole = whole.contiguous()
+                read_chunks(self._loaded[parameter], [Chunk((0,) * whole.dim(), whole)])
+            parameter.data = whole
+        for known in (self._waiting, self._placeholders, self._loaded):
+            known.clear()
+        self._recorder = None
+
+    def _reset(self, module: nn.Module) -> None:
+        """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
+        missing = set(self._uninitialised(module))
+        for prefix, child in module.named_modules():
+            own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
+            if not any(f"{prefix}.{name}".removeprefix(".") in missing for name in own):
+                continue
+            reset = next((getattr(child, name) for name in RESETS if callable(getattr(child, name, None))), None)
+            if reset is not None:
+                with self.recording():
+                    reset()
+        left = self._uninitialised(module)
+        if left:
+            owner = module.get_submodule(left[0].rpartition(".")[0])
+            raise AlpaError(
+                f"{left[0]} was built on the meta device, and nothing says what its values are "
+                f"({type(owner).__name__} has no reset_parameters; {len(left)} such tensors)",
+                "build the module in configure_model, which is recorded and needs no `torch.device('meta')`, or give "
+                f"{type(owner).__name__} a reset_parameters method",
+            )
+
+    def _uninitialised(self, module: nn.Module) -> list[str]:
+        assert self._recorder is not None
+        loaded = {name for name, parameter in module.named_parameters() if parameter in self._loaded}
+        return [name for name in uninitialised(module, self._recorder) if name not in loaded]
+
+    def _make_others(self, module: nn.Module) -> None:
+        """Buffers, and tensors that are plain attributes, are whole on every rank."""
+        made: dict[int, Tensor] = {}
+        recorder = self._recorder
+        assert recorder is not None
+
+        def real(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, nn.Parameter) or not recorder.is_deferred(tensor):
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = self._whole(tensor)
+            return made[id(tensor)]
+
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[name] = real(buffer)
+            for name, value in list(vars(child).items()):
+                leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
+                if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
+                    child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
+
 
 def is_on_meta(module: nn.Module | None) -> bool:
     """Whether a parameter or buffer of the module has no memory."""
@@ -65,243 +255,16 @@ def raise_still_sharded(module: nn.Module) -> NoReturn:
     )
 
 
-RESETS = ("reset_parameters", "_reset_parameters")
-
-
-class LargeModel:
-    """What a strategy knows of deferred tensors.
-
-    Args:
-        device: this rank's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._recorder = Recorder(device)
-        self._is_recording = False
-        self._loaded: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Big tensors that are made here are deferred, ops on them recorded."""
-        if self._is_recording:
-            yield
-            return
-        self._is_recording = True
-        try:
-            with self._recorder.recording():
-                yield
-        finally:
-            self._is_recording = False
-
-    def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their shards."""
-        self._make_others(module)
-        for prefix, child in module.named_modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.is_meta and f"{prefix}.{name}".removeprefix(".") in state_dict:
-                    child._buffers[name] = torch.empty_like(buffer, device=self._device)
-
-    def settle(self, module: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-        """Before training: values for everything on the meta device, the same on all ranks; buffers are made.
-
-        Collective.
-
-        Args:
-            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
-
-        Raises:
-            AlpaError: a parameter or buffer on the meta device has no values, and its module no way to make them.
-        """
-        self._loaded = {module.get_parameter(name): tensor for name, tensor in loaded.items()}
-        on_all_ranks(lambda: self._reset(module), lambda _: None)
-        self._agree()
-        self._make_others(module)
-
-    def put_placeholders(self, module: nn.Module) -> None:
-        """Give deferred parameters their real device, dtype and shape, still without memory, so that `data` may be set.
-
-        The Parameter objects stay the same.
-        """
-        for name, parameter in module.named_parameters():
-            if not parameter.is_meta:
-                continue
-            if parameter not in self._loaded and not self._recorder.is_unchanged(parameter):
-                raise AlpaError(
-                    f"{name} was changed in place after it had been built without memory: the change is lost",
-                    "change parameters in configure_model (or within trainer.init_module())",
-                )
-            empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
-            other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
-            # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
-            torch._C._swap_tensor_impl(parameter, other)
-            self._waiting[parameter] = other.detach()
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter or state tensor, on this rank's device; made now where it was deferred."""
-        if isinstance(tensor, nn.Parameter):
-            if tensor in self._loaded:  # read into its shard later
-                return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
-            tensor = self._waiting.get(tensor, tensor)
-        source = tensor
-        source = source.detach()
-        return self._recorder.whole(source).to(self._device) if source.is_meta else source
-
-    def finish(self) -> None:
-        """Make what no stage has taken (parameters that the step does not use), and forget the record."""
-        for parameter in self._waiting:
-            if parameter.numel() > 1 and not any(parameter.stride()):
-                parameter.data = self._made(parameter)
-        self._waiting.clear()
-        self._loaded.clear()
-        self._recorder = Recorder(self._device)
-
-    def make_whole(self, module: nn.Module) -> None:
-        """Make every parameter whole."""
-        self.put_placeholders(module)
-        for parameter in self._waiting:
-            parameter.data = self._made(parameter)
-        self.finish()
-
-    def _made(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter, from a checkpoint where there is one."""
-        whole = self.whole(parameter)
-        if parameter in self._loaded:
-            whole = whole.contiguous()
-            read_chunks(self._loaded[parameter], [Chunk((0,) * whole.dim(), whole)])
-        return whole
-
-    def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with its deferred tensors made."""
-        return {key: self.whole(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    def _reset(self, module: nn.Module) -> None:
-        """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
-        missing = set(self._uninitialised(module))
-        for prefix, child in module.named_modules():
-            own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
-            if not any(f"{prefix}.{name}".removeprefix(".") in missing for name in own):
-                continue
-            reset = next((getattr(child, name) for name in RESETS if callable(getattr(child, name, None))), None)
-            if reset is not None:
-                with self.recording():
-                    reset()
-        left = self._uninitialised(module)
-        if left:
-            owner = module.get_submodule(left[0].rpartition(".")[0])
-            raise AlpaError(
-                f"{left[0]} was built on the meta device, and nothing says what its values are "
-                f"({type(owner).__name__} has no reset_parameters; {len(left)} such tensors)",
-                "build the module in configure_model, which is recorded and needs no `torch.device('meta')`, or give "
-                f"{type(owner).__name__} a reset_parameters method",
-            )
-
-    def _uninitialised(self, module: nn.Module) -> list[str]:
-        loaded = {name for name, parameter in module.named_parameters() if parameter in self._loaded}
-        return [name for name in uninitialised(module, self._recorder) if name not in loaded]
-
-    def _agree(self) -> None:
-        """Every rank takes rank 0's random numbers, as DDP takes its parameters."""
-        script = self._recorder.script
-        if world_size() == 1 or not script.lines:
-            return
-        if not all_equal(script.digest()):
-            raise RuntimeMismatchError(
-                "the ranks initialise their modules differently", "build the same module on every rank"
-            )
-        if not all_equal(script.chances_digest()):
-            content = broadcast_object(script.chances() if dist.get_rank() == 0 else None)
-            if dist.get_rank() != 0:
-                script.set_chances(content)
-
-    def _make_others(self, module: nn.Module) -> None:
-        """Buffers, and tensors that are plain attributes, are whole on every rank."""
-        made: dict[int, Tensor] = {}
-
-        def real(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, nn.Parameter) or not self._recorder.is_deferred(tensor):
-                return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = self.whole(tensor)
-            return made[id(tensor)]
-
-        for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = real(buffer)
-            for name, value in list(vars(child).items()):
-                leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
-                if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
-                    child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
-
-
-class Deferral:
-    """A `LargeModel` from the moment that one is needed until its tensors are made.
-
-    Attributes:
-        was_needed: whether the module of the running training was built without memory.
-    """
-
-    def __init__(self) -> None:
-        self._large: LargeModel | None = None
-        self.was_needed = False
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are tensors to make."""
-        return self._large is not None
-
-    def begin(self, device: torch.device) -> LargeModel:
-        """Something is built without memory; `device`: this rank's."""
-        if self._large is None:
-            if device.type == "cpu":
-                # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
-                set_freed(Freed.GIVEN_BACK)
-            self._large = LargeModel(device)
-        return self._large
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """What happens to deferred tensors is recorded; nothing special where there are none."""
-        if self._large is None:
-            yield
-            return
-        with self._large.recording():
-            yield
-
-    def settle(
-        self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor], fits: Callable[[nn.Module], bool]
-    ) -> None:
-        """Values for what was built without memory; it is made now where no plan will come. Collective.
-
-        Args:
-            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
-            fits: whether the whole module fits into one device: it is not sharded for an evaluation then.
-        """
-        if self._large is None:
-            return
-        self._large.settle(module, loaded)
-        if not is_on_meta(module):
-            self._large = None
-        elif world_size() == 1 or (trainer.state.fn != TrainerFn.FITTING and fits(module)):
-            self._large.make_whole(module)
-            self._large = None
-        elif trainer.state.fn == TrainerFn.FITTING:
-            skip_sanity_check(trainer)
-
-    def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with its deferred tensors made."""
-        return state if self._large is None else self._large.whole_values(state)
-
-    @contextmanager
-    def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Around what shards the module: gives the function that makes all of a parameter or of optimizer state."""
-        if self._large is None:
-            yield Tensor.detach
-            return
-        self._large.put_placeholders(module)
-        yield self._large.whole
-        self._large.finish()
-        self._large, self.was_needed = None, True
+def _agree(recorder: Recorder) -> None:
+    """Every rank takes rank 0's random numbers, as DDP takes its parameters. Collective."""
+    script = recorder.script
+    if world_size() == 1 or not script.lines:
+        return
+    if not all_equal(script.digest()):
+        raise RuntimeMismatchError(
+            "the ranks initialise their modules differently", "build the same module on every rank"
+        )
+    if not all_equal(script.chances_digest()):
+        content = broadcast_object(script.chances() if dist.get_rank() == 0 else None)
+        if dist.get_rank() != 0:
+            script.set_chances(content)

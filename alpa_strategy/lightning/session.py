@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.deferred_init import Deferral, stays_sharded
+from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ModuleLife:
         evaluation: runs evaluation steps on the shards of `run`.
         plan: that of the last run.
         process_bytes: of the host's memory, what this process took beside its tensors when that run began.
-        deferral: what was built without memory and is not made yet.
+        deferred_init: what was built without memory and is not made yet.
     """
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
@@ -50,7 +50,7 @@ class ModuleLife:
         self.evaluation: Evaluation | None = None
         self.plan: Plan | None = None
         self.process_bytes = 0
-        self.deferral = Deferral()
+        self.deferred_init = DeferredInit()
         self._is_accumulating = False
         self._shards_for_evaluation = False
         self._loop: EvaluationLoop | None = None
@@ -94,7 +94,7 @@ class ModuleLife:
             prepared = prepare(module, batch, batch_idx, job, info, rank_zero, self._checkpoints.running_plan)
             if is_on_host:
                 set_freed(freed_memory(prepared, job))
-            with self.deferral.sharding(module) as whole:
+            with self.deferred_init.sharding(module) as whole:
                 run = Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
         if is_on_host:
             trim()  # what the whole module and planning took
@@ -128,7 +128,7 @@ class ModuleLife:
     def end_training(self) -> None:
         """The module and its optimizer are whole again, unless that would not fit."""
         self._is_accumulating = False
-        if self.run is None or (self.deferral.was_needed and stays_sharded(self.run)):
+        if self.run is None or (self.deferred_init.was_needed and stays_sharded(self.run)):
             return
         self._checkpoints.run_ends()
         self._make_whole()
@@ -176,7 +176,7 @@ class ModuleLife:
 
         job = self._make_job()
         with torch.inference_mode(False), _own_randomness(job):
-            run = evaluation_run(module, name, args, job, self.deferral.sharding)
+            run = evaluation_run(module, name, args, job, self.deferred_init.sharding)
             self._checkpoints.restore_parameters(run.store)
         self._begin(run, job)
         _show_plan(run, job)
@@ -192,7 +192,7 @@ class ModuleLife:
         if self._shards_for_evaluation and self.run is not None:
             self._shards_for_evaluation = False
             with torch.inference_mode(False):
-                if not (self.deferral.was_needed and stays_sharded(self.run)):
+                if not (self.deferred_init.was_needed and stays_sharded(self.run)):
                     self._make_whole()
 
     # The forms, seen from outside
@@ -213,7 +213,7 @@ class ModuleLife:
     def close(self, interrupted: bool) -> None:
         """The Trainer is done, or an exception has ended it. No communication."""
         self._shards_for_evaluation = False
-        if self.run is not None and self.deferral.was_needed and not interrupted:
+        if self.run is not None and self.deferred_init.was_needed and not interrupted:
             return  # it stays in shards
         if self.run is not None:
             self.run.close()

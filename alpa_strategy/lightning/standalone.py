@@ -52,7 +52,7 @@ def evaluation_run(
     Where the ranks' batches differ in shape, they will take turns: it is planned for rank 0's, evaluated by all.
 
     Args:
-        sharding: context around what shards the module, see `Deferral.sharding`.
+        sharding: context around what shards the module, see `DeferredInit.sharding`.
 
     Raises:
         CaptureError, PlanError: the step cannot be captured, or nothing fits.
