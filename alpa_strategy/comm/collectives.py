@@ -164,6 +164,11 @@ def agree_on_seed() -> int:
     return broadcast_object(torch.initial_seed())
 
 
+def cpu_group() -> dist.ProcessGroup | None:
+    """A new group of all ranks with a CPU backend; None for one process. Collective."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
+
+
 def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Which flags are set on at least one rank. Collective."""
     votes = torch.tensor(flags, dtype=torch.uint8)

@@ -34,7 +34,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     restore_state,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
-from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, cpu_group, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.dataloader_state import (
     ResumableLoader,
@@ -236,8 +236,7 @@ class Checkpoints:
     def _writer_now(self) -> CheckpointWriter:
         world = dist.group.WORLD if world_size() > 1 else None
         if self._writer is None or self._world is not world:
-            self._world = world
-            self._group = None if world is None else dist.new_group(backend="gloo")
+            self._world, self._group = world, cpu_group()
             form = self._form if self._form in FORMATS else "sharded"
             self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero, form)
         return self._writer
