@@ -23,7 +23,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader, sees_outputs, step_counters
-from alpa_strategy.lightning.full_parameters import WholeParameters, shapes_only
+from alpa_strategy.lightning.full_parameters import FullParameters, shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
@@ -59,7 +59,7 @@ class Home(Protocol):
         """A program is not used any more."""
         ...
 
-    def whole_parameters(self) -> WholeParameters:
+    def whole_parameters(self) -> FullParameters:
         """Context: the module with its whole parameters. Collective on entry."""
         ...
 
@@ -98,7 +98,7 @@ class Evaluation:
     def __init__(self, home: Home, job: Job) -> None:
         self._home, self._job = home, job
         self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, home.drop)
-        self._whole: WholeParameters | None = None
+        self._whole: FullParameters | None = None
         self._against_whole: str | None = None
         self._uncapturable: set[str] = set()  # steps by name
         self._appending: set[tuple[str, int | None]] = set()  # steps that keep values of their rank's rows in lists

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -22,16 +22,18 @@ from torch import Tensor, nn
 from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
+from alpa_strategy.lightning.checks import hook_owners, is_overridden
+from alpa_strategy.runtime.parameters import ParameterStore
 
 
-class WholeParameters:
+class FullParameters:
     """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
 
     Args:
-        store: the run's parameters (a `ParameterStore`).
+        store: the run's parameters.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         self._store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
         self._depth = 0
@@ -41,43 +43,25 @@ class WholeParameters:
         """Whether the module holds whole parameters now."""
         return self._depth > 0
 
-    def __enter__(self) -> WholeParameters:
+    def __enter__(self) -> FullParameters:
         """Collective, unless the module is whole already."""
-        if self._depth == 0:
-            self._gather(False)
-        self._depth += 1
+        self._enter(False)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._depth -= 1
         self._leave(error[0] is not None, False)
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:
         """The same with whole gradients; where the module is whole already, gradients are left as they are."""
-        if self._depth > 0:
-            with self:
-                yield
-            return
-        self._gather(True)
-        self._depth += 1
+        with_gradients = not self.is_active
+        self._enter(with_gradients)
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._depth -= 1
-            self._leave(failed, True)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The parts back in their place, for programs that run on them; the whole tensors are kept."""
-        whole = [(parameter, parameter.data) for parameter, _, _ in self._parts]
-        _set_data((parameter, part) for parameter, part, _ in self._parts)
-        try:
-            yield
-        finally:
-            _set_data(whole)
+            self._leave(failed, with_gradients)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -96,6 +80,11 @@ class WholeParameters:
             self._depth, self._parts = depth, parts
             _put(whole)
 
+    def _enter(self, with_gradients: bool) -> None:
+        if self._depth == 0:
+            self._gather(with_gradients)
+        self._depth += 1
+
     def _gather(self, with_gradients: bool) -> None:
         store = self._store
         # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
@@ -113,6 +102,7 @@ class WholeParameters:
         self._parts = parts
 
     def _leave(self, failed: bool, with_gradients: bool) -> None:
+        self._depth -= 1
         if not failed:
             self._take_changes(with_gradients)
         if self._depth == 0:
@@ -136,7 +126,7 @@ class WholeParameters:
 
 
 @contextmanager
-def shapes_only(store: Any) -> Iterator[None]:
+def shapes_only(store: ParameterStore) -> Iterator[None]:
     """The module with parameters of their whole shapes that hold one element each: enough for capture, and free."""
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
@@ -192,7 +182,7 @@ _PARAMETER_WORDS = re.compile(
 _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
-class WholeHooks:
+class UnshardForHooks:
     """Wraps the hooks of a running training that look at parameters; `remove` gives the hooks back as they were.
 
     Args:
@@ -205,13 +195,13 @@ class WholeHooks:
         self,
         trainer: Any,
         module: LightningModule,
-        whole: WholeParameters,
+        whole: FullParameters,
         fits: Callable[[bool], str | None],
     ) -> None:
         self._whole, self._fits = whole, fits
         self._replaced: list[tuple[Any, str, Any]] = []
         every_step = []
-        for owner, base in ((module, LightningModule), *((c, Callback) for c in trainer.callbacks)):
+        for owner, base in hook_owners(module, trainer.callbacks):
             for name in _HOOKS:
                 if _looks(owner, name, base) and self._wrap(owner, name) and name in _HOOKS_OF_STEPS:
                     every_step.append(f"{type(owner).__name__}.{name}")
@@ -259,9 +249,9 @@ class WholeHooks:
 
 def _looks(owner: Any, name: str, base: type) -> bool:
     """Whether a hook is the owner's own and may look at parameters."""
-    hook = getattr(owner, name, None)
-    if hook is None or getattr(hook, "__func__", hook) is getattr(base, name, None):
+    if not is_overridden(owner, name, base):
         return False
     if isinstance(owner, _LOOKING):
         return True
+    hook = getattr(owner, name)
     return is_user_code(hook) and any(map(_PARAMETER_WORDS.search, mentioned_names(hook) - _NOT_PARAMETERS))

@@ -22,7 +22,7 @@ from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_loop import step_counters
-from alpa_strategy.lightning.full_parameters import WholeHooks, WholeParameters, shapes_only
+from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks, shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
@@ -113,8 +113,8 @@ class Run:
             self.store: ParameterStore = self._placed.store
             self._placed.shard(optimizer, whole)
             lowered = self._lowered(step)
-        self.whole = WholeParameters(self.store)
-        self._hooks: WholeHooks | None = None
+        self.whole = FullParameters(self.store)
+        self._hooks: UnshardForHooks | None = None
         self.room = Room(self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes))
         self._same = SameSteps(rank_zero, job.device, MAX_SHAPES)
         self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, self.drop)
@@ -270,9 +270,9 @@ class Run:
     def see_whole_parameters(self, trainer: Any) -> None:
         """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
         if self.store.sharded_parameters:
-            self._hooks = WholeHooks(trainer, self.module, self.whole, self.room.for_whole)
+            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.room.for_whole)
 
-    def whole_parameters(self) -> WholeParameters:
+    def whole_parameters(self) -> FullParameters:
         """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
         return self.whole
 

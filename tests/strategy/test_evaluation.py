@@ -266,12 +266,18 @@ def fit_with_ddp(root: str, sizes: list[int], kwargs: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("limit", "written"), [({}, True), (NO_ROOM, False), (NO_ROOM_BESIDE_A_STEP, True)], ids=["room", "shards", "both"]
+    ("strategy", "written"),
+    [
+        ({"parallel": "zero3"}, True),
+        ({"parallel": "zero3", **NO_ROOM}, False),
+        ({"parallel": "zero3", **NO_ROOM_BESIDE_A_STEP}, True),
+        (PIPELINE, True),
+        ({**PIPELINE, **NO_ROOM}, False),
+    ],
+    ids=["zero3", "zero3-shards", "zero3-shards-then-whole", "pipeline", "pipeline-shards"],
 )
-@pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, PIPELINE], ids=["zero3", "pipeline"])
-def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, limit: dict, written: bool) -> None:
-    """`both`: the first step of a loop runs on shards, the second as it is written."""
-    sizes, kwargs, strategy = [3 * ROWS], {"written": written, **BIG}, {**strategy, **limit}
+def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, written: bool) -> None:
+    sizes, kwargs = [3 * ROWS], {"written": written, **BIG}
     expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
     found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
     assert {"t_sum", "v_mse", "v_cat_sum", "pair_rmse"} <= expected[0]["metrics"].keys()
