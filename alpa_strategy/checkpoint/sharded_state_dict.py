@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.formats import read_held
-from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor
+from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
 from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.optimizer_state import Described, StateValue, described_states, gather_state, numbers_of
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -152,3 +152,56 @@ def _local(value: Any, parameter: nn.Parameter, name: str | None, store: Any) ->
     if isinstance(value, Tensor):
         return value.whole() if isinstance(value, StoredTensor) else value.clone()
     return value
+
+
+# Reading into a module, or into the parts of it that this rank holds
+
+
+def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> None:
+    """Read this rank's part of the parameters that `state_dict` names into `store`. No communication.
+
+    Args:
+        state_dict: names among those of `store`'s parameters -> whole tensor, on disk
+            (`open_checkpoint(path)["state_dict"]`) or in memory.
+
+    Raises:
+        CheckpointError: a parameter has another shape there.
+    """
+    for parameter in store.parameters:
+        name = store.name_of(parameter)
+        assert name is not None
+        if name in state_dict:
+            read_held(state_dict[name], name, parameter.detach(), store)
+
+
+def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Collection[str], strict: bool) -> None:
+    """`module.load_state_dict(state_dict, strict)`, without the parameters `apart`, whose values come another way.
+
+    Raises:
+        RuntimeError: as torch does, when `strict` and a name is missing or surplus.
+    """
+    if not apart:
+        module.load_state_dict(state_dict, strict=strict)
+        return
+    others = {name: tensor for name, tensor in state_dict.items() if name not in apart}
+    result = module.load_state_dict(others, strict=False)
+    missing = [name for name in result.missing_keys if name not in state_dict]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\tMissing key(s) in state_dict: {missing}"
+            f"\n\tUnexpected key(s) in state_dict: {result.unexpected_keys}"
+        )
+
+
+def read_held(source: Tensor, name: str, held: Tensor, store: ParameterStore) -> None:
+    """Read into `held`, which lies as parameter `name` does here, its part of the whole tensor `source`.
+
+    Raises:
+        CheckpointError: the whole shapes differ.
+    """
+    if source.shape != store.whole_shape(name):
+        raise CheckpointError(
+            f"{name} has shape {list(source.shape)} in the checkpoint and {list(store.whole_shape(name))} here",
+            "load a checkpoint of the same model",
+        )
+    read_chunks(source, [Chunk(offsets, view) for offsets, view in store.chunks(name, held)])

@@ -24,10 +24,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.formats import FORMATS, is_checkpoint, load_others, load_parameters, open_checkpoint
+from alpa_strategy.checkpoint.formats import FORMATS, is_checkpoint, open_checkpoint
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
     Sharing,
+    load_others,
+    load_parameters,
     module_state,
     optimizer_state,
     restore_groups,

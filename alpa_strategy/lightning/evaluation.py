@@ -8,27 +8,29 @@ captured and run on shards: on all ranks' batches as one, or, where that would s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import any_rank, shared, world_size
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.collectives import RankZero, agree_on_seed, any_rank, on_all_ranks, shared, world_size
+from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader, sees_outputs, step_counters
 from alpa_strategy.lightning.full_parameters import FullParameters, shapes_only
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
-from alpa_strategy.lightning.planning import capture
+from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.programs import Program, Programs
+from alpa_strategy.lightning.run import NO_OPTIMIZER, Run
 from alpa_strategy.lightning.same_steps import shape_key
 from alpa_strategy.lightning.step_effects import append_to_lists, output_of, replay_records, verify, write_buffers
 from alpa_strategy.microbatch.states import ancestors
@@ -36,32 +38,6 @@ from alpa_strategy.microbatch.states import ancestors
 MAX_SHAPES = 32  # of batches of which programs are kept
 MAX_PROGRAMS = 16  # of one shape
 CAPTURE, TURNS, ABSENT = -1, -2, -3
-
-
-class Home(Protocol):
-    """Where the parameters lie that evaluation runs on: a training's, or an evaluation's own."""
-
-    module: Any
-    store: Any
-    plan: Plan
-    metrics: MetricStates
-    room: Room
-
-    def lower_evaluation(self, step: StepGraph) -> Any:
-        """What runs an evaluation step. Collective. AlpaError when it cannot be planned around the parameters."""
-        ...
-
-    def evaluate(self, step: StepGraph, lowered: Any, batch: Any, counters: Mapping[str, int]) -> dict[int, Tensor]:
-        """The step's escaping values, whole on every rank. Collective."""
-        ...
-
-    def drop(self, lowered: Any) -> None:
-        """A program is not used any more."""
-        ...
-
-    def whole_parameters(self) -> FullParameters:
-        """Context: the module with its whole parameters. Collective on entry."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,9 +71,9 @@ class NotCapturable(Exception):
 class Evaluation:
     """Runs the evaluation steps of a module whose parameters lie in shards. All methods are collective."""
 
-    def __init__(self, home: Home, job: Job) -> None:
-        self._home, self._job = home, job
-        self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, home.drop)
+    def __init__(self, run: Run, job: Job) -> None:
+        self._run, self._job = run, job
+        self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, run.drop)
         self._whole: FullParameters | None = None
         self._against_whole: str | None = None
         self._uncapturable: set[str] = set()  # steps by name
@@ -112,15 +88,15 @@ class Evaluation:
 
     def start(self, kind: str) -> None:
         """Begin a loop over evaluation batches of `kind` (`validation`, `test` or `predict`)."""
-        home = self._home
-        against = home.room.for_whole()
-        is_tight = home.room.for_evaluation(home.plan.predicted.peak_bytes) is not None
+        run = self._run
+        against = run.room.for_whole()
+        is_tight = run.room.for_evaluation(run.plan.predicted.peak_bytes) is not None
         is_tight, is_against = any_rank([is_tight, against is not None])
         self._against_whole = (against or "they do not fit into another device") if is_against else None
         if not is_tight or (f"{kind}_step" in self._uncapturable and not is_against):
             self._gather()
             return
-        self._outputs_are_seen = kind == "predict" or sees_outputs(home.module.trainer, kind)
+        self._outputs_are_seen = kind == "predict" or sees_outputs(run.module.trainer, kind)
         self._refuse_calls()
 
     def end(self) -> None:
@@ -128,7 +104,7 @@ class Evaluation:
         for handle in self._refusals:
             handle.remove()
         self._refusals.clear()
-        self._home.metrics.make_local()
+        self._run.metrics.make_local()
         if self._whole is not None:
             self._whole.__exit__(None, None, None)
             self._whole = None
@@ -154,12 +130,12 @@ class Evaluation:
         """Let the module hold whole parameters until `end`."""
         for handle in self._refusals:
             handle.remove()
-        self._whole = self._home.whole_parameters()
+        self._whole = self._run.whole
         self._whole.__enter__()
         if self._job.options.batch_scope == "global":  # every rank brings all rows
-            self._home.metrics.make_all_global(self._home.module)
+            self._run.metrics.make_all_global(self._run.module)
         else:
-            self._home.metrics.make_local()
+            self._run.metrics.make_local()
 
     def _stop_capturing(self, name: str, why: NotCapturable) -> None:
         """From here on the step runs as it is written. AlpaError where whole parameters do not fit."""
@@ -189,20 +165,20 @@ class Evaluation:
                     "use what the evaluation step returns",
                 )
 
-        sharded = set(self._home.store.parameters)
-        for module in self._home.module.modules():
+        sharded = set(self._run.store.parameters)
+        for module in self._run.module.modules():
             if not sharded.isdisjoint(module.parameters(recurse=False)):
                 self._refusals.append(module.register_forward_pre_hook(refuse))
 
     def _on_shards(self, call: Call) -> Any:
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
-        is_last = is_last_of_loader(self._home.module.trainer, call.batch_idx, call.dataloader_idx)
+        is_last = is_last_of_loader(self._run.module.trainer, call.batch_idx, call.dataloader_idx)
         found, all_are_last = self._meet(call, is_last)
         program = None if found == TURNS else self._program(call, found)
         if program is None:
             output = self._take_turns(call)
         else:
-            output = self._finish(call, program, self._values(call, program), self._home.metrics)
+            output = self._finish(call, program, self._values(call, program), self._run.metrics)
         while is_last and not all_are_last:  # those of other ranks that have some left
             _, all_are_last = self._meet(None, True)
             self._take_turns(None)
@@ -210,7 +186,7 @@ class Evaluation:
 
     def _take_turns(self, own: Call | None) -> Any:
         """What each rank's call returns on its rank, computed by all; `own` is this rank's, if it has one."""
-        self._home.metrics.make_local()
+        self._run.metrics.make_local()
         mine: tuple[Program, dict[int, Tensor]] | None = None
         steps: list[StepGraph] = []
         for rank in range(world_size()):
@@ -254,7 +230,7 @@ class Evaluation:
         return found if len(set(indices)) == 1 else CAPTURE, all(lasts)
 
     def _counters(self, call: Call) -> dict[str, int]:
-        return step_counters(self._home.module.trainer, call.batch_idx)
+        return step_counters(self._run.module.trainer, call.batch_idx)
 
     def _program(self, call: Call, index: int) -> Program | None:
         """The program of that index, or a new one; None where ranks must take turns, as their own values are seen."""
@@ -264,18 +240,18 @@ class Evaluation:
         if index != CAPTURE:
             self._programs.use(call.key)
             return self._programs.of(call.key)[index]
-        home, module, job = self._home, self._home.module, self._job
+        run, module, job = self._run, self._run.module, self._job
         if call.in_turn:
             job = replace(job, options=replace(job.options, batch_scope="global"))
         self._is_capturing = True
         try:
-            with torch.inference_mode(False), shapes_only(home.store):
+            with torch.inference_mode(False), shapes_only(run.store):
                 step = capture(module, call.batch, call.batch_idx, job, call.name, call.dataloader_idx)
             if is_joint and step.appended:
                 self._appending.add(call.step)
                 return None
             step = _only_what_is_read(replace(step, output=None) if is_joint else step)
-            program = Program(step, home.lower_evaluation(step), AttributeCheck(module, step.attributes))
+            program = Program(step, run.lower_evaluation(step), AttributeCheck(module, step.attributes))
         except AlpaError as error:
             raise NotCapturable(error.problem) from error
         finally:
@@ -286,8 +262,8 @@ class Evaluation:
     def _values(self, call: Call, program: Program) -> dict[int, Tensor]:
         """What the step computes, whole on every rank."""
         with torch.inference_mode(False), torch.no_grad():
-            values = self._home.evaluate(program.step, program.lowered, call.batch, self._counters(call))
-            write_buffers(self._home.module, program.step, values)
+            values = program.lowered(call.batch, self._counters(call))
+            write_buffers(self._run.module, program.step, values)
         verify(program.step, values)
         return values
 
@@ -296,7 +272,7 @@ class Evaluation:
 
         metrics: None where the values are those of this rank's rows.
         """
-        module, step, counters = self._home.module, program.step, self._counters(call)
+        module, step, counters = self._run.module, program.step, self._counters(call)
         with self._job.context():
             replay_records(module, step, values, counters, metrics, is_training=False)
         append_to_lists(module, step, values, call.batch, counters)
@@ -321,3 +297,56 @@ def _only_what_is_read(step: StepGraph) -> StepGraph:
     escaping = set(step.escaping)
     used = (p for p in step.parameters if p.value in step.consumers or p.value in escaping)
     return replace(step, parameters=tuple(used))
+
+
+# Without a training: a model that does not fit into one device is planned and sharded for its evaluation
+
+
+def fits_one_device(module: torch.nn.Module, job: Job) -> bool:
+    """Whether the whole parameters fit into what a plan may use of this job's devices. Collective."""
+    needed = sum(p.numel() * p.element_size() for p in module.parameters())
+    limits = on_all_ranks(lambda: _limit(job), lambda limit: limit)[1]
+    return needed <= min(limits)
+
+
+def _limit(job: Job) -> float:
+    """Bytes: by option, by the declared cluster, or of the device as it is."""
+    options = job.options
+    if options.memory_limit is not None:
+        return options.memory_limit
+    if job.cluster is None:
+        return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
+    spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+    return options.usable_bytes(spec.device.memory_bytes)
+
+
+def evaluation_run(
+    module: Any,
+    name: str,
+    args: tuple[Any, ...],
+    job: Job,
+    sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]],
+) -> Run:
+    """A run that holds the parameters for evaluation steps, planned for `module.<name>(*args)`. Collective.
+
+    Where the ranks' batches differ in shape, they will take turns: it is planned for rank 0's, evaluated by all.
+
+    Args:
+        sharding: context around what shards the module, see `DeferredInit.sharding`.
+
+    Raises:
+        CaptureError, PlanError: the step cannot be captured, or nothing fits.
+    """
+    seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
+    batch, batch_idx, dataloader_idx = (*args, *(0, None)[len(args) - 1 :]) if len(args) < 3 else args
+    capturing = job
+    if len(set(on_all_ranks(lambda: shape_key(batch), repr)[1])) > 1:
+        batch, batch_idx, dataloader_idx = shared((batch, batch_idx, dataloader_idx), 0, job.device)
+        capturing = replace(job, options=replace(job.options, batch_scope="global"))
+    step = capture(module, batch, batch_idx, capturing, name, dataloader_idx)
+    cluster = job_cluster(job)
+    plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero)
+    nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
+    prepared = Prepared(step, plan, cluster)
+    with sharding(module) as whole:
+        return Run(module, nothing, NO_OPTIMIZER, prepared, batch, job, rank_zero, seed, whole)

@@ -6,7 +6,6 @@ that run as they are written add their own rank's rows, and the metric sums over
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ class MetricStates:
         # By id, as the hash of a metric changes with its state: the metric and its own `sync_on_compute`.
         self._global: dict[int, tuple[Metric, bool]] = {}
 
-    def make_global(self, metric: nn.Module) -> list[Metric]:
-        """Let the state stand for all ranks' rows, as a captured step updates it; the metrics that did not before."""
+    def make_global(self, metric: nn.Module) -> None:
+        """Let the state stand for all ranks' rows, as a captured step updates it."""
         changed = [each for each in metric.modules() if isinstance(each, Metric) and id(each) not in self._global]
         if changed and isinstance(metric, MetricCollection):
             metric.values()  # metrics that share one state get one each
@@ -36,22 +35,20 @@ class MetricStates:
             if each.sync_on_compute and each.update_called and world_size() > 1:
                 _keep_synced(each)
             _set_sync(each, False)
-        return changed
 
-    def make_all_global(self, module: nn.Module) -> list[Metric]:
+    def make_all_global(self, module: nn.Module) -> None:
         """The same for every metric of a module."""
-        return [each for _, metric in outermost_metrics(module) for each in self.make_global(metric)]
+        for _, metric in outermost_metrics(module):
+            self.make_global(metric)
 
-    def make_local(self, metrics: Iterable[Metric] | None = None) -> None:
-        """Let the states stand for each rank's own rows again, None: all; their sum over the ranks stays the same."""
+    def make_local(self) -> None:
+        """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""
         is_first = world_size() == 1 or dist.get_rank() == 0
-        wanted = [metric for metric, _ in self._global.values()] if metrics is None else metrics
-        for each in wanted:
-            if id(each) not in self._global:
-                continue
-            _set_sync(*self._global.pop(id(each)))
-            if not is_first and each.sync_on_compute:
+        for each, sync in self._global.values():
+            _set_sync(each, sync)
+            if not is_first and sync:
                 _empty_sums(each)
+        self._global.clear()
 
 
 def _set_sync(metric: Metric, sync: bool) -> None:

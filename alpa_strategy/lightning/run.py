@@ -259,12 +259,6 @@ class Run:
         """What runs an evaluation step on the parameters as they lie. Collective."""
         return self._placed.evaluation_program(step, self._following_plan(step, evaluation_pins, NO_OPTIMIZER))
 
-    def evaluate(
-        self, step: StepGraph, lowered: StepProgram, batch: Any, counters: Mapping[str, int]
-    ) -> dict[int, Tensor]:
-        """The step's escaping values, whole on every rank. Collective."""
-        return lowered(batch, counters)
-
     # Whole values, checkpoints, the end
 
     def see_whole_parameters(self, trainer: Any) -> None:

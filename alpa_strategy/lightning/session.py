@@ -152,7 +152,7 @@ class ModuleLife:
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
-        from alpa_strategy.lightning.standalone import fits_one_device
+        from alpa_strategy.lightning.evaluation import fits_one_device
 
         return fits_one_device(module, self._make_job())
 
@@ -172,7 +172,7 @@ class ModuleLife:
         return output
 
     def _shard_for_evaluation(self, module: Any, name: str, args: tuple[Any, ...]) -> None:
-        from alpa_strategy.lightning.standalone import evaluation_run
+        from alpa_strategy.lightning.evaluation import evaluation_run
 
         job = self._make_job()
         with torch.inference_mode(False), _own_randomness(job):

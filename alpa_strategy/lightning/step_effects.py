@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import RuntimeMismatchError
@@ -77,18 +76,21 @@ def replay_records(
     counters: Mapping[str, int],
     metrics: MetricStates | None,
     is_training: bool = True,
-) -> list[Metric]:
+) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
-    the state of metrics. Returns the metrics whose state stands for all ranks' rows from now on. `counters`: the values
-    of `batch_idx`, `global_step` and `current_epoch`. `metrics`: None where the values are those of this rank's rows.
+    the state of metrics.
+
+    Args:
+        counters: the values of `batch_idx`, `global_step` and `current_epoch`.
+        metrics: None where the values are those of this rank's rows.
     """
-    changed: list[Metric] = []
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        changed += [] if metrics is None else metrics.make_global(metric)
+        if metrics is not None:
+            metrics.make_global(metric)
         kwargs = {key: fill(value, values, counters=counters) for key, value in record.kwargs}
         with torch.no_grad():
             args = fill(record.args, values, counters=counters)
@@ -104,7 +106,6 @@ def replay_records(
         elif step.batch_scope == "rank" and (kwargs.get("sync_dist") or kwargs.get("on_epoch") is not False):
             value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
         module.log(record.name, value, **kwargs)
-    return changed
 
 
 def _shared_out(value: Any, reduce_fx: Any) -> Any:
