@@ -199,6 +199,7 @@ class _Reader:
             CheckpointError: the files cannot be read, or hold something else.
         """
         found = self._metadata.state_dict_metadata[key]
+        assert isinstance(found, TensorStorageMetadata)
         items = create_read_items_for_chunk_list(key, found, [_box(chunk) for chunk in shards.chunks])
         try:
             self._reader.read_data(LoadPlan(items), _LoadPlanner(shards)).wait()

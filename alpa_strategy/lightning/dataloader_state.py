@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 def random_state() -> dict[str, Any]:
     """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings only."""
-    name, keys, position, has_gauss, gauss = numpy.random.get_state()
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     found = {
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(gauss)),
@@ -55,16 +55,16 @@ class Pass:
         now: random state with which the training goes on.
     """
 
-    start: dict[str, Any] | None
-    num_drawn: int
-    num_ahead: int
-    before_last: dict[str, Any] | None
-    epoch: int | None
-    now: dict[str, Any] | None
+    start: dict[str, Any] | None = None
+    num_drawn: int = 0
+    num_ahead: int = 0
+    before_last: dict[str, Any] | None = None
+    epoch: int | None = None
+    now: dict[str, Any] | None = None
 
     def of_stateful_loader(self) -> Pass:
         """For a loader that finds its position by itself."""
-        return Pass(None, 0, 0, None, self.epoch, self.now)
+        return Pass(epoch=self.epoch, now=self.now)
 
 
 class ResumableLoader:
@@ -76,12 +76,16 @@ class ResumableLoader:
         resume: the pass that the first iteration takes up.
     """
 
+    _resume: Pass | None
+    _iteration: _Iteration | None
+
     def __init__(self, loader: Any, epoch: Callable[[], int], resume: Pass | None = None) -> None:
+        # Past `__setattr__`, which hands what is not known here to the loader.
         own = {"_loader": loader, "_epoch": epoch, "_resume": resume, "_iteration": None}
         self.__dict__.update(own)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]  # isinstance(self, DataLoader) holds where it holds inside
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(self, DataLoader) holds where it holds inside
         return type(self._loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +110,7 @@ class ResumableLoader:
         if self._iteration is None:
             return None
         at = self._iteration
-        return Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch, None)
+        return Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch)
 
 
 class _Iteration:
@@ -115,25 +119,27 @@ class _Iteration:
     def __init__(self, loader: Any, epoch: int, resume: Pass | None) -> None:
         self._resume = resume
         self._is_sized = _is_sized(loader)
-        self.num_drawn, self.before_last, self.epoch = 0, None, epoch
-        in_the_middle = resume is not None and resume.start is not None
+        self.num_drawn, self.epoch = 0, epoch
+        self.before_last: dict[str, Any] | None = None
+        self._go_on: dict[str, Any] | None = None
+        middle = resume if resume is not None and resume.start is not None else None
         if resume is not None:
             if resume.epoch is not None:
                 # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
                 self.epoch = resume.epoch
                 _set_epoch(loader, resume.epoch)
-            state = resume.start if in_the_middle else resume.now
+            state = resume.now if middle is None else middle.start
             if state is not None:
                 set_random_state(state)
         self.start = random_state()
         self._iterator = iter(loader)
-        if not in_the_middle:
-            self._go_on = None if resume is None else random_state()
-            return
-        self._go_on = resume.now
-        for _ in range(resume.num_drawn - resume.num_ahead):
-            next(self._iterator, None)
-            self.num_drawn += 1
+        if middle is not None:
+            self._go_on = middle.now
+            for _ in range(middle.num_drawn - middle.num_ahead):
+                next(self._iterator, None)
+                self.num_drawn += 1
+        elif resume is not None:
+            self._go_on = random_state()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -177,8 +183,9 @@ def _is_sized(loader: Any) -> bool:
 def _set_epoch(loader: Any, epoch: int) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 KEY = "alpa"
@@ -249,19 +256,18 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
     if at is None:
-        return Pass(None, 0, 0, None, None, now)
+        return Pass(now=now)
     if not in_the_middle:
-        return Pass(None, 0, 0, None, at["epoch"] + 1, now)
+        return Pass(epoch=at["epoch"] + 1, now=now)
     return Pass(**{**at, "now": now})
 
 
 def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
     """The same samples in batches of another number of ranks."""
     if at is None:
-        return Pass(None, 0, 0, None, None, None)
-    return Pass(
-        random_state(), _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now), 0, None, at["epoch"], None
-    )
+        return Pass()
+    num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)
+    return Pass(random_state(), num_drawn, epoch=at["epoch"])
 
 
 def _rescale_counters(current: dict[str, int], num_before: int, num_now: int) -> None:

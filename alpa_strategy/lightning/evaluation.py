@@ -191,11 +191,13 @@ class Evaluation:
         steps: list[StepGraph] = []
         for rank in range(world_size()):
             is_mine = rank == dist.get_rank()
+            # Each rank in turn sends its call to all others; None: it has no batch left.
             given = (own.name, own.batch, own.batch_idx, own.dataloader_idx) if is_mine and own is not None else None
             given = shared(given, rank, self._job.device)
             if given is None:
                 continue
-            call = Call(*given, in_turn=True)
+            name, batch, batch_idx, dataloader_idx = given
+            call = Call(name, batch, batch_idx, dataloader_idx, in_turn=True)
             program = self._program(call, self._meet(call, True)[0])
             assert program is not None
             values = self._values(call, program)

@@ -93,7 +93,7 @@ class FullParameters:
             has_gradient = [grad is not None for _, _, grad in parts]
             has_gradient = any_rank(has_gradient) if with_gradients else [False] * len(parts)
             for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
-                name = store.name_of(parameter)
+                name = _name(store, parameter)
                 whole, whole_grad = store.gather_like(name, part), None
                 if present:
                     whole_grad = store.gather_like(name, torch.zeros_like(part) if grad is None else grad)
@@ -116,7 +116,7 @@ class FullParameters:
             for i, (parameter, part, _) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
-                name = store.name_of(parameter)
+                name = _name(store, parameter)
                 # Only what changed is written: a step between forward and backward must find its parameters untouched.
                 if not torch.equal(store.shard_like(name, parameter.data), part):
                     store.take_whole(name, parameter.data, part)
@@ -131,13 +131,19 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
-            shape = store.whole_shape(store.name_of(parameter))
+            shape = store.whole_shape(_name(store, parameter))
             if data.shape != shape:
                 parameter.data = data.new_zeros(()).expand(shape)
     try:
         yield
     finally:
         _set_data(shards)
+
+
+def _name(store: ParameterStore, parameter: nn.Parameter) -> str:
+    name = store.name_of(parameter)
+    assert name is not None  # the store's own parameters have one
+    return name
 
 
 def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:

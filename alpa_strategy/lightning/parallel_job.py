@@ -155,7 +155,8 @@ class ParallelJob(ParallelStrategy):
         reset_seed()
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        # Lightning's own strategies set both: what is logged and saved asks one or the other.
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         self.interrupted = False
         if self.world_size > 1:
             self._connect()

@@ -180,6 +180,7 @@ class ModuleLife:
             self._checkpoints.restore_parameters(run.store)
         self._begin(run, job)
         _show_plan(run, job)
+        assert self.evaluation is not None
         self.evaluation.start(name.removesuffix("_step"))
 
     def end_evaluation(self) -> None:
