@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alpa_strategy.deferred.script import (
     DeviceArgument,
     Given,
-    Line,
+    RecordedOp,
     Script,
     View,
     current_states,
@@ -52,8 +52,8 @@ class Recorder:
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
         self.script = Script(device)
         self.min_bytes = min_bytes
-        self._numbers: dict[int, int] = {}  # storage -> memory
-        self._earlier_writes: dict[int, int] = {}  # memory -> writes to what a tensor in it had been in before
+        self._numbers: dict[int, int] = {}  # storage's address -> its number
+        self._earlier_writes: dict[int, int] = {}  # storage -> writes to what a tensor in it had been in before
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets the same key
 
     @contextmanager
@@ -77,13 +77,13 @@ class Recorder:
         return number is None or tensor._version <= self._num_writes(number)
 
     def new_data(self, tensor: Tensor, before: int) -> None:
-        """`tensor.data = ...` gave the tensor other memory than `before`: its version goes on counting."""
+        """`tensor.data = ...` gave the tensor another storage than `before`: its version goes on counting."""
         old, new = self._numbers.get(before), self._numbers.get(_key(tensor))
         if old is not None and new is not None and old != new:
             self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
 
     def _num_writes(self, number: int) -> int:
-        """At least as many changes as tensors that are now in this memory can have seen while they were recorded."""
+        """At least as many changes as tensors that are now in this storage can have seen while they were recorded."""
         return len(self.script.writers.get(number, ())) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
@@ -150,13 +150,13 @@ class Recorder:
         if torch.Tag.nondeterministic_seeded in func.tags:
             line.random = current_states(generator, self.script.device)
             self._draw(line)
-        if line.writes:  # a view is found again by its memory
+        if line.writes:  # a view is found again by its storage
             self.script.add(line)
         return result
 
     def _line(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
-    ) -> Line:
+    ) -> RecordedOp:
         described = pytree.tree_map(self._argument, (args, {**kwargs}))
         described = described[0], {**described[1], **_device_arguments(kwargs)}
         views = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, View)]
@@ -164,10 +164,10 @@ class Recorder:
         unread: set[int] = set()
         for tensor, whole in written:
             view = self._describe(tensor)
-            only_target = whole and sum(other.memory == view.memory for other in views) == 1
-            writes[view.memory] = only_target and view.num_bytes == self.script.num_bytes[view.memory]
+            only_target = whole and sum(other.storage == view.storage for other in views) == 1
+            writes[view.storage] = only_target and view.num_bytes == self.script.num_bytes[view.storage]
             if only_target:
-                unread.add(view.memory)
+                unread.add(view.storage)
         device = self._result_device(kwargs, views)
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
@@ -178,9 +178,9 @@ class Recorder:
                 view = self._describe(leaf)
                 results.append(view if is_new else None)
                 if is_new:
-                    writes[view.memory] = True
-        reads = tuple(dict.fromkeys(view.memory for view in views if view.memory not in unread))
-        return Line(func, *described, reads, writes, tuple(results), torch.get_default_dtype())
+                    writes[view.storage] = True
+        reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
+        return RecordedOp(func, *described, reads, writes, tuple(results), torch.get_default_dtype())
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -196,13 +196,13 @@ class Recorder:
         if asked is not None:
             return real_argument(asked, self.script.device)
         if views:
-            return self.script.devices[views[0].memory]
+            return self.script.devices[views[0].storage]
         return torch.device("cpu")
 
-    def _draw(self, line: Line) -> None:
+    def _draw(self, line: RecordedOp) -> None:
         """Draw a random op's numbers as a single device would, into memory that is freed at once."""
         reads = [v for v in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(v, View)]
-        contents = {v: self.script.value(v) for v in reads if v.memory in line.reads}
+        contents = {v: self.script.value(v) for v in reads if v.storage in line.reads}
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, View):
@@ -214,7 +214,7 @@ class Recorder:
             line.func(*args, **kwargs)
 
     def _scratch(self, view: View) -> Tensor:
-        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.script.devices[view.memory])
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.script.devices[view.storage])
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the tensors that deferred ones stand for. What it changes in place must be real itself."""

@@ -1,6 +1,6 @@
 """Script: the recorded ops that make tensors, and how to run the part of them that one tensor needs.
 
-A recorded tensor is a view of a numbered memory (a meta tensor's storage), so that views, `.data`, `detach` and tied
+A recorded tensor is a view of a numbered storage (a meta tensor's), so that views, `.data`, `detach` and tied
 weights need no care. Nothing here intercepts anything; `recorder.py` writes the script.
 """
 
@@ -23,9 +23,9 @@ from alpa_strategy.errors import CaptureError, RuntimeMismatchError
 
 @dataclass(frozen=True)
 class View:
-    """A recorded tensor: how it lies in memory `memory`."""
+    """A recorded tensor: how it lies in storage number `storage`."""
 
-    memory: int
+    storage: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -72,14 +72,14 @@ class RandomStates:
 
 
 @dataclass
-class Line:
+class RecordedOp:
     """One recorded op.
 
     Attributes:
-        reads: memories whose contents it needs.
-        writes: memory -> whether all of it is overwritten (and nothing of it read).
+        reads: storages whose contents it needs.
+        writes: storage -> whether all of it is overwritten (and nothing of it read).
         results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
-            lies in memory which was there before.
+            lies in storage which was there before.
         default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
         random: set for an op that draws numbers.
     """
@@ -107,26 +107,26 @@ class Script:
 
     Attributes:
         device: where tensors made without a device, or on `meta`, are really to lie.
-        writers: memory -> the lines that write to it, ascending.
-        num_bytes: memory -> its size.
-        devices: memory -> where it is really to lie.
+        writers: storage -> the lines that write to it, ascending.
+        num_bytes: storage -> its size.
+        devices: storage -> where it is really to lie.
     """
 
     device: torch.device
-    lines: list[Line] = field(default_factory=list)
+    lines: list[RecordedOp] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
     num_bytes: dict[int, int] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: RecordedOp) -> None:
         """Append an op."""
-        for memory in line.writes:
-            self.writers.setdefault(memory, []).append(len(self.lines))
+        for storage in line.writes:
+            self.writers.setdefault(storage, []).append(len(self.lines))
         self.lines.append(line)
 
-    def is_defined(self, memory: int) -> bool:
-        """Whether the ops say what is in `memory`."""
-        return any(self.lines[i].writes[memory] for i in self.writers.get(memory, ()))
+    def is_defined(self, storage: int) -> bool:
+        """Whether the ops say what is in `storage`."""
+        return any(self.lines[i].writes[storage] for i in self.writers.get(storage, ()))
 
     def value(self, view: View) -> Tensor:
         """The real tensor that `view` stands for, made now; all memory but its own is freed on the way."""
@@ -134,29 +134,29 @@ class Script:
 
     def values(self, views: list[View]) -> list[Tensor]:
         """Several at once; see `value`."""
-        wanted = {view.memory for view in views}
+        wanted = {view.storage for view in views}
         with torch.no_grad(), _disable_current_modes():
-            memories = self._run(self._needed(wanted), wanted)
-            return [_view_of(memories[view.memory], view) for view in views]
+            storages = self._run(self._needed(wanted), wanted)
+            return [_view_of(storages[view.storage], view) for view in views]
 
-    def _needed(self, memories: Iterable[int]) -> list[int]:
-        """Lines without which `memories` would not be what they are at the end, ascending."""
+    def _needed(self, storages: Iterable[int]) -> list[int]:
+        """Lines without which `storages` would not be what they are at the end, ascending."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()
-        waiting = [(memory, len(self.lines)) for memory in memories]
+        waiting = [(storage, len(self.lines)) for storage in storages]
         while waiting:
-            memory, end = waiting.pop()
-            writers = self.writers.get(memory, [])
+            storage, end = waiting.pop()
+            writers = self.writers.get(storage, [])
             last = bisect_left(writers, end)
-            if (memory, last) in seen:
+            if (storage, last) in seen:
                 continue
-            seen.add((memory, last))
+            seen.add((storage, last))
             for index in reversed(writers[:last]):
                 line = self.lines[index]
                 if index not in needed:
                     needed.add(index)
-                    waiting += [(read, index) for read in line.reads if read != memory]
-                if line.writes[memory]:
+                    waiting += [(read, index) for read in line.reads if read != storage]
+                if line.writes[storage]:
                     break
         return sorted(needed)
 
@@ -165,38 +165,38 @@ class Script:
         for index in indices:
             line = self.lines[index]
             last_use.update(dict.fromkeys((*line.reads, *line.writes), index))
-        memories: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for index in indices:
             line = self.lines[index]
-            self._execute(line, memories)
-            for memory in {*line.reads, *line.writes}:
-                if last_use[memory] == index and memory not in wanted:
-                    memories.pop(memory, None)
-        for memory in wanted - memories.keys():  # nothing was ever written there
-            memories[memory] = self._allocate(memory)
-        return memories
+            self._execute(line, storages)
+            for storage in {*line.reads, *line.writes}:
+                if last_use[storage] == index and storage not in wanted:
+                    storages.pop(storage, None)
+        for storage in wanted - storages.keys():  # nothing was ever written there
+            storages[storage] = self._allocate(storage)
+        return storages
 
-    def _allocate(self, memory: int) -> torch.UntypedStorage:
-        return torch.UntypedStorage(self.num_bytes[memory], device=self.devices[memory])
+    def _allocate(self, storage: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(self.num_bytes[storage], device=self.devices[storage])
 
-    def _execute(self, line: Line, memories: dict[int, torch.UntypedStorage]) -> None:
+    def _execute(self, line: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, View):
-                if leaf.memory not in memories:  # this op overwrites all of it
-                    memories[leaf.memory] = self._allocate(leaf.memory)
-                return _view_of(memories[leaf.memory], leaf)
+                if leaf.storage not in storages:  # this op overwrites all of it
+                    storages[leaf.storage] = self._allocate(leaf.storage)
+                return _view_of(storages[leaf.storage], leaf)
             return real_argument(leaf, self.device)
 
         args, kwargs = _map((line.args, line.kwargs), real)
         made = [leaf for leaf in pytree.tree_leaves(self._call(line, args, kwargs)) if isinstance(leaf, Tensor)]
         for result, tensor in zip(line.results, made, strict=True):
-            if result is None or result.memory in memories:
+            if result is None or result.storage in storages:
                 continue
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
-                tensor = _view_of(self._allocate(result.memory), result).copy_(tensor)
-            memories[result.memory] = tensor.untyped_storage()
+                tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
+            storages[result.storage] = tensor.untyped_storage()
 
-    def _call(self, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if line.random is None:
             with _default_dtype(line.default_dtype):
                 return line.func(*args, **kwargs)
@@ -218,42 +218,42 @@ class Script:
             content.update(line.text().encode())
         return content.hexdigest()[:16]
 
-    def chances(self) -> list[Any]:
-        """What may differ between ranks that ran the same code: random states and small data, for `set_chances`.
+    def rank_dependent(self) -> list[Any]:
+        """What may differ between ranks that ran the same code: random states and small data.
 
         Data that is only referred to (a file that every rank reads) is taken to be the same.
         """
         return [(line.random, [g.value() for g in self._givens(line)]) for line in self.lines if self._varies(line)]
 
-    def chances_digest(self) -> str:
-        """Hash of `chances()`."""
+    def rank_dependent_digest(self) -> str:
+        """Hash of `rank_dependent()`."""
         content = hashlib.sha256()
-        for random, tensors in self.chances():
+        for random, tensors in self.rank_dependent():
             states = () if random is None else (random.cpu, random.cuda, random.own)
             for tensor in (*states, *tensors):
                 if tensor is not None:
                     content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return content.hexdigest()
 
-    def set_chances(self, chances: list[Any]) -> None:
-        """Take over another rank's `chances()`. RuntimeMismatchError when they belong to other ops."""
+    def take_rank_dependent(self, rank_dependent: list[Any]) -> None:
+        """Take over another rank's `rank_dependent()`. RuntimeMismatchError when they belong to other ops."""
         lines = [line for line in self.lines if self._varies(line)]
-        if len(lines) != len(chances):
+        if len(lines) != len(rank_dependent):
             raise RuntimeMismatchError(
                 "the ranks initialise their modules differently", "build the same module on every rank"
             )
-        for line, (random, tensors) in zip(lines, chances, strict=True):
+        for line, (random, tensors) in zip(lines, rank_dependent, strict=True):
             line.random = random
             fresh = iter([Given(tensor, tensor._version) for tensor in tensors])
             line.args, line.kwargs = _map(
                 (line.args, line.kwargs), lambda leaf, fresh=fresh: next(fresh) if _is_copy(leaf) else leaf
             )
 
-    def _varies(self, line: Line) -> bool:
+    def _varies(self, line: RecordedOp) -> bool:
         return line.random is not None or bool(self._givens(line))
 
     @staticmethod
-    def _givens(line: Line) -> list[Given]:
+    def _givens(line: RecordedOp) -> list[Given]:
         return [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if _is_copy(leaf)]
 
 

@@ -264,7 +264,7 @@ def _agree(recorder: Recorder) -> None:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
-    if not all_equal(script.chances_digest()):
-        content = broadcast_object(script.chances() if dist.get_rank() == 0 else None)
+    if not all_equal(script.rank_dependent_digest()):
+        content = broadcast_object(script.rank_dependent() if dist.get_rank() == 0 else None)
         if dist.get_rank() != 0:
-            script.set_chances(content)
+            script.take_rank_dependent(content)

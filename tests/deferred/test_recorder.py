@@ -217,7 +217,7 @@ def test_ranks_without_a_common_seed_agree() -> None:
             scripts.append((GPTStyle(), recorder))
     (_, first), (module, other) = scripts
     assert first.script.digest() == other.script.digest()
-    other.script.set_chances(first.script.chances())
+    other.script.take_rank_dependent(first.script.rank_dependent())
     assert_equal(plain, module, other)
 
 
