@@ -108,7 +108,7 @@ class _SavePlanner(DefaultSavePlanner):
     """Every chunk of `LocalShards` is an item; chunks that several ranks hold are written by one of them."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # keys are flat already
 
     def create_local_plan(self) -> SavePlan:
         items = [_write_item(key, s, chunk) for key, s in self.state_dict.items() for chunk in s.chunks]

@@ -131,7 +131,7 @@ class _Background:
                     self._idle.set()
 
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes: as torch's own allocator and `torch.save` align tensors
 
 
 def export_checkpoint(source: str | Path, target: str | Path) -> Path:

@@ -156,7 +156,7 @@ class Script:
                 if index not in needed:
                     needed.add(index)
                     waiting += [(read, index) for read in line.reads if read != storage]
-                if line.writes[storage]:
+                if line.writes[storage]:  # all of it: what was there before does not matter
                     break
         return sorted(needed)
 
@@ -192,6 +192,7 @@ class Script:
         for result, tensor in zip(line.results, made, strict=True):
             if result is None or result.storage in storages:
                 continue
+            # A meta kernel may have said other strides than the real one gives; views were recorded by the former's.
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
                 tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
             storages[result.storage] = tensor.untyped_storage()

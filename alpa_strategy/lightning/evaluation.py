@@ -222,13 +222,15 @@ class Evaluation:
             found = CAPTURE if index is None else index
         if world_size() == 1:
             return found, is_last
+        # 7 bytes of a hash: as many as an int64 holds without a sign.
         digest = 0 if call is None else int.from_bytes(hashlib.sha256(repr(call.key).encode()).digest()[:7], "big")
-        own = torch.tensor([digest, found, is_last], device=self._job.device)
+        own = torch.tensor([digest, found, is_last], device=self._job.device)  # one small collective per step
         all_found = [torch.empty_like(own) for _ in range(world_size())]
         dist.all_gather(all_found, own)
         digests, indices, lasts = zip(*(each.tolist() for each in all_found), strict=True)
         if len(set(digests)) > 1:
             return TURNS, all(lasts)
+        # Guards may hold on one rank and not on another (an attribute that only one has changed): all capture again.
         return found if len(set(indices)) == 1 else CAPTURE, all(lasts)
 
     def _counters(self, call: Call) -> dict[str, int]:
@@ -243,7 +245,7 @@ class Evaluation:
             self._programs.use(call.key)
             return self._programs.of(call.key)[index]
         run, module, job = self._run, self._run.module, self._job
-        if call.in_turn:
+        if call.in_turn:  # every rank has been given the same rows
             job = replace(job, options=replace(job.options, batch_scope="global"))
         self._is_capturing = True
         try:
@@ -252,6 +254,7 @@ class Evaluation:
             if is_joint and step.appended:
                 self._appending.add(call.step)
                 return None
+            # Nobody sees what a joint step returns: its rows need not be gathered on every rank.
             step = _only_what_is_read(replace(step, output=None) if is_joint else step)
             program = Program(step, run.lower_evaluation(step), AttributeCheck(module, step.attributes))
         except AlpaError as error:
@@ -348,6 +351,7 @@ def evaluation_run(
     step = capture(module, batch, batch_idx, capturing, name, dataloader_idx)
     cluster = job_cluster(job)
     plan = find_or_make_plan(step, job, cluster, NO_OPTIMIZER, rank_zero)
+    # A run wants an optimizer; this one has no parameter of the module.
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
     prepared = Prepared(step, plan, cluster)
     with sharding(module) as whole:

@@ -32,7 +32,7 @@ def why_uneven(trainer: Any) -> str | None:
     lengths = list(given) if isinstance(given, list) else [given]
     loaders = loop._combined_loader.flattened
     if any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders) or math.inf in lengths:
-        own = "an iterable dataset may end sooner on one rank than on another"
+        own = "an iterable dataset may end sooner on one rank than on another"  # even one that has a length
     else:
         own = str(lengths)
     if world_size() == 1:
@@ -50,7 +50,7 @@ def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) 
     loop, loader = trainer._active_loop, dataloader_idx or 0
     if loop.batch_progress.is_last_batch or loop._combined_loader._mode != "sequential":
         return bool(loop.batch_progress.is_last_batch)
-    ahead = getattr(loop._data_fetcher, "batches", ())  # known where a loader has no length
+    ahead = getattr(loop._data_fetcher, "batches", ())  # (batch, batch_idx, dataloader_idx), also without a length
     return ahead[0][2] != loader if ahead else batch_idx + 1 >= loop.max_batches[loader]
 
 
@@ -65,6 +65,7 @@ def next_loader(trainer: Any, loader: int) -> int | None:
         return 0
     if fetcher.batches:
         return fetcher.batches[0][2]
+    # Nothing is prefetched yet: the first loader that has batches.
     return next(index for index, number in enumerate(loop.max_batches) if index > loader and number > 0)
 
 
@@ -149,6 +150,7 @@ def _reduce_logs(trainer: Any) -> None:
     for key in sorted(set.intersection(*map(set, found))):
         item = own[key]
         # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next epoch.
+        # A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh less.
         how = "sum" if item.meta.is_mean_reduction else item.meta.reduce_fx.__name__
         item.value = trainer.strategy.reduce(item.value.clone(), reduce_op=how)
         if item.meta.is_mean_reduction:

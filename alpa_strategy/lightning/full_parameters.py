@@ -97,7 +97,7 @@ class FullParameters:
                 whole, whole_grad = store.gather_like(name, part), None
                 if present:
                     whole_grad = store.gather_like(name, torch.zeros_like(part) if grad is None else grad)
-                parameter.grad, parameter.data = None, whole
+                parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
         self._parts = parts
 
@@ -133,7 +133,7 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
         for parameter, data in shards:
             shape = store.whole_shape(_name(store, parameter))
             if data.shape != shape:
-                parameter.data = data.new_zeros(()).expand(shape)
+                parameter.data = data.new_zeros(()).expand(shape)  # strides of 0
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ class MetricStates:
         """Let the state stand for all ranks' rows, as a captured step updates it."""
         changed = [each for each in metric.modules() if isinstance(each, Metric) and id(each) not in self._global]
         if changed and isinstance(metric, MetricCollection):
-            metric.values()  # metrics that share one state get one each
+            metric.values()  # metrics that share one state (compute groups) get one each
         for each in changed:
             self._global[id(each)] = each, each.sync_on_compute
             if each.sync_on_compute and each.update_called and world_size() > 1:
@@ -58,12 +58,12 @@ def _set_sync(metric: Metric, sync: bool) -> None:
 
 def _keep_synced(metric: Metric) -> None:
     """Every rank's state becomes that of all ranks."""
-    metric.sync()
+    metric.sync()  # lists become one tensor there, which `update` could not append to
     for name, default in metric._defaults.items():
         state = getattr(metric, name)
         if isinstance(default, list) and not isinstance(state, list):
             setattr(metric, name, [state])
-    metric._is_synced, metric._cache = False, None
+    metric._is_synced, metric._cache = False, None  # else `update` refuses, and `compute` brings the old state back
 
 
 def _empty_sums(metric: Metric) -> None:

@@ -83,14 +83,14 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
         if all(code == 0 for code in codes) or ending.wait(CHILD_POLL_SECONDS):
             return
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
-        if code is not None and code < 0:
+        if code is not None and code < 0:  # by a signal; one that ended with an error has said so itself
             print(f"\nalpa: rank {rank} (process {child.pid}) {_how(-code)}", file=sys.stderr, flush=True)
     if ending.wait(REPORT_SECONDS):
         return
     for child in children:
         if child.poll() is None:
             child.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)  # the main thread may hang in a collective, where no exception reaches it
 
 
 def _how(number: int) -> str:
