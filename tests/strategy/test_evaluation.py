@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.lightning import evaluation
 
 TOLERANCE = 1e-9
 ROWS = 8  # of the global batch
@@ -170,6 +171,26 @@ def fit_without_gathering(root: str, strategy: dict[str, Any]) -> dict[str, Any]
 def test_no_parameter_is_gathered_whole_for_a_captured_step(pool, tmp_path: Path, strategy: dict) -> None:
     reference = fit("Plain", str(tmp_path), None, [ROWS + 2], BIG)
     assert_same(pool.run(2, fit_without_gathering, str(tmp_path), strategy), reference)
+
+
+def captures_of_two_epochs(root: str) -> int:
+    captured, count = evaluation.capture, 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return captured(*args)
+
+    evaluation.capture = counting
+    try:
+        fit("Plain", root, SHARDED[0], [2 * ROWS], BIG)
+    finally:
+        evaluation.capture = captured
+    return count
+
+
+def test_a_step_is_captured_once_for_all_loops(pool, tmp_path: Path) -> None:
+    assert pool.run(2, captures_of_two_epochs, str(tmp_path)) == [1, 1]
 
 
 class Uncapturable(MLP):
