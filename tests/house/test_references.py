@@ -36,3 +36,13 @@ def test_links_lead_somewhere(page):
         file = page.parent / name if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    """`room/file.py`, or `file.py` anywhere in the package, the recipes, the scripts or the tests."""
+    named = set(re.findall(r"`([\w/]+\.(?:py|sh))`", page.read_text(encoding="utf-8")))
+    folders = ("alpa_strategy", "recipes", "scripts", "tests", "docs")
+    files = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+    assert missing - {"prepare.py", "setup.py", "train.py"} == set()  # nanoGPT's, the root's, a user's
