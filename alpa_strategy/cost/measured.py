@@ -194,6 +194,7 @@ def measure_ops(
 def time_call(call: OpCall, device: torch.device | str, budget_seconds: float = 1.0) -> tuple[float, float]:
     """(forward, backward) seconds of one call on random data. One run each where one run spends the budget."""
     device = torch.device(device)
+    call = call.on(device)
     operands = [random_operand(meta, device) for meta in call.operands]
     with torch.enable_grad():
         results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
@@ -256,10 +257,15 @@ def device_memory_bytes(device: torch.device | str, local_ranks: int = 1) -> int
 
 
 def device_name(device: torch.device | str) -> str:
-    """A name under which measurements are shared between hosts: the model of the device, and on CPUs its threads."""
+    """A name under which measurements are shared between hosts: the model of the device, and on CPUs its threads.
+
+    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device to the planner: it
+    multiplies float32 several times as fast.
+    """
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return torch.cuda.get_device_name(device) + (" (TF32)" if tf32 else "")
     return f"cpu {_cpu_model()} ({torch.get_num_threads()} threads)"
 
 

@@ -41,9 +41,10 @@ def run_step(
     device = next((tensor.device for tensor in values.values()), torch.get_default_device())
     for constant in step.constants:
         values[constant.value] = constant.tensor.to(device)
-    with device:
+    with device:  # for the Python functions among the targets; ATen's overloads do not look at it
         for op in step.ops:
-            out = at_counters(op.call, buffers.get(COUNTERS, {})).call(*(values[i] for i in op.operands))
+            call = at_counters(op.call, buffers.get(COUNTERS, {})).on(device)
+            out = call.call(*(values[i] for i in op.operands))
             results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
             values.update(zip(op.results, results, strict=True))
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,17 @@ class OpCall:
         args = map_slots(self.args, lambda s: operands[s.index])
         kwargs = {k: map_slots(v, lambda s: operands[s.index]) for k, v in self.kwargs}
         return self.target(*args, **kwargs)
+
+    def on(self, device: torch.device) -> OpCall:
+        """The same call, making its results on `device`: `arange` and its like have no operand that says where."""
+        if device.type == "cpu" or self.operands or not _takes_device(self.target):
+            return self
+        return replace(self, kwargs=tuple(sorted((*self.kwargs, ("device", device)))))
+
+
+def _takes_device(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
 def target_name(target: Any) -> str:

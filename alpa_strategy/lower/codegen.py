@@ -236,16 +236,13 @@ class _Writer:
         if local.implementation is not None:
             self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
             return f"{function}({', '.join(operands)})"
-        call = local.call
+        call = local.call.on(self.device)
         target = call.target
-        kwargs = dict(call.kwargs)
-        if self.device.type != "cpu" and not call.operands and _takes_device(call):
-            kwargs["device"] = self.device
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         self.namespace[function] = target
         arguments = [self.argument(op, arg, operands) for arg in call.args]
-        arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in kwargs.items()]
+        arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in call.kwargs]
         return f"{function}({', '.join(arguments)})"
 
     def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
@@ -341,11 +338,6 @@ def _run_at_counters(
     """A local implementation whose arguments are known now."""
     local = replace(local, call=at_counters(local.call, counters))
     return build_local_op(at_counters(call, counters), strategies, local, mesh)(*operands)
-
-
-def _takes_device(call: OpCall) -> bool:
-    schema = getattr(call.target, "_schema", None)
-    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
 def prefetchable(step: StepGraph) -> frozenset[int]:
