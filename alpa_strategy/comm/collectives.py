@@ -72,16 +72,31 @@ def _of_all_ranks(value: T) -> list[T]:
     return found
 
 
-def all_texts(text: str, device: torch.device, max_bytes: int = 256) -> list[str]:
+_hosts: tuple[Any, Any] | None = None  # (the job's group, the group of its hosts)
+
+
+def host_group() -> Any:
+    """The group in which hosts agree without waiting for what their GPUs still have to do, as NCCL's collectives would.
+
+    None, the job's own, unless that is NCCL's. Collective at its first call.
+    """
+    global _hosts
+    if dist.get_backend() != "nccl":
+        return None
+    if _hosts is None or _hosts[0] is not dist.group.WORLD:  # the process may have had another group before
+        _hosts = dist.group.WORLD, dist.new_group(backend="gloo")
+    return _hosts[1]
+
+
+def all_texts(text: str, max_bytes: int = 256) -> list[str]:
     """`text`, cut to `max_bytes`, of every rank: one small collective."""
     if world_size() == 1:
         return [text]
     own = torch.zeros(max_bytes, dtype=torch.uint8)
     data = text.encode()[:max_bytes]
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    own = own.to(device)
     found = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(found, own)
+    dist.all_gather(found, own, host_group())
     return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
 
 
@@ -173,9 +188,7 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Which flags are set on at least one rank. Collective."""
     votes = torch.tensor(flags, dtype=torch.uint8)
     if world_size() > 1:
-        if dist.get_backend() == "nccl":
-            votes = votes.cuda()
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, host_group())
     return [bool(vote) for vote in votes.tolist()]
 
 

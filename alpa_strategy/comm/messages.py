@@ -301,7 +301,24 @@ def _dual(layout: Layout) -> DualLayout:
 
 def _begin(op: dist.P2POp) -> Any:
     """Start one message."""
+    if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
+        return _named(op.peer, _direction(op), lambda: ThroughHost(op))
     return _named(op.peer, _direction(op), lambda: op.op(op.tensor, op.peer, op.group, op.tag))
+
+
+class ThroughHost:
+    """A message of an accelerator's tensor over gloo, whose sends and receives know the host's memory alone."""
+
+    def __init__(self, op: dist.P2POp) -> None:
+        self._op = op
+        self._host = op.tensor.cpu() if op.op is dist.isend else torch.empty_like(op.tensor, device="cpu")
+        self._work = op.op(self._host, op.peer, op.group, op.tag)
+
+    def wait(self) -> None:
+        """The message has left, or is in the op's tensor."""
+        self._work.wait()
+        if self._op.op is dist.irecv:
+            self._op.tensor.copy_(self._host)
 
 
 def _direction(op: dist.P2POp) -> str:

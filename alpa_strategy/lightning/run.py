@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -116,7 +117,7 @@ class Run:
         self.whole = FullParameters(self.store)
         self._hooks: UnshardForHooks | None = None
         self.room = Room(self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes))
-        self._same = SameSteps(rank_zero, job.device, MAX_SHAPES)
+        self._same = SameSteps(rank_zero, MAX_SHAPES)
         self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, self.drop)
         self._programs.add(shape_key(batch), Program(step, lowered, AttributeCheck(module, step.attributes)))
         self.metrics = MetricStates()
@@ -300,10 +301,14 @@ class Run:
         count = len(self._step_starts)
         if count > MEASURED_STEPS.stop:
             return
+        if self._job.device.type == "cuda" and count in (MEASURED_STEPS.start, MEASURED_STEPS.stop):
+            torch.cuda.synchronize(self._job.device)  # the host may be steps ahead
         self._step_starts.append(time.perf_counter())
         if count == MEASURED_STEPS.stop:
             from alpa_strategy.display import measured_line
 
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
+            if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for
+                seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             self._job.say(measured_line(self.plan, seconds))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -32,14 +31,14 @@ class SameSteps:
         max_shapes: batch shapes of which programs are kept.
     """
 
-    def __init__(self, rank_zero: RankZero, device: torch.device, max_shapes: int) -> None:
-        self._rank_zero, self._device, self._max_shapes = rank_zero, device, max_shapes
+    def __init__(self, rank_zero: RankZero, max_shapes: int) -> None:
+        self._rank_zero, self._max_shapes = rank_zero, max_shapes
         self._num_shapes = 1
         self._num_changes = 0
 
     def check_shapes(self, batch: Any) -> None:
         """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
-        shapes = all_texts(shapes_text(batch), self._device)
+        shapes = all_texts(shapes_text(batch))
         if len(set(shapes)) > 1:
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)

@@ -98,6 +98,8 @@ class ModuleLife:
                 run = Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
         if is_on_host:
             trim()  # what the whole module and planning took
+        elif job.device.type == "cuda":
+            torch.cuda.empty_cache()  # the same: blocks of other sizes than training wants
         self._begin(run, job)
         self._checkpoints.restore(run, optimizers[0])
         run.see_whole_parameters(module.trainer)

@@ -198,7 +198,9 @@ class Pipeline:
         first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (LAST_TAG - FIRST_CHANNEL_TAG - num_tags)
         self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
-        scale = None if loss_scale is None else torch.tensor(loss_scale, dtype=torch.float64)
+        scale = None
+        if loss_scale is not None:  # made where it is used: a copy would hold up the host at every micro-batch
+            scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
         for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
             for index, worker in self._workers.items():
                 if self.spec.stages[index].ranks == delivery.ranks:

@@ -83,7 +83,9 @@ class JobRandom:
     @contextmanager
     def same_on_all_ranks(self) -> Iterator[None]:
         """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
-        with torch.random.fork_rng():
+        # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
+        here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=here):
             torch.manual_seed(self.seed * 1_000_003 + self.num_steps)
             yield
 
