@@ -1,0 +1,590 @@
+"""One GPU examines `strategy="alpa"`: equality, speed, memory, predictions, streams, checkpoints. One table, one JSON.
+
+    scripts/gpu_exam.sh                                    # all of it, under nine minutes on one GPU
+    scripts/gpu_exam.sh --device cpu --small               # the same code on a CPU (the slow tests do this)
+    scripts/gpu_exam.sh --parts speed ranks --out now.json
+
+Every part runs in processes of its own under a time limit, and what it has found until it fails counts: one failure
+hides no other. Several ranks share the one device over gloo (NCCL refuses that), so that the collectives' code path
+runs on CUDA tensors. Exit code 1 where a verdict is not "ok".
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from gpu_exam_models import (
+    ROOT,
+    Exam,
+    Losses,
+    alpa,
+    deterministic,
+    difference,
+    fit,
+    gpt,
+    large_gpt,
+    llama,
+    losses_apart,
+    moe,
+    weights,
+    wide_resnet,
+)
+
+import alpa_strategy
+from alpa_strategy.units import format_bytes, format_seconds
+
+# Relative differences of weights and losses after a few steps; four times as much where two plain runs differ as well.
+TOLERANCES = {"32-true": 1e-5, "64-true": 1e-9, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
+Row = dict[str, Any]
+Add = Callable[..., None]  # add(item, verdict, text, **figures)
+
+
+# The parts: each adds rows
+
+
+def environment(exam: Exam, add: Add) -> None:
+    """What is examined, where."""
+    figures: Row = {"torch": torch.__version__, "lightning": pl.__version__, "python": sys.version.split()[0]}
+    if exam.on_gpu:
+        figures |= {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "memory_bytes": torch.cuda.mem_get_info()[1],
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    add(figures.get("device", exam.device), "ok", f"torch {torch.__version__}", **figures)
+
+
+def equality(exam: Exam, add: Add) -> None:
+    """Losses and weights of eight steps: alpa against the plain Trainer, and this against itself."""
+    makers: list[Callable[..., Any]] = [gpt, moe, wide_resnet, llama]
+    precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
+    for maker in makers:
+        for precision in precisions:
+            if maker is llama and importlib.util.find_spec("transformers") is None:
+                add(f"llama {precision}", "left out", "needs transformers")
+                continue
+            with each(add, f"{maker.__name__} {precision}"), deterministic():
+                found = []
+                for strategy in ("auto", "auto", alpa()):
+                    pl.seed_everything(0, verbose=False)
+                    model, rows, batch = maker(exam)
+                    losses = Losses()
+                    fit(exam, model, rows, batch, strategy, precision, callbacks=[losses])
+                    found.append((losses.values(), weights(model)))
+                plain, again, mine = found
+                noise = difference(again[1], plain[1]), losses_apart(again[0], plain[0])
+                apart = difference(mine[1], plain[1]), losses_apart(mine[0], plain[0])
+                allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
+                good = all(a <= limit for a, limit in zip(apart, allowed, strict=True))  # nan is not
+                text = f"weights {apart[0]:.1e}, losses {apart[1]:.1e} (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})"
+                add(None, verdict(good), text, weights=apart[0], losses=apart[1], noise=noise, last_loss=mine[0][-1])
+
+
+class Clock(pl.Callback):
+    """Steps after `warmup`: seconds of all, the host's seconds of each, the device's memory, kernels of two more.
+
+    Phases: warm-up; `timed` steps with one synchronisation at each end; `probed` steps, each begun with an idle device:
+    what the host needs for one if nothing holds it up; two steps under the profiler.
+    """
+
+    def __init__(self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True) -> None:
+        self._exam, self._warmup, self._end = exam, warmup, warmup + timed
+        self._probe_end = self._end + probed
+        self._profiled = profiled and exam.on_gpu
+        self.steps = self._probe_end + (2 if self._profiled else 0)
+        self._timed = timed
+        self._host: list[float] = []
+        self._begun = 0.0
+        self._profiler: Any = None
+        self.figures: Row = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == self._warmup:
+            self._exam.synchronize()
+            if self._exam.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            self._started = time.perf_counter()
+        if self._end <= index < self._probe_end:
+            self._exam.synchronize()
+            self._begun = time.perf_counter()
+        if index == self._probe_end and self._profiled:
+            kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == self._end - 1:
+            self._exam.synchronize()
+            self.figures["step_seconds"] = (time.perf_counter() - self._started) / self._timed
+            if self._exam.on_gpu:
+                self.figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+                self.figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        if self._end <= index < self._probe_end:
+            self._host.append(time.perf_counter() - self._begun)
+            self.figures["host_seconds"] = statistics.median(self._host)
+        if index == self.steps - 1 and self._profiler is not None:
+            self._exam.synchronize()
+            self._profiler.__exit__(None, None, None)
+            kernels = [e for e in self._profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            self.figures["kernels"] = len(kernels) / 2
+            self.figures["kernel_seconds"] = sum(e.time_range.elapsed_us() for e in kernels) / 2e6
+            self._profiler = None
+
+
+def speed(exam: Exam, add: Add) -> None:
+    """A GPT of 350 M parameters, in turns: tokens/s, host and device time, and what the planner had said of both."""
+    can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
+    names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
+    for precision in ("bf16-mixed", "32-true"):
+        order = names if precision == "bf16-mixed" else names[:2]
+        rates: dict[str, list[float]] = {name: [] for name in order}
+        for turn in range(1 if exam.small else 2):
+            for name in order if turn == 0 else order[::-1]:
+                with each(add, f"{name} {precision}, round {turn + 1}"):
+                    found = _timed(exam, name, precision)
+                    rates[name].append(found["tokens_per_second"])
+                    if turn == 0 or name != "plain + compile":
+                        add(None, "ok", _speed_text(found), **found)
+        plain = rates["plain"]
+        for name in order[1:]:
+            if plain and len(rates[name]) == len(plain):
+                ratio = statistics.median(a / b for a, b in zip(rates[name], plain, strict=True))
+                is_ours = name == "alpa" and exam.on_gpu
+                add(f"{name} / plain, {precision}", verdict(not is_ours or ratio > 0.97), f"{ratio:.3f}", ratio=ratio)
+
+
+def _timed(exam: Exam, name: str, precision: str) -> Row:
+    pl.seed_everything(0, verbose=False)
+    model, rows, batch = large_gpt(exam)
+    clock = Clock(exam, *((2, 4) if exam.small else (5, 20)))
+    options: Row = {"compile": True} if name == "alpa + compile" else {}
+    strategy = alpa(cluster=None, **options) if name.startswith("alpa") else "auto"
+    given = torch.compile(model) if name == "plain + compile" else model
+    started = time.perf_counter()
+    fit(exam, given, rows, batch, strategy, precision, clock.steps, [clock])
+    figures = {**clock.figures, "wall_seconds": time.perf_counter() - started}
+    figures["tokens_per_second"] = batch * rows[0].shape[1] / figures["step_seconds"]
+    if name.startswith("alpa"):
+        predicted = strategy.plan.predicted
+        figures |= {"predicted_seconds": predicted.step_seconds, "predicted_bytes": predicted.peak_bytes}
+    return figures
+
+
+def _speed_text(found: Row) -> str:
+    parts = [f"{found['tokens_per_second']:,.0f} tokens/s, step {format_seconds(found['step_seconds'])}"]
+    if "predicted_seconds" in found:
+        ratio = found["step_seconds"] / found["predicted_seconds"]
+        parts.append(f"{ratio:.2f} x predicted")
+    parts.append(f"host {format_seconds(found['host_seconds'])}")
+    if "kernels" in found:
+        parts.append(f"{found['kernels']:.0f} kernels of {format_seconds(found['kernel_seconds'])}")
+    if "peak_bytes" in found:
+        parts.append(format_bytes(found["peak_bytes"]))
+        if "predicted_bytes" in found:
+            parts.append(f"{found['peak_bytes'] / found['predicted_bytes']:.3f} x planned")
+    return ", ".join(parts)
+
+
+def memory(exam: Exam, add: Add) -> None:
+    """Planned bytes against the allocator's peak: all kept, recomputed, in micro-batches, under half of the limit."""
+    cases: list[tuple[str, Row]] = [
+        ("kept", {"remat": False}),
+        ("recomputed", {"remat": True}),
+        ("4 micro-batches", {"num_microbatches": 4, "remat": False}),
+        ("4 micro-batches, recomputed", {"num_microbatches": 4, "remat": True}),
+    ]
+    for precision in ("bf16-mixed", "32-true"):
+        for name, options in cases:
+            with each(add, f"{name}, {precision}"):
+                pl.seed_everything(0, verbose=False)
+                model, rows, batch = large_gpt(exam)
+                clock = Clock(exam, 2, 3, profiled=False)
+                strategy = alpa(**options)
+                if exam.on_gpu:
+                    torch.cuda.empty_cache()
+                fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
+                planned = strategy.plan.predicted.peak_bytes
+                figures = {**clock.figures, "planned_bytes": planned}
+                peak = figures.get("peak_bytes")
+                ratio = None if peak is None else peak / planned
+                text = f"planned {format_bytes(planned)}"
+                text += "" if ratio is None else f", peak {format_bytes(peak)}, {ratio:.3f} x"
+                add(None, verdict(ratio is None or 0.8 <= ratio <= 1.1), text, ratio=ratio, **figures)
+
+
+def checkpoint(exam: Exam, add: Add) -> None:
+    """Saved in the middle and resumed: dropout and optimizer go on to the same weights."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    for kind in ("sharded", "single"):
+        with each(add, f"{kind}, one rank"), deterministic():
+            found = []
+            for path in (None, f"{kind}/step=3.ckpt"):
+                pl.seed_everything(0, verbose=False)
+                model, rows, batch = gpt(exam, dropout=0.1)
+                saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
+                given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
+                fit(exam, model, rows, batch, alpa(checkpoint=kind), steps=6, **given)
+                found.append(weights(model))
+            apart = difference(found[1], found[0])
+            add(None, verdict(apart == 0.0), f"weights {apart:.1e} after the resumed run", weights=apart)
+
+
+PLANS: dict[str, Row] = {
+    "data": {"parallel": "data"},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "pipeline": {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
+    "zero bubble": {"num_stages": 2, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
+    "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
+}
+
+
+def ranks(exam: Exam, add: Add) -> None:
+    """Two ranks on the one device over gloo, in float64: equal to one process; sharded checkpoints, resumed."""
+    jobs = [{"plan": name, "steps": 5, "precision": "64-true", "resume": False} for name in PLANS]
+    jobs += [{**job, "resume": True} for job in jobs if job["plan"] in ("zero3", "pipeline")]
+    reference = _one_process(exam)
+    for job, found in _two_ranks(exam, jobs):
+        with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
+            if isinstance(found, str):
+                raise RuntimeError(found)
+            apart = difference(found["weights"], reference["weights"])
+            theirs = reference["losses"][-len(found["losses"]) :]  # of a resumed run the last ones
+            loss = losses_apart(found["losses"], theirs)
+            good = apart <= TOLERANCES["64-true"] and loss <= TOLERANCES["64-true"]
+            text = f"weights {apart:.1e}, losses {loss:.1e} from one process's, {found['seconds']:.0f} s"
+            add(None, verdict(good), text, weights=apart, losses=loss)
+
+
+def streams(exam: Exam, add: Add) -> None:
+    """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the same numbers."""
+    names = ("data", "zero2", "zero3", "pipeline")
+    jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
+    free = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
+    blocking = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
+    for name, mine, theirs in zip(names, free, blocking, strict=True):
+        with each(add, name):
+            if isinstance(mine, str) or isinstance(theirs, str):
+                raise RuntimeError(mine if isinstance(mine, str) else theirs)
+            apart = difference(mine["weights"], theirs["weights"])
+            loss = losses_apart(mine["losses"], theirs["losses"])
+            text = f"weights {apart:.1e}, losses {loss:.1e} apart"
+            add(None, verdict(apart <= 1e-6 and loss <= 1e-6), text, weights=apart, losses=loss)
+
+
+def nccl(exam: Exam, add: Add) -> None:
+    """Each collective of the communication layer on NCCL with one rank, and a training beside its group."""
+    if not exam.on_gpu:
+        add("nccl", "left out", "needs a GPU")
+        return
+    import torch.distributed as dist
+
+    from alpa_strategy.comm.backend import select_backend
+    from alpa_strategy.comm.torch_comm import broadcast_object
+
+    here = torch.device("cuda", 0)
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=here)
+    backend = select_backend("torch", "cuda")
+    x = torch.arange(2**20, device=here, dtype=torch.float32)
+    out = torch.empty_like(x)
+    as_bytes = x.view(torch.uint8), out.view(torch.uint8)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: backend.all_reduce(out.copy_(x), backend.sum, None, True),
+        "all_gather": lambda: backend.all_gather(as_bytes[1], as_bytes[0], None, True),
+        "reduce_scatter": lambda: backend.reduce_scatter(out, x, backend.sum, None, True),
+        "all_to_all": lambda: backend.all_to_all(as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True),
+    }
+    for name, call in calls.items():
+        with each(add, name):
+            out.zero_()
+            call().wait()
+            same = torch.equal(out, x)
+            started = time.perf_counter()
+            for _ in range(100):
+                call().wait()
+            host = (time.perf_counter() - started) / 100
+            torch.cuda.synchronize()
+            add(None, verdict(same), f"host {format_seconds(host)} a call", host_seconds=host)
+    with each(add, "objects and barrier"):
+        dist.barrier(device_ids=[0])
+        add(None, verdict(broadcast_object({"a": 1}) == {"a": 1}), "broadcast")
+    with each(add, "training beside it"):
+        model, rows, batch = gpt(exam)
+        losses = Losses()
+        fit(exam, model, rows, batch, alpa(), callbacks=[losses])
+        add(None, verdict(losses.values()[-1] < losses.values()[0]), "one rank")
+    dist.destroy_process_group()
+
+
+def roofline(exam: Exam, add: Add) -> None:
+    """What the device reaches (scripts/gpu_roofline.py), as figures for the costs."""
+    from gpu_roofline import measure
+
+    best: dict[str, tuple[float, str]] = {}
+    for found in measure(torch.device(exam.device), exam.small):
+        failed = "error" in found
+        if failed:
+            add(found["kind"], "failed", str(found["error"]), **found)
+            continue
+        add(found["kind"], "", "", **found)  # in the JSON alone
+        if found["kind"] == "launch":
+            key, text = f"launch: {found['what']}", f"host {format_seconds(found['host_seconds'])}"
+            best[key] = (0.0, text)
+            continue
+        key = " ".join(str(found[part]) for part in ("kind", "dtype") if part in found)
+        rate = found.get("flops_per_second") or found["bytes_per_second"]
+        unit = "TFLOP/s" if "flops_per_second" in found else "TB/s"
+        if key not in best or rate > best[key][0]:
+            best[key] = (rate, f"{rate / 1e12:.3g} {unit}")
+    for key, (_, text) in best.items():
+        add(f"best {key}", "ok", text)
+
+
+# Name -> (part, its limit in seconds); what matters most comes first, should time run out.
+PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
+    "environment": (environment, 60),
+    "equality": (equality, 150),
+    "ranks": (ranks, 180),
+    "speed": (speed, 180),
+    "memory": (memory, 120),
+    "roofline": (roofline, 90),
+    "checkpoint": (checkpoint, 60),
+    "streams": (streams, 150),
+    "nccl": (nccl, 60),
+}
+
+
+# Two ranks on one device
+
+
+def _one_process(exam: Exam, steps: int = 5) -> Row:
+    pl.seed_everything(0, verbose=False)
+    model, rows, batch = gpt(exam)
+    losses = Losses()
+    fit(exam, model, rows, batch, "auto", "64-true", steps, [losses])
+    return {"losses": losses.values(), "weights": weights(model)}
+
+
+def _two_ranks(
+    exam: Exam, jobs: Sequence[Row], environment: dict[str, str] | None = None
+) -> Iterator[tuple[Row, Row | str]]:
+    """Each job with the losses and weights of its two ranks under one of `PLANS`, or with what went wrong.
+
+    All in one pair of processes; those after one that fails in another pair.
+    """
+    left = list(jobs)
+    while left:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+            command += ["--device", exam.device, "--rank-jobs", json.dumps(left), *(["--small"] if exam.small else [])]
+            failure = ""
+            try:
+                _run(command, 40 + (15 if exam.on_gpu else 60) * len(left), folder, environment)
+            except RuntimeError as error:
+                failure = str(error)
+            for number, job in enumerate(left):
+                out = Path(folder) / f"{number}.pt"
+                yield job, torch.load(out, weights_only=True) if out.exists() else failure
+                if not out.exists():
+                    break
+            left = left[number + 1 :]
+
+
+def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
+    """One of the two ranks."""
+    import torch.distributed as dist
+
+    # Both on device 0: NCCL refuses that, so the group is gloo's, made before the strategy looks for one.
+    dist.init_process_group("gloo")
+    for number, job in enumerate(jobs):
+        started = time.perf_counter()
+        found = _rank_job(exam, job, f"saved{number}")
+        if dist.get_rank() == 0:
+            torch.save({**found, "seconds": time.perf_counter() - started}, f"{number}.part")
+            Path(f"{number}.part").rename(f"{number}.pt")
+    dist.destroy_process_group()
+
+
+def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    given: Row = {"devices": "auto"} if exam.on_gpu else {"devices": 2}
+    options = {"batch_scope": "global", "bucket_bytes": 2**14, **PLANS[job["plan"]]}
+    if exam.on_gpu:
+        options["parallel_devices"] = [torch.device("cuda", 0)] * 2
+    found: Row = {}
+    for path in (None, f"{folder}/step=3.ckpt") if job["resume"] else (None,):
+        pl.seed_everything(0, verbose=False)
+        model, rows, batch = gpt(exam)
+        losses = Losses()
+        callbacks: list[pl.Callback] = [losses]
+        if job["resume"]:
+            callbacks.append(ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1))
+            given |= {"enable_checkpointing": True, "ckpt_path": path}
+        with deterministic():
+            fit(exam, model, rows, batch, alpa(**options), job["precision"], job["steps"], callbacks, **given)
+        found = {"losses": losses.values(), "weights": weights(model)}
+    return found
+
+
+# The frame
+
+
+def verdict(good: bool) -> str:
+    return "ok" if good else "failed"
+
+
+_item: list[str] = [""]
+
+
+@contextmanager
+def each(add: Add, item: str) -> Iterator[None]:
+    """One item of a part: its rows bear its name, its failure is a row of its own."""
+    _item[0] = item
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        add(item, "failed", f"{type(error).__name__}: {text[-400:]}")
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+
+def run_part(exam: Exam, name: str, out: Path) -> None:
+    """Run one part in this process; its rows go to `out` one by one."""
+    with out.open("a", encoding="utf-8") as file:
+
+        def add(item: str | None, outcome: str, text: str, **figures: Any) -> None:
+            row = {"part": name, "item": item or _item[0], "verdict": outcome, "text": text, "figures": figures}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+        PARTS[name][0](exam, add)
+
+
+def _run(
+    command: list[str],
+    seconds: float,
+    folder: str,
+    environment: dict[str, str] | None = None,
+    own_session: bool = False,
+) -> None:
+    """RuntimeError with the end of its output where the command fails or does not end."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+    log = Path(folder) / "log"
+    with log.open("w") as file:
+        # A session of its own, so that all that it starts ends with it; torchrun ends its ranks itself when asked.
+        job = subprocess.Popen(
+            command,
+            env=variables | (environment or {}),
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=own_session,
+        )
+        code: int | None = None
+        try:
+            code = job.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(job.pid, number) if own_session else job.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    job.wait(10)
+    if code != 0:
+        why = f"no end after {seconds:.0f} s" if code is None else f"exit code {code}"
+        raise RuntimeError(f"{why}: ...{log.read_text(errors='replace')[-1500:]}")
+
+
+def examine(exam: Exam, parts: Sequence[str], seconds: float, patience: float, out: Path) -> list[Row]:
+    """All parts, each in a process of its own, within `seconds`; `out` has what is known after each."""
+    rows: list[Row] = []
+    end = time.perf_counter() + seconds
+    for name in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "rows.jsonl"
+            command = [sys.executable, __file__, "--device", exam.device, "--part", name, "--rows", str(found)]
+            started = time.perf_counter()
+            limit, failure = min(PARTS[name][1] * patience, end - started), ""
+            if limit < 5:
+                rows.append({"part": name, "item": "", "verdict": "left out", "text": "no time left", "figures": {}})
+                continue
+            try:
+                _run([*command, *(["--small"] if exam.small else [])], limit, folder, own_session=True)
+            except RuntimeError as error:
+                failure = str(error)
+            took = time.perf_counter() - started
+            if found.exists():
+                rows += [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+            outcome, text = ("failed", failure[-600:]) if failure else ("ok", f"{took:.0f} s")
+            rows.append({"part": name, "item": "", "verdict": outcome, "text": text, "figures": {"seconds": took}})
+            print(f"{name}: {outcome}, {took:.0f} s", flush=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("part", "item", "verdict", "found"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        if row["verdict"]:
+            style = {"ok": None, "left out": "dim"}.get(row["verdict"], "red")
+            table.add_row(row["part"], row["item"], row["verdict"], row["text"], style=style)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=170)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="PART")
+    parser.add_argument("--out", default="gpu_exam.json", type=Path)
+    parser.add_argument("--seconds", type=float, default=520, help="for all parts; what comes too late is left out")
+    parser.add_argument("--patience", type=float, default=1, help="times every part's own limit, for a busy machine")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-jobs", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    exam = Exam(args.device, args.small)
+    if args.rank_jobs:
+        rank_jobs(exam, args.rank_jobs)
+        return 0
+    if args.part:
+        run_part(exam, args.part, args.rows)
+        return 0
+    started = time.perf_counter()
+    rows = examine(exam, args.parts, args.seconds, args.patience, args.out)
+    show(rows, f"alpa on {exam.device}, {time.perf_counter() - started:.0f} s")
+    return 1 if any(row["verdict"] == "failed" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

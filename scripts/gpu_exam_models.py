@@ -1,0 +1,189 @@
+"""What `gpu_exam.py` trains and compares: models of every recipe's kind, one way to fit them, their differences."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+
+import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+import alpa_strategy  # noqa: E402
+
+COSTS = ROOT / "configs" / "clusters" / "dgx_h200.yaml"  # where measuring is not what is examined
+Made = tuple[pl.LightningModule, tuple[Tensor, Tensor], int]  # (module, rows, rows of a batch)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Where a part runs, and how large."""
+
+    device: str
+    small: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def gpt(exam: Exam, dropout: float = 0.0) -> Made:
+    """A small one, for equality."""
+    from gpt import GPT
+
+    layers, hidden, length = (2, 32, 16) if exam.small else (4, 256, 128)
+    vocabulary = 64 if exam.small else 1024
+    return GPT(layers, hidden, 2, vocabulary, length, dropout, lr=1e-3), tokens_of(256, length, vocabulary), 8
+
+
+def large_gpt(exam: Exam) -> Made:
+    """350 M parameters, for speed and memory."""
+    from gpt import GPT
+
+    if exam.small:
+        return GPT(2, 64, 2, 128, 32), tokens_of(256, 32, 128), 4
+    return GPT(24, 1024, 16, 51200, 1024), tokens_of(512, 1024, 51200), 8
+
+
+def moe(exam: Exam) -> Made:
+    from moe import MoE
+
+    hidden, length = (32, 16) if exam.small else (256, 128)
+    model = MoE(2, hidden, 2, 4, 256, length, group_size=length, mlp_factor=2, capacity_factor=1.25)
+    return model, tokens_of(256, length, 256), 8
+
+
+def wide_resnet(exam: Exam) -> Made:
+    from wide_resnet import WideResNet
+
+    channels, size = (4, 8) if exam.small else (32, 32)
+    model = WideResNet((1, 1, 1), channels, 2, 10, 3, small_images=True, lr=0.01)
+    numbers = torch.Generator().manual_seed(0)
+    images = torch.randn(256, 3, size, size, generator=numbers)
+    return model, (images, torch.randint(10, (256,), generator=numbers)), 16
+
+
+def llama(exam: Exam) -> Made:
+    """Hugging Face's, where `transformers` is installed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(pl.LightningModule):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__()
+            self.model = LlamaForCausalLM(config)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            tokens, targets = batch  # [rows, sequence] each
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    hidden, length = (32, 16) if exam.small else (256, 128)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=length,
+    )
+    return Llama(config), tokens_of(256, length, 256), 8
+
+
+def tokens_of(rows: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=numbers)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Losses(pl.Callback):
+    """The loss of every step, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *unused: Any) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self._losses.append(loss.detach().clone())
+
+    def values(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
+
+
+def fit(
+    exam: Exam,
+    model: Any,
+    rows: tuple[Tensor, Tensor],
+    batch_size: int,
+    strategy: Any = "auto",
+    precision: str = "32-true",
+    steps: int = 8,
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: str | None = None,
+    **trainer: Any,
+) -> pl.Trainer:
+    """Train on `rows`, in their order."""
+    loader = DataLoader(TensorDataset(*rows), batch_size, pin_memory=exam.on_gpu)
+    given: dict[str, Any] = {"devices": 1, "enable_checkpointing": False, "default_root_dir": os.getcwd(), **trainer}
+    made = pl.Trainer(
+        accelerator="gpu" if exam.on_gpu else "cpu",
+        strategy=strategy,
+        precision=precision,
+        max_steps=steps,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # Lightning's would shuffle
+        **given,
+    )
+    made.fit(model, loader, ckpt_path=ckpt_path)
+    return made
+
+
+def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
+    return alpa_strategy.AlpaStrategy(**{"verbose": False, "cluster": str(COSTS), **options})
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
+
+
+def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Of all weights as one vector, relative; nan where one is nan or missing."""
+    if mine.keys() != theirs.keys():
+        return float("nan")
+    apart = sum(float((mine[name] - theirs[name]).square().sum()) for name in mine)
+    return (apart / sum(float(value.square().sum()) for value in theirs.values())) ** 0.5
+
+
+def losses_apart(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    if len(mine) != len(theirs):
+        return float("nan")
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(mine, theirs, strict=True))
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that add in one order, where there are any: what differs then is ours."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
