@@ -86,6 +86,27 @@ def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | Non
     return tuple(casts.get(i) for i in range(len(call.operands)))
 
 
+@lru_cache(maxsize=4096)
+def dtype_given(call: OpCall, state: AutocastState) -> torch.dtype | None:
+    """What autocast has `call` compute in by its `dtype` argument, casting no operand: on GPUs sum, cumsum and prod,
+    and softmax of float16 (PyTorch's `fp32_set_opt_dtype`). None: nothing."""
+
+    def dtypes(enabled: bool) -> list[torch.dtype]:
+        def run(operands: list[Tensor]) -> list[torch.dtype]:
+            with state.region(enabled):
+                out = call.call(*operands)
+            return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+
+        return run_fake(call, run, state.device_type)
+
+    try:
+        with _refusals_unlogged():
+            changed = [there for there, here in zip(dtypes(True), dtypes(False), strict=True) if there != here]
+    except RuntimeError:  # operands of several dtypes, which only a policy brings together
+        return None
+    return changed[0] if changed else None
+
+
 def _is_same_without(call: OpCall, state: AutocastState) -> bool:
     """Whether the call computes the same where nothing is cast."""
     as_they_are = (None,) * len(call.operands)
@@ -105,9 +126,12 @@ def casts_around(call: OpCall, state: AutocastState) -> Casts | None:
 
     None: there are none such; what autocast casts inside of it is made of the operands by more than moving elements.
     """
-    everything = tuple(state.dtype if m.dtype.is_floating_point else None for m in call.operands)
+    low, full = (
+        tuple(dtype if m.dtype.is_floating_point else None for m in call.operands)
+        for dtype in (state.dtype, torch.float32)  # float32: cross entropy of float16 on GPUs, whose log_softmax widens
+    )
     under_autocast = _work(call, state, (None,) * len(call.operands), True)
-    for casts in (operand_casts(call, state), everything):
+    for casts in (operand_casts(call, state), low, full):
         try:
             with _refusals_unlogged():
                 work = _work(call, state, casts, False)
@@ -238,6 +262,14 @@ class Autocast:
         if not operands:
             return args, kwargs
         dtypes = (casts_around if composite else operand_casts)(call, state) or (None,) * len(operands)
+        given = None if composite or any(dtypes) else dtype_given(call, state)
+        if given is not None:
+            place = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)
+            if place is not None and place < len(args):
+                return (*args[:place], given, *args[place + 1 :]), kwargs
+            if place is not None:
+                return args, kwargs | {"dtype": given}
+            dtypes = tuple(given if m.dtype.is_floating_point else None for m in call.operands)  # norm
         rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
 
         def swap(arg: Any) -> Any:

@@ -230,6 +230,51 @@ def autocast_around(self: Step, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(torch.cat([h.float(), k], -1), y) + F.mse_loss(k, x) + self.a(x).sum()
 
 
+_ops = torch.library.Library("alpa_test_autocast", "DEF")
+_ops.define("total(Tensor x, *, ScalarType? dtype=None) -> Tensor")
+_ops.define("largest(Tensor x) -> Tensor")
+_ops.impl("total", lambda x, *, dtype=None: x.sum(dtype=dtype), "CompositeImplicitAutograd")
+_ops.impl("largest", lambda x: x.abs().amax(), "CompositeImplicitAutograd")
+
+
+def _without_autocast(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return run()
+
+
+def _total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _without_autocast(lambda: torch.ops.alpa_test_autocast.total(x, dtype=dtype or torch.float32))
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    return _without_autocast(lambda: x.abs().amax().float())
+
+
+_ops.define("score(Tensor x) -> Tensor")
+_ops.impl("score", torch.ops.alpa_test_autocast.total, "CompositeImplicitAutograd")
+_ops.impl("total", _total, "AutocastCPU")
+_ops.impl("largest", _largest, "AutocastCPU")
+
+
+def totals(self: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = self.a(x)
+        ops = torch.ops.alpa_test_autocast
+        return ops.total(hidden) + ops.largest(hidden) + ops.score(hidden)
+
+
+def test_autocast_may_set_a_dtype_and_cast_nothing() -> None:
+    """As on GPUs, where sum and its like get `dtype=float32`. Ops that have no such argument get cast operands, and so
+    do ops made of such ops (cross entropy of float16): they stay whole."""
+    step = assert_same_step(Step(totals), example())
+    calls = [[op.call for op in step.ops if name in op.name] for name in ("total", "largest", "score")]
+    (total,), (largest,), (score,) = calls
+    assert dict(total.kwargs) == {"dtype": torch.float32}
+    assert total.operands[0].dtype == torch.bfloat16
+    assert largest.operands[0].dtype == torch.float32
+    assert score.operands[0].dtype == torch.float32
+
+
 def test_autocast_casts_are_ops() -> None:
     assert_same_step(Step(autocast_inside), example())
     context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
