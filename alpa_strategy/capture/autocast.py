@@ -109,6 +109,8 @@ def dtype_given(call: OpCall, state: AutocastState) -> torch.dtype | None:
 
 def _is_same_without(call: OpCall, state: AutocastState) -> bool:
     """Whether the call computes the same where nothing is cast."""
+    if len({m.dtype for m in call.operands if m.dtype.is_floating_point}) > 1:
+        return False  # the backward may not do what the forward does for them (mse_loss, torch 2.11)
     as_they_are = (None,) * len(call.operands)
     try:
         with _refusals_unlogged():
@@ -152,6 +154,9 @@ def _refusals_unlogged() -> Iterator[None]:
         _fake_log.disabled = before
 
 
+_PRODUCTS = {getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")}
+
+
 def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> list[Any]:
     """What a call computes, by op and dtypes, and the dtypes of its results; casts and moves of elements are left out,
     as they commute."""
@@ -162,6 +167,8 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> li
 
     class Watcher(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+                raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
             out = func(*args, **(kwargs or {}))
             computes = dtypes(out) and not func.is_view and func not in (aten._to_copy.default, aten.clone.default)
             if computes:
