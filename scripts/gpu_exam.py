@@ -12,16 +12,19 @@ runs on CUDA tensors. Exit code 1 where a verdict is not "ok".
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import inspect
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +37,7 @@ from gpu_exam_models import (
     Exam,
     Losses,
     alpa,
+    compile_step,
     deterministic,
     difference,
     fit,
@@ -74,6 +78,7 @@ def environment(exam: Exam, add: Add) -> None:
 def equality(exam: Exam, add: Add) -> None:
     """Losses and weights of eight steps: alpa against the plain Trainer, and this against itself."""
     makers: list[Callable[..., Any]] = [gpt, moe, wide_resnet, llama]
+    torch.backends.cudnn.allow_tf32 = False  # as matrix products by default
     precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
     for maker in makers:
         for precision in precisions:
@@ -114,6 +119,8 @@ class Clock(pl.Callback):
         self._begun = 0.0
         self._profiler: Any = None
         self.figures: Row = {}
+        gc.collect()  # of earlier trainings in this process, whose tensors would count
+        self._before = torch.cuda.memory_allocated() if exam.on_gpu else 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         if index == self._warmup:
@@ -134,7 +141,7 @@ class Clock(pl.Callback):
             self._exam.synchronize()
             self.figures["step_seconds"] = (time.perf_counter() - self._started) / self._timed
             if self._exam.on_gpu:
-                self.figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+                self.figures["peak_bytes"] = torch.cuda.max_memory_allocated() - self._before
                 self.figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
         if self._end <= index < self._probe_end:
             self._host.append(time.perf_counter() - self._begun)
@@ -176,9 +183,10 @@ def _timed(exam: Exam, name: str, precision: str) -> Row:
     clock = Clock(exam, *((2, 4) if exam.small else (5, 20)))
     options: Row = {"compile": True} if name == "alpa + compile" else {}
     strategy = alpa(cluster=None, **options) if name.startswith("alpa") else "auto"
-    given = torch.compile(model) if name == "plain + compile" else model
+    if name == "plain + compile":
+        compile_step(model)
     started = time.perf_counter()
-    fit(exam, given, rows, batch, strategy, precision, clock.steps, [clock])
+    fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
     figures = {**clock.figures, "wall_seconds": time.perf_counter() - started}
     figures["tokens_per_second"] = batch * rows[0].shape[1] / figures["step_seconds"]
     if name.startswith("alpa"):
@@ -217,8 +225,6 @@ def memory(exam: Exam, add: Add) -> None:
                 model, rows, batch = large_gpt(exam)
                 clock = Clock(exam, 2, 3, profiled=False)
                 strategy = alpa(**options)
-                if exam.on_gpu:
-                    torch.cuda.empty_cache()
                 fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
                 planned = strategy.plan.predicted.peak_bytes
                 figures = {**clock.figures, "planned_bytes": planned}
@@ -253,7 +259,7 @@ PLANS: dict[str, Row] = {
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
     "pipeline": {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
-    "zero bubble": {"num_stages": 2, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
+    "zero bubble": {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
     "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
 }
 
@@ -395,8 +401,12 @@ def _two_ranks(
     left = list(jobs)
     while left:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-            command += ["--device", exam.device, "--rank-jobs", json.dumps(left), *(["--small"] if exam.small else [])]
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+            command += ["--master-addr=127.0.0.1", f"--master-port={port}", __file__, "--device", exam.device]
+            command += ["--rank-jobs", json.dumps(left), *(["--small"] if exam.small else [])]
             failure = ""
             try:
                 _run(command, 40 + (15 if exam.on_gpu else 60) * len(left), folder, environment)
@@ -404,7 +414,9 @@ def _two_ranks(
                 failure = str(error)
             for number, job in enumerate(left):
                 out = Path(folder) / f"{number}.pt"
-                yield job, torch.load(out, weights_only=True) if out.exists() else failure
+                said = out.with_suffix(".error")
+                why = said.read_text() if said.exists() else failure
+                yield job, torch.load(out, weights_only=True) if out.exists() else why
                 if not out.exists():
                     break
             left = left[number + 1 :]
@@ -418,7 +430,12 @@ def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
     dist.init_process_group("gloo")
     for number, job in enumerate(jobs):
         started = time.perf_counter()
-        found = _rank_job(exam, job, f"saved{number}")
+        try:
+            found = _rank_job(exam, job, f"saved{number}")
+        except BaseException as error:
+            with suppress(FileExistsError), open(f"{number}.error", "x") as file:  # of the first rank that fails
+                file.write("".join(traceback.format_exception(error))[-1500:])
+            raise
         if dist.get_rank() == 0:
             torch.save({**found, "seconds": time.perf_counter() - started}, f"{number}.part")
             Path(f"{number}.part").rename(f"{number}.pt")
@@ -428,10 +445,10 @@ def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
 def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    given: Row = {"devices": "auto"} if exam.on_gpu else {"devices": 2}
-    options = {"batch_scope": "global", "bucket_bytes": 2**14, **PLANS[job["plan"]]}
-    if exam.on_gpu:
-        options["parallel_devices"] = [torch.device("cuda", 0)] * 2
+    # One device twice; with a number of devices Lightning would ask for two.
+    here = [torch.device("cuda", 0) if exam.on_gpu else torch.device("cpu")] * 2
+    given: Row = {"devices": "auto"}
+    options = {"batch_scope": "global", "bucket_bytes": 2**14, "parallel_devices": here, **PLANS[job["plan"]]}
     found: Row = {}
     for path in (None, f"{folder}/step=3.ckpt") if job["resume"] else (None,):
         pl.seed_everything(0, verbose=False)
@@ -490,14 +507,16 @@ def _run(
     own_session: bool = False,
 ) -> None:
     """RuntimeError with the end of its output where the command fails or does not end."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+    variables = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, **(environment or {})}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if sys.platform == "linux":
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network has no other
     log = Path(folder) / "log"
     with log.open("w") as file:
         # A session of its own, so that all that it starts ends with it; torchrun ends its ranks itself when asked.
         job = subprocess.Popen(
             command,
-            env=variables | (environment or {}),
+            env=variables,
             cwd=folder,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -44,7 +44,7 @@ def gpt(exam: Exam, dropout: float = 0.0) -> Made:
     """A small one, for equality."""
     from gpt import GPT
 
-    layers, hidden, length = (2, 32, 16) if exam.small else (4, 256, 128)
+    layers, hidden, length = (4, 32, 16) if exam.small else (4, 256, 128)
     vocabulary = 64 if exam.small else 1024
     return GPT(layers, hidden, 2, vocabulary, length, dropout, lr=1e-3), tokens_of(256, length, vocabulary), 8
 
@@ -159,6 +159,16 @@ def fit(
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
     return alpa_strategy.AlpaStrategy(**{"verbose": False, "cluster": str(COSTS), **options})
+
+
+def compile_step(model: Any) -> None:
+    """The step of a GPT as one compiled function: forward and loss (`torch.compile(module)` trips over the Trainer)."""
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    compiled = torch.compile(loss_of)
+    model.training_step = lambda batch, batch_idx: compiled(*batch)
 
 
 def weights(model: Any) -> dict[str, Tensor]:
