@@ -157,7 +157,7 @@ def message_groups(channels: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
     gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
     each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
     """
-    if dist.get_backend() == "gloo":
+    if not channels or dist.get_backend() == "gloo":  # no channels: perhaps one device, and no group at all
         return [(None, None)] * len(channels)
     return [(dist.new_group(list(ranks)), dist.new_group(list(ranks))) for ranks in channels]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError, RuntimeMismatchError
@@ -87,7 +88,7 @@ class Pipeline:
 
     def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
         self.spec, self._own, self._device = spec, dict(own), device
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world = dist.get_rank() if dist.is_initialized() else 0, world_size()
         spec.check(self._rank, own, self._world)
         # How many ranks bring rows of their own, which follow each other in whole tensors.
         self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
