@@ -49,7 +49,7 @@ def bind(call: OpCall) -> Mapping[str, Any]:
             bound[name] = call.args[position]
         else:
             bound[name] = _frozen(default)
-    return MappingProxyType(bound)
+    return MappingProxyType(bound)  # remembered and shared: read only
 
 
 def call_on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, tuple[Tensor, ...]]:
@@ -95,7 +95,7 @@ def dims_of(value: Any, rank: int) -> tuple[int, ...]:
     if value is None or value == ():
         return tuple(range(rank))
     values = value if isinstance(value, tuple) else (value,)
-    return tuple(sorted(v % rank for v in values)) if rank else ()
+    return tuple(sorted(v % rank for v in values)) if rank else ()  # ATen takes dim 0 and -1 of a scalar
 
 
 def rebuild(

@@ -156,7 +156,7 @@ class _Evidence:
 
     def continued(self, large: Sequence[OpCall], axis_size: int, numbers: tuple[float, ...]) -> list[AxisStrategy]:
         """What trials on these variants do not refute either."""
-        evidence = copy.deepcopy(self)  # it is shared
+        evidence = copy.deepcopy(self)  # it is shared by all calls of the pattern
         kinds = FEW_KINDS if self.num_trials else (*ALL_KINDS, *number_kinds(numbers))
         counts = (axis_size,) if self.num_trials else tuple(sorted({axis_size, 2, 3, 4, 5}))
         if not all(evidence.add(variant, kinds, lambda i: counts) for variant in large):
@@ -333,12 +333,13 @@ class Experiment:
             return
         self.has_grad[i] = True
         parts = _parts(trial.operands[i], self.division[i], len(grads))
-        made = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
-        whole = torch.zeros_like(trial.operands[i]) if whole is None else whole
+        # Autograd gives None for a gradient of zeros.
+        found = [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, parts, strict=True)]
+        expected = torch.zeros_like(trial.operands[i]) if whole is None else whole
         allowed = set()
         for dual in self.operands[i]:
             as_value = {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)  # how the gradients recombine
-            if _recombining(whole, made, {as_value}, trial):
+            if _recombining(expected, found, {as_value}, trial):
                 allowed.add(dual)
         self.operands[i] = allowed
 
@@ -346,7 +347,7 @@ class Experiment:
         """The one strategy left, or None when the trials decide nothing."""
         if self.num_tests < MIN_TRIALS:
             return None
-        if not self.divided:
+        if not self.divided:  # R*,...->R*: the same work everywhere, on summands of the gradient
             if not any(self.has_grad) or any(
                 has_grad and REPLICATE not in allowed
                 for has_grad, allowed in zip(self.has_grad, self.operands, strict=True)
@@ -437,7 +438,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
     """Equal up to rounding of sums of terms as large as `scale`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    equal = (a == b) | ((a != a) & (b != b))
+    equal = (a == b) | ((a != a) & (b != b))  # nan equals nan
     if a.dtype.is_floating_point or a.dtype.is_complex:
         equal |= (a - b).abs() <= tolerance * (b.abs() + scale)
     return bool(equal.all())

@@ -78,13 +78,11 @@ def run_call(
             if grad is not None and result.requires_grad
         ]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found: Iterator[Tensor | None] = itertools.repeat(None)
         if pairs and wanted:
-            given = [r for r, _ in pairs], wanted, [g for _, g in pairs]
-            found: Sequence[Tensor | None] = torch.autograd.grad(*given, allow_unused=True)
-        else:
-            found = [None] * len(wanted)
-        grads = iter(found)
-        operand_grads = tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
+            outputs, cotangents = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+        operand_grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
     return tuple(result.detach().clone() for result in results), operand_grads
 
 
@@ -129,6 +127,7 @@ def variants(call: OpCall) -> list[OpCall]:
         return []
     sizes = _sizes(call)
     small: list[dict[int, int]] = []
+    # `keep`: small sizes are often counts (heads, channels of an image) that the op insists on.
     for start, step, keep in ((5, 1, 0), (6, 2, 0), (5, 1, 4), (9, 2, 8)):
         shrunk = itertools.count(max(start, keep + 1), step)
         small.append({size: size if size <= keep else next(shrunk) for size in sizes})
@@ -365,7 +364,7 @@ def _in_dtype(call: OpCall, dtype: torch.dtype | None) -> OpCall:
 def trials(call: OpCall, kinds: tuple[str, ...]) -> Iterator[Trial]:
     """Trials of one variant, in double precision when the op takes it. None when the whole op does not run."""
     generator = torch.Generator().manual_seed(random.Random(call.target_name).randrange(2**31))
-    for dtype in (torch.float64, torch.float32, None):
+    for dtype in (torch.float64, torch.float32, None):  # many kernels of users are compiled for one type only
         found = False
         for number, kind in enumerate(kinds):
             trial = _run_trial(_in_dtype(call, dtype), kind, number, generator)

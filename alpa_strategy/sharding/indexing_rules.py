@@ -28,7 +28,7 @@ def cross_entropy(call: OpCall) -> Found:
     if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
         class_dim = 0 if len(shape) == 1 else 1
         num_rows = call.operands[logits].num_elements // shape[class_dim]
-        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")
+        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")  # [rows] in fp32
         split = split_from_dims(
             call,
             [(logits, class_dim)],
@@ -47,7 +47,7 @@ def batch_norm_train(call: OpCall) -> Found:
     if len(call.operands[present["x"]].shape) < 2:
         return Found()
     num_channels = call.operands[present["x"]].shape[1]
-    statistics = [0] * (len(call.results) - 1)
+    statistics = [0] * (len(call.results) - 1)  # x [rows, channels, *s], statistics [channels]
     channels = split_from_dims(call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics])
     collectives = (
         InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
@@ -89,7 +89,7 @@ def gather(call: OpCall) -> Found:
         return Found()
     dim = bound["dim"] % rank
     splits = _same_size_dims(call, (source, index), dim)
-    along = split_from_dims(call, [(index, dim), (source, None)], [dim])
+    along = split_from_dims(call, [(index, dim), (source, None)], [dim])  # the source is whole
     return Found((*splits, along), carries=True)
 
 

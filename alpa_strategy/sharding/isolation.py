@@ -58,6 +58,7 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._number += 1
+        # In shared memory before the run: what the parent reads when the run was the last.
         self._counter[:8] = self._number.to_bytes(8, "little")
         if self._number in self._crashed:
             raise CrashedRunError
@@ -108,13 +109,13 @@ def isolated(target: Any, experiment: Callable[[Any], T], seconds_per_run: float
             code = _exit_code_of_child(partial(experiment, watched), answer)
             number = int.from_bytes(counter[:8], "little")
             answer.seek(0)
-            if code == _DONE:
+            if code == _DONE:  # an op that calls exit() itself gives 0 or 1
                 return pickle.load(answer)
             if code == _FAILED:
                 raise RuntimeError(f"trials of {target_name(target)} failed:\n{answer.read().decode()}")
         if code == _NO_BACKWARD or number == 0:
             raise CannotForkError
-        crashed.add(number)
+        crashed.add(number)  # refused next time, and everything before it runs as it did
         num_hangs += code == -signal.SIGALRM
         how = "hangs" if code == -signal.SIGALRM else f"ends its process ({_name_of(code)})"
         _log.info("%s %s in a trial: run %d is taken as refused", target_name(target), how, number)
@@ -173,7 +174,7 @@ def _detach_from_parent() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork: a parallel kernel would wait for them
 
 
 def _backward_works() -> bool:

@@ -50,6 +50,7 @@ def localize(
     implementation = strategies[axes[0]].implementation if axes else None
     random_axes = None
     if is_random(call):
+        # On axes that shard no result the devices repeat the draw, so they must draw the same.
         random_axes = tuple(a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs))
     return LocalCall(
         _local_call(call, operands, results),
@@ -82,11 +83,11 @@ def is_random(call: OpCall) -> bool:
 
 def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:
     if operands == call.operands and results == call.results:
-        return call
+        return call  # the very object: costs are remembered by call
     if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
         return rebuild(call, operands, results, {})
     name = call.target._schema.name.split("::")[1]
-    if name in _VIEWS and call.target._overloadname != "dtype":
+    if name in _VIEWS and call.target._overloadname != "dtype":  # view.dtype changes the elements
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}
@@ -106,7 +107,7 @@ def _groups(argument: str) -> Changes:
     def change(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
         groups = bind(call)[argument]
         whole, local = call.operands[0].shape, operands[0].shape
-        if groups == 1:
+        if groups == 1:  # all channels, however many
             return {}
         channel_dim = _channel_dim(call)
         return {argument: groups * local[channel_dim] // whole[channel_dim]}
@@ -118,6 +119,7 @@ def _channel_dim(call: OpCall) -> int:
     weight = bind(call).get("weight")
     name = call.target._schema.name
     if "conv" in name and isinstance(weight, Slot):
+        # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
         return len(call.operands[0].shape) - len(call.operands[weight.index].shape) + 1
     return 1
 
@@ -153,6 +155,7 @@ def _vander(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tenso
 _CHANGES: dict[str, Changes] = {
     "cross": _cross,
     "linalg_vander": _vander,
+    "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
     **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
     "convolution": _groups("groups"),

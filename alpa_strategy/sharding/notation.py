@@ -98,7 +98,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
         for index in term.indices:
             if index.group and isinstance(arguments.get(index.name), tuple):
                 lengths[index.name] = len(arguments[index.name])
-    while True:
+    while True:  # each round, terms with one unknown group tell its length
         found: dict[str, int] = {}
         for term, rank in pairs:
             unknown = {i.name for i in term.indices if i.group and i.name not in lengths}
@@ -135,13 +135,14 @@ def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
         return None
     lengths = _group_lengths([(t, len(call.operands[i].shape)) for t, i in present], bind(call))
 
+    # Which dim of which tensor has each index; dims of size 1 are broadcast, nothing of them can be cut.
     order: dict[Key, list[Index]] = {}
     operand_dims: list[tuple[int, Term, dict[Key, int]]] = []
     for term, operand in present:
         keys, shape = _keys(term, lengths), call.operands[operand].shape
         if len(shape) > len(keys):
             return None
-        keys = keys[len(keys) - len(shape) :]
+        keys = keys[len(keys) - len(shape) :]  # aligned to the right: a tensor may lack leading dims of a group
         operand_dims.append((operand, term, {key: dim for dim, (key, _) in enumerate(keys) if shape[dim] != 1}))
         for key, index in keys:
             order.setdefault(key, []).append(index)
@@ -155,6 +156,7 @@ def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
             if key in order:
                 order[key].append(index)
 
+    # One split per index that may be cut.
     splits = []
     for key, indices in order.items():
         if any(i.whole for i in indices) or not any(key in dims for _, _, dims in operand_dims):

@@ -127,7 +127,7 @@ def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
     return line
 
 
-ROW_LOSSES = {
+ROW_LOSSES: dict[str, Callable[[OpCall, int], str]] = {
     "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
     "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
     "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
@@ -142,6 +142,7 @@ def recurrent(call: OpCall, axis_size: int) -> str:
     if "batch_sizes" in bound:  # packed sequences: rows of many samples, interleaved
         return "[never!] -> []"
     states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
+    # input [t, b, i] or, batch first, [b, t, i]; states [l, b, h]
     outer = "[t!, i!]" if not batched else "[b, t!, i!]" if bound["batch_first"] else "[t!, b, i!]"
     result = outer.replace("i!", "o!")
     hidden = [f"[l!, b, h{k}!]" if batched else f"[l!, h{k}!]" for k in range(len(states))]
@@ -178,7 +179,7 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
     return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
 
 
-RECURRENT = {
+RECURRENT: dict[str, Callable[[OpCall, int], str]] = {
     **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
 }
@@ -244,8 +245,8 @@ def _einsum(call: OpCall, axis_size: int) -> str:
 
 def _attention(call: OpCall, axis_size: int) -> str:
     arguments = bind(call)
-    rows = "l!" if arguments["is_causal"] else "l"
-    heads = "h=, " if arguments["enable_gqa"] else ""
+    rows = "l!" if arguments["is_causal"] else "l"  # the mask of a shard of rows would start at its first row
+    heads = "h=, " if arguments["enable_gqa"] else ""  # query heads stay with the key head that they share
     query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
     return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
 
@@ -255,6 +256,7 @@ def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -
     if transposed is None:
         transposed = arguments["transposed"]
     groups = arguments["groups"]
+    # input [*n, c, *s], weight [o, c / groups, *s] (transposed: [c, o / groups, *s]), bias [o]
     if groups == 1:
         weight = "[c, o, *s!]" if transposed else "[o, c, *s!]"
         return f"[*n, c, *s!], {weight}, +[o]? -> [*n, o, *s!]"
@@ -274,13 +276,13 @@ def _instance_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _embedding(call: OpCall, axis_size: int) -> str:
-    if bind(call)["scale_grad_by_freq"]:
+    if bind(call)["scale_grad_by_freq"]:  # the gradient of a row depends on how often all ids name it
         return "[v!, d], [*i!] -> [*i!, d]"
     return "[v@vocab_embedding, d], [*i] -> [*i, d]"
 
 
 def _bag_lookup(call: OpCall, axis_size: int) -> str:
-    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
+    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"  # a maximum over rows is no sum
     return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
 
 
@@ -401,6 +403,7 @@ NOTATION: dict[str, Notation] = {
     "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
     "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
     "aten.group_norm": Notation(_group_norm),
+    "aten.native_group_norm": Notation("[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"),
     "aten.instance_norm": Notation(_instance_norm),
     "aten.scaled_dot_product_attention": Notation(_attention),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
@@ -419,7 +422,7 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.feature_{kind}": Notation(_feature_dropout) for kind in ("dropout", "alpha_dropout")},
     "aten.cross_entropy_loss": Notation(_row_loss),
     "aten.nll_loss_nd": Notation(_row_loss),
-    "aten.bucketize.Tensor": Notation("[*b], [s!] -> [*b]"),
+    "aten.bucketize.Tensor": Notation("[*b], [s] -> [*b]"),
     "aten.view_as_complex": Notation("[*b, c!] -> [*b]", linear=FIRST, carries=True),
     **{f"aten.{name}.dtype": Notation("[*b, c!] -> [*b, c!]") for name in ("view", "view_copy")},
     "aten.view_as_real": Notation("[*b] -> [*b, c!]", linear=FIRST, carries=True),

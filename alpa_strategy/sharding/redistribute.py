@@ -90,6 +90,7 @@ def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tup
     for size in step.shape:
         num_bytes *= size
     forward = placement_collective(step.src.value, step.dst.value)
+    # The gradient goes the other way: from where the result's lies to where the operand's is wanted.
     backward = placement_collective(step.dst.grad, step.src.grad) if differentiable else None
     found = ((forward, "forward"), (backward, "backward"))
     return tuple((kind, num_bytes, phase) for kind, phase in found if kind is not None)
@@ -123,6 +124,7 @@ def _priced_table(
     terms, forward, backward = _counted_table(sources, targets, mesh.shape)
     seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
     zeros = np.zeros((len(sources), len(targets)))
+    # [sources, targets, terms] @ [terms]
     tables = (forward @ seconds if terms else zeros, backward @ seconds if terms and differentiable else zeros)
     for table in tables:
         table.flags.writeable = False  # shared by everybody who asks
@@ -183,7 +185,7 @@ def _axis_changes(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[int, DualPlacement], ...]:
     """Cheapest valid sequence of (axis, its new dual placement): Dijkstra over the few layouts in between."""
-    best: dict[DualLayout, float] = {src: 0.0}
+    best: dict[DualLayout, float] = {src: 0.0}  # layout -> bytes moved on the cheapest way to it so far
     order = itertools.count()  # ties go to the sequence found first: the same on every rank
     queue: list[tuple[float, int, DualLayout, tuple[tuple[int, DualPlacement], ...]]] = [(0.0, next(order), src, ())]
     while queue:
@@ -191,9 +193,9 @@ def _axis_changes(
         if layout == dst:
             return changes
         if cost > best[layout]:
-            continue
+            continue  # a cheaper way was found after this one was queued
         for axis, old in enumerate(layout):
-            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):
+            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):  # on the way only whole values help
                 if new == old or not _may_change(layout, axis, new):
                     continue
                 reached = (*layout[:axis], new, *layout[axis + 1 :])

@@ -23,7 +23,7 @@ def _broadcast_dims(call: OpCall, operands: tuple[int, ...], rank: int, dim: int
     found: list[tuple[int, int | None]] = []
     for operand in operands:
         shape = call.operands[operand].shape
-        own = dim - (rank - len(shape))
+        own = dim - (rank - len(shape))  # aligned to the right
         found.append((operand, own if own >= 0 and shape[own] != 1 else None))
     return found
 
@@ -128,7 +128,7 @@ def elementwise_loss(call: OpCall) -> Found:
     """
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
     if first != second:
-        return Found(origin="reduction")
+        return Found(origin="reduction")  # see above
     kind = _REDUCTION_NAMES[bind(call)["reduction"]]
     if kind == "none":
         return aligned(call, carries=False)
@@ -193,10 +193,10 @@ def view(call: OpCall) -> Found:
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     if 0 in source:
-        return Found(origin="view")
+        return Found(origin="view")  # no elements, no groups
     splits = []
     for left, right in dim_groups(source, target):
-        even = len(left) > 1 or len(right) > 1
+        even = len(left) > 1 or len(right) > 1  # [heads * width] -> [heads, width]: whole heads only
         splits.append(split_from_dims(call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even))
     return Found(splits, (frozenset({operand}),), True, "view")
 
@@ -208,7 +208,7 @@ def permutation(call: OpCall) -> Found:
     """Ops that reorder dims (transpose, permute, t, movedim, ...): the order is read off a run on a meta tensor."""
     operand = slots(call)[0].index
     rank = len(call.operands[operand].shape)
-    probe = torch.empty(_PRIMES[:rank], device="meta")
+    probe = torch.empty(_PRIMES[:rank], device="meta")  # every dim has a size of its own
     target = call.call(probe).shape
     return _moved(call, [(_PRIMES.index(size), dim) for dim, size in enumerate(target)])
 
@@ -281,6 +281,7 @@ def pad(call: OpCall) -> Found:
     """pad: dims that get no padding."""
     bound, rank = bind(call), len(_source(call))
     padded = {rank - 1 - i // 2 for i, amount in enumerate(bound["pad"]) if amount != 0}
+    # Another value than zero would be added by every device of a partial sum.
     zero = bound.get("mode", "constant") != "constant" or not bound.get("value")
     found = _moved(call, [(d, d) for d in range(rank) if d not in padded])
     return found if zero else replace(found, linear=())

@@ -60,7 +60,7 @@ class Found:
 def differentiable(call: OpCall) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Per operand and per result: whether a gradient flows through it in this call."""
     results = tuple(r.requires_grad for r in call.results)
-    flows = any(results)
+    flows = any(results)  # a parameter in argmax gets no gradient
     return tuple(flows and o.requires_grad for o in call.operands), results
 
 
@@ -70,7 +70,7 @@ def split_from_dims(
     """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut in two ways."""
     chosen: dict[int, int | None] = {}
     for operand, dim in dims:
-        if chosen.setdefault(operand, dim) != dim:
+        if chosen.setdefault(operand, dim) != dim:  # x * x.t()
             return None
     return Split(tuple(chosen.get(i) for i in range(len(call.operands))), tuple(results), **rest)  # type: ignore[arg-type]
 
@@ -156,7 +156,7 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
     if found.linear and _widens(call):
         for chosen in found.linear:
             if any(call.operands[i].dtype == torch.bool for i in chosen):
-                continue
+                continue  # booleans have no sum
             inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
             strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
     strategies += [s for s in found.extra if has_elements(call, s, axis_size)]

@@ -51,7 +51,7 @@ def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[Axis
         for chosen in combinations:
             local = call
             if chosen:
-                last = tuple(n - 1 for n in mesh_shape[:axis])
+                last = tuple(n - 1 for n in mesh_shape[:axis])  # uneven chunks: the last device has the fewest
                 local = localize(call, chosen, mesh_shape[:axis], last).call
             longer += [(*chosen, s) for s in axis_strategies(local, axis_size)]
         combinations = longer
