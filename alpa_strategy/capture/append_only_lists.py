@@ -7,35 +7,20 @@ dataloader_idx]`) hand out their items, and what was handed out is guarded.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
+from alpa_strategy.capture.python_state import SomeItems, patched, snapshot
 from alpa_strategy.capture.symbolic_scalars import StepCounter
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
 from alpa_strategy.ir.user_code import user_frame
 
 Keys = tuple[Any, ...]
-_MISSING = object()
-
-
-def grown(old: Any, new: Any) -> bool:
-    """Whether a list has its old items, and more behind them."""
-    return type(new) is list and len(new) > len(old) and all(a is b for a, b in zip(old, new, strict=False))
-
-
-def new_lists(old: Any, new: Any) -> list[Any] | None:
-    """Keys under which a `defaultdict(list)` made lists; None when anything else changed, or nothing."""
-    if not isinstance(new, defaultdict) or new.default_factory is not list:
-        return None
-    if any(key not in new or new[key] is not value for key, value in old.items()):
-        return None
-    return [key for key in new if key not in old] or None
 
 
 class _Standin:
@@ -80,9 +65,9 @@ class AppendedList(_Standin):
         self.extend(items)
         return self
 
-    def guard(self, snapshot: Callable[[Any], Any]) -> SomeItems:
+    def snapshot(self) -> Any:
         """What the attribute must equal in later steps: some list."""
-        return SomeItems({(): SomeList()})
+        return _AnyList()
 
 
 class OpenContainer(_Standin):
@@ -110,41 +95,18 @@ class OpenContainer(_Standin):
         if self._lists.get((*self._keys, key)) is not value:
             self._refuse()
 
-    def guard(self, snapshot: Callable[[Any], Any]) -> SomeItems:
+    def snapshot(self) -> Any:
         """What the attribute must equal in later steps: a container with the same items where the step read some."""
-        return SomeItems({keys: SomeList() if keys in self._lists else snapshot(v) for keys, v in self._read.items()})
+        return SomeItems({keys: _AnyList() if keys in self._lists else snapshot(v) for keys, v in self._read.items()})
 
 
-class SomeList:
-    """Equals any list; nothing, where a defaultdict will make one."""
+class _AnyList:
+    """Equals any list."""
 
     __hash__ = None
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is list
-
-
-class SomeItems:
-    """Equals a container in which keys lead to equal items."""
-
-    __hash__ = None
-
-    def __init__(self, items: dict[Keys, Any]) -> None:
-        self._items = items
-
-    def __eq__(self, other: object) -> bool:
-        return all(item == _item(other, keys) for keys, item in self._items.items())
-
-
-def _item(container: Any, keys: Keys) -> Any:
-    """What keys lead to, a defaultdict left as it is; None where there is nothing."""
-    for key in keys:
-        try:
-            missing = isinstance(container, defaultdict) and key not in container
-            container = container.default_factory() if missing and container.default_factory else container[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return container
+        return type(other) is list  # content and identity do not matter: users empty it or make a new one
 
 
 @dataclass(frozen=True)
@@ -158,6 +120,10 @@ class StandIns:
         """What was appended to each list."""
         return [each._items for each in self.lists.values()]
 
+    def snapshots(self) -> dict[tuple[str, str], Any]:
+        """What the attributes must equal in later steps."""
+        return {place: each.snapshot() for place, each in self.attributes.items()}
+
 
 @contextmanager
 def lists_standing_in(module: nn.Module, places: Iterable[ListPlace]) -> Iterator[StandIns]:
@@ -166,20 +132,15 @@ def lists_standing_in(module: nn.Module, places: Iterable[ListPlace]) -> Iterato
     for place in places:
         by_attribute.setdefault((place.module, place.name), []).append(place)
     found = StandIns({}, {})
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    patches: list[tuple[dict[str, Any], str, Any]] = []
     for (path, name), members in by_attribute.items():
         attributes = vars(module.get_submodule(path))
         lists = {place.keys: AppendedList(str(place)) for place in members}
         found.lists.update({place: lists[place.keys] for place in members})
-        before.append((attributes, name, attributes.get(name, _MISSING)))
+        # The attribute may be the class's: the stand-in then hides it.
         label, content = f"{path}.{name}".lstrip("."), getattr(module.get_submodule(path), name)
-        attributes[name] = lists[()] if () in lists else OpenContainer(label, content, lists, (), {})
-        found.attributes[path, name] = attributes[name]
-    try:
+        stand_in = lists[()] if () in lists else OpenContainer(label, content, lists, (), {})
+        found.attributes[path, name] = stand_in
+        patches.append((attributes, name, stand_in))
+    with patched(patches):
         yield found
-    finally:
-        for attributes, name, value in before:
-            if value is _MISSING:  # it is the class's
-                del attributes[name]
-            else:
-                attributes[name] = value

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alpa_strategy.capture import opaque_ops
 from alpa_strategy.capture.graph_builder import Builder, run_fake
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.counters import is_late
+from alpa_strategy.ir.counters import is_symbolic
 from alpa_strategy.ir.graph import ValueRef
 from alpa_strategy.ir.op import OpCall
 
@@ -52,7 +52,7 @@ class _CastWatcher(TorchDispatchMode):
         self.casts: dict[int, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._to_copy.default:
+        if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
             position = next((i for i, t in enumerate(self.operands) if t is args[0]), None)
             dtype = (kwargs or {}).get("dtype")
             if position is not None and dtype is not None:
@@ -62,6 +62,7 @@ class _CastWatcher(TorchDispatchMode):
 
 def has_policy(target: Any, device_type: str) -> bool:
     """True when autocast treats this op itself (and not only the ops that it is made of)."""
+    # A kernel for the autocast key is what a policy is: see ATen/autocast_mode.h.
     key = "AutocastCUDA" if device_type == "cuda" else "AutocastCPU"
     name = target._schema.name + (f".{target._schema.overload_name}" if target._schema.overload_name else "")
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
@@ -172,7 +173,7 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> li
             out = func(*args, **(kwargs or {}))
             computes = dtypes(out) and not func.is_view and func not in (aten._to_copy.default, aten.clone.default)
             if computes:
-                seen.append((func, dtypes(out)))
+                seen.append((func, dtypes(out)))  # order counts, shapes do not
             return out
 
     def run(operands: list[Tensor]) -> None:
@@ -250,7 +251,7 @@ class Autocast:
         call, operands = self.builder.call_of(target, args, kwargs)
         if not operands or casts_around(call, state) is not None:
             return None
-        if is_late(call):  # its ops would be traced with the example
+        if is_symbolic(call):  # its ops would be traced with the example
             raise CaptureError(
                 f"{target} under autocast ({self.builder.source}) takes a number made of the step's counters",
                 "call it under torch.autocast(..., enabled=False), or multiply its result by the number",
@@ -294,7 +295,7 @@ class Autocast:
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
         """A cast; parameters are cast once per outermost region, as autocast's own cache does."""
-        if ref.index not in self.parameters:
+        if ref.index not in self.parameters:  # autocast's cache holds leaves that require grad only
             return self.builder.emit(aten.to.dtype, ref, dtype)
         key = (ref.index, dtype)
         if key not in self._cast_parameters:

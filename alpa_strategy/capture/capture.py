@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from alpa_strategy.capture.convert import convert
-from alpa_strategy.capture.non_tensor_inputs import know_types
+from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import TRAINING, StepCall, trace_step
@@ -55,11 +55,11 @@ def capture_step(
             "the module uses manual optimization (automatic_optimization = False)",
             "return the loss from training_step and let Lightning step one optimizer",
         )
-    know_types(batch)
+    register_batch_types(batch)
     rows_factor = world_size if batch_scope == "rank" else 1
     call = StepCall(module, batch, step, rows_factor, batch_idx, dataloader_idx, context or nullcontext)
     trace = trace_step(call)
-    if trace.recording.grown:
+    if trace.recording.grown:  # lists that the step appended to: once more, with stand-ins for them
         call = replace(call, appended=tuple(trace.recording.grown))
         trace = trace_step(call)
     graph = convert(trace, step)
@@ -76,6 +76,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
     with initialized(call.module, stored):
         trace = trace_step(call)
         again = convert(trace, call.step)
+        # A counter (`self.calls += 1`) stores something else in every call.
         if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
             raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
     return again

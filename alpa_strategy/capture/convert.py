@@ -14,20 +14,20 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import rewrites as rewrite
+from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.autocast import Autocast
 from alpa_strategy.capture.functionalize import (
     Memory,
     View,
     ViewStep,
     Write,
-    as_written,
+    in_its_dtype,
     new_value,
     sharing_node,
     storage_of,
     write_of,
 )
-from alpa_strategy.capture.graph_builder import Builder, check_loss, frozen, loss_of, number, results_of
+from alpa_strategy.capture.graph_builder import Builder, check_loss, finish, frozen, loss_of
 from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest
@@ -71,7 +71,7 @@ class _Converter:
         self.grad_enabled = True
         self.parameters: set[int] = set()
         self.autocast = Autocast(self.builder, trace.device.type, self.parameters)
-        self.detached: dict[int, ValueRef] = {}
+        self.detached: dict[int, ValueRef] = {}  # value -> itself without its gradient
         self.outputs: list[ValueRef] = []
 
     # Inputs
@@ -105,6 +105,7 @@ class _Converter:
                     f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)})",
                     "make it with functions of torch, and leave no tensor of an earlier step in use",
                 )
+            # torch.func (vmap, grad) leaves its wrapper as a constant of the graph: its layers are no ops.
             if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 raise CaptureError(
                     f"the step transforms a function by torch.func ({self._source_of(node)})",
@@ -171,21 +172,19 @@ class _Converter:
             return
         args = fx.map_arg(tuple(node.args), read)
         kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
-        args = rewrite.without_empty_tensors(self.builder, target, args)
+        args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
             return
         if target in _CONVERSIONS:
             self._conversion(node)
             return
-        if rewrite.is_training_batch_norm(target, args, kwargs):
-            self._norm_with_statistics(node, rewrite.rewrite_batch_norm(self.builder, args, kwargs))
+        norm = rewrites.rewrite_norm(self.builder, target, args, kwargs)
+        if norm is not None:
+            self._norm_with_statistics(node, norm)
             return
-        if rewrite.is_updating_instance_norm(target, args, kwargs):
-            self._norm_with_statistics(node, rewrite.rewrite_instance_norm(self.builder, args, kwargs))
-            return
-        if (bags := rewrite.rewrite_bags(self.builder, node, args, kwargs)) is not None:
-            self.views[node] = (self.memory.new(bags), None, None, None)
+        if (bags := rewrites.rewrite_bags(self.builder, node, args, kwargs)) is not None:
+            self.views[node] = (self.memory.new(bags), None, None, None)  # offsets, sizes, indices: for no one
             return
         if self._inlined(node, target, args, kwargs):
             return
@@ -193,12 +192,12 @@ class _Converter:
         if target is aten.embedding.default:
             args = args[:4]  # no `sparse`: reductions know dense gradients only
         traced = node.meta["val"]
-        kwargs = rewrite.with_traced_dtype(target, args, kwargs, traced)
-        result = rewrite.rewrite_loss(self.builder, target, args, kwargs)
+        kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
+        result = rewrites.rewrite_loss(self.builder, target, args, kwargs)
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
         if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:
-            result = rewrite.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
+            result = rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
         self._check_dtype(node, target, result)
         self._bind(node, target, result, operand_nodes, args, kwargs)
 
@@ -231,7 +230,7 @@ class _Converter:
                 f"{target} asks for device {device} ({self.builder.source}) while the module is on {self.trace.device}",
                 "create tensors on the module's device: device=self.device, or the device of another tensor",
             )
-        dropped = ("device", "pin_memory", "layout", "non_blocking")
+        dropped = ("device", "pin_memory", "layout", "non_blocking")  # the run sets its own device around the ops
         return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
     def _conversion(self, node: fx.Node) -> None:
@@ -277,7 +276,7 @@ class _Converter:
         def view(item: int, ref: ValueRef | None) -> View | None:
             if ref is None:
                 return None
-            owner = sharing_node(traced_items[item], operand_nodes)
+            owner = sharing_node(traced_items[item], operand_nodes)  # reshape: a view or not, as strides say
             if owner is None:
                 return self.memory.new(ref)
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
@@ -312,12 +311,12 @@ class _Converter:
         args = fx.map_arg(tuple(node.args), lambda n: self._read(self.views[n]))
         kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n])))
         new = new_value(self.builder, write, args, kwargs, meta, lambda: self._detached(before))
-        self.memory.write(view, as_written(self.builder, write, new, meta))
+        self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
 
     def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
         """results: (y,) or (y, new running mean, new running variance)."""
-        given = rewrite.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
+        given = rewrites.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
         y, *statistics = results
         self.views[node] = self.memory.new(y)
         for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
@@ -334,6 +333,7 @@ class _Converter:
             return False
         graph, operands = inside
         rest = iter(operands)
+        # The inner graph was traced under autocast: its casts are ops already.
         around, self.autocast = self.autocast, Autocast(self.builder, self.trace.device.type, self.parameters)
         for inner in graph.nodes:
             if inner.op == "placeholder":
@@ -370,10 +370,8 @@ class _Converter:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         found = pytree.tree_unflatten(leaves, self.trace.spec)
-        results = results_of(
-            found, self._loss(found["output"], step), self._buffer_updates(found["buffers"]), self.trace.recording
-        )
-        return number(self.trace, self.builder, self.inputs, self.constants, results)
+        loss, updates = self._loss(found["output"], step), self._buffer_updates(found.pop("buffers"))
+        return finish(self.trace, self.builder, self.inputs, self.constants, found, loss, updates)
 
     def _loss(self, output: Any, step: str) -> int:
         """Value index of the loss; -1 where the step makes none."""

@@ -42,14 +42,16 @@ _ASKING = frozenset(
 UNKNOWN = object()
 
 
-class KnownValues:
+class ConstantValues:
     """Runs the nodes of the growing trace that depend on constants and buffers only, in order, when a value is asked.
 
     Args:
         buffers: placeholder number -> (name, real buffer); those on the meta device are unknown.
+        is_symbolic: whether a node computes with a number that is another one at every step.
     """
 
-    def __init__(self, buffers: Mapping[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, buffers: Mapping[int, tuple[str, Tensor]], is_symbolic: Callable[[fx.Node], bool]) -> None:
+        self._is_symbolic = is_symbolic
         self._buffers = {index: given for index, given in buffers.items() if not given[1].is_meta}
         self._values: dict[fx.Node, Any] = {}
         self._sources: dict[fx.Node, frozenset[str]] = {}
@@ -91,6 +93,7 @@ class KnownValues:
             self._num_placeholders += 1
             if given is not None:
                 with _disable_current_modes():
+                    # A copy: the step may write into the buffer, which is no write to the real one.
                     self._set(node, given[1].detach().cpu().clone(), frozenset({given[0]}))
             return
         inputs = node.all_input_nodes
@@ -113,9 +116,9 @@ class KnownValues:
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
             return node.target.__name__ == "getitem"
-        if any(isinstance(a, torch.device) for a in node.args):
+        if any(isinstance(a, torch.device) for a in node.args) or self._is_symbolic(node):
             return False
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if torch.Tag.nondeterministic_seeded in node.target.tags:  # other numbers in every step
             return False
         # A question is cheap, so what it may cost is bounded: masks and tables, not models.
         return all(t.numel() <= MAX_ELEMENTS for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
@@ -137,7 +140,7 @@ class KnownValues:
         return [n for n, value in self._values.items() if storages & _storages(value)]
 
 
-MAX_ELEMENTS = 2**26
+MAX_ELEMENTS = 2**26  # of a tensor that is computed to answer a question
 
 
 def _writes(node: fx.Node) -> bool:
@@ -224,6 +227,7 @@ def _only_raises(body: list[ast.stmt]) -> bool:
 
 def _position(frame: FrameType) -> _Position | None:
     """Where the expression stands that the frame is evaluating."""
+    # Instructions are 2 bytes each, `f_lasti` is the offset of the current one.
     return _in_our_order(next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)))
 
 
@@ -249,7 +253,7 @@ def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Asse
             place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
             found.setdefault(place, (node, parents))
         for child in ast.iter_child_nodes(node):
-            visit(child, (node, *parents[:8]))
+            visit(child, (node, *parents[:8]))  # more than a condition is deep
 
     visit(tree, ())
     return found

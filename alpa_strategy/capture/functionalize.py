@@ -85,12 +85,12 @@ class Memory:
 
     def write(self, view: View, value: ValueRef) -> None:
         """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its memory."""
-        current = self._prefixes(view)[:-1] if view.chain else []
+        current = self._prefixes(view)[:-1] if view.chain else []  # the storage, then view of view of ... it
         changed = value
         for step, before in zip(reversed(view.chain), reversed(current), strict=True):
             changed = self._scatter(step, before, changed)
         view.storage.value = changed
-        view.storage.version += 1
+        view.storage.version += 1  # all other views of it are stale now
         view.value, view.version = value, view.storage.version
 
     def _prefixes(self, view: View) -> list[ValueRef]:
@@ -130,6 +130,7 @@ class Memory:
                 return self._place(aten.slice_scatter.default, before, changed, dim, start, start + length)
             case "diagonal":
                 return emit(aten.diagonal_scatter.default, before, changed, *rest)
+            # Pieces lie one behind the other along the dim.
             case "split" | "split_with_sizes" | "chunk" | "tensor_split":
                 return self._scatter_piece(step, before, changed)
             case "unbind":
@@ -139,8 +140,10 @@ class Memory:
                     f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
                     "change a detached clone instead: `y = x.detach().clone()`",
                 )
+            # The same elements in the same places.
             case "detach" | "alias" | "contiguous" | "to" | "positive" | "lift_fresh":
                 return changed
+            # Else elements were repeated: one write would go to several of them.
             case "expand" | "expand_as" if num_elements == self.builder.meta(before).num_elements:
                 return emit(aten.reshape.default, changed, shape)
         raise self._unsupported(step.target)
@@ -174,7 +177,7 @@ class Memory:
 
 def storage_of(value: Tensor) -> int:
     """What tensors that share memory have in common."""
-    return value.untyped_storage()._cdata
+    return value.untyped_storage()._cdata  # fake tensors have storages too, of no bytes
 
 
 def sharing_node(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
@@ -237,7 +240,7 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
         f"{target} ({source}) writes into its arguments in a way that capture does not follow",
         "use the form that returns a new tensor",
     )
-    if target in _HIDDEN_WRITES:
+    if target in _HIDDEN_WRITES:  # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`)
         raise refused
     written = _written(target)
     if not written:
@@ -270,7 +273,7 @@ def _without_out(target: OpOverload) -> OpOverload | None:
 def new_value(
     builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: Detached
 ) -> ValueRef:
-    """Emit what the call writes into a tensor of `meta`, whose dtype `as_written` gives it.
+    """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
 
     Raises:
         CaptureError: for an op that has no form without writing.
@@ -303,7 +306,7 @@ def new_value(
     return emit(overload, *args, **kwargs)
 
 
-def as_written(builder: Builder, write: Write, new: ValueRef, meta: TensorMeta) -> ValueRef:
+def in_its_dtype(builder: Builder, write: Write, new: ValueRef, meta: TensorMeta) -> ValueRef:
     """The new value in the dtype of the tensor that it is written to (`meta`)."""
     if builder.meta(new).dtype != meta.dtype:
         new = builder.emit(aten.to.dtype, new, meta.dtype)

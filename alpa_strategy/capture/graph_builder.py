@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.trace import Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import (
@@ -53,6 +52,7 @@ def _inference_mode() -> FakeTensorMode:
 
 def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, device: str = "cpu") -> Any:
     """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands instead."""
+    # In grad mode, whatever the step's is: `requires_grad` of the results must come out as in training.
     with _inference_mode(), torch.enable_grad():
         operands = [
             torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad) for m in call.operands
@@ -70,7 +70,7 @@ def infer(call: OpCall) -> Inferred:
     for item in returned:
         if isinstance(item, Tensor):
             items.append(len(metas))
-            metas.append(TensorMeta(tuple(item.shape), item.dtype, item.requires_grad))
+            metas.append(TensorMeta(tuple(item.shape), item.dtype, item.requires_grad))  # strides do not matter
         else:
             items.append(None)
     return Inferred(tuple(metas), isinstance(out, tuple | list), tuple(items))
@@ -106,7 +106,7 @@ class Builder:
         def slot(arg: Any) -> Any:
             if isinstance(arg, ValueRef):
                 operands.append(arg)
-                return Slot(len(operands) - 1)
+                return Slot(len(operands) - 1)  # equal calls of other tensors are then equal OpCalls
             return tuple(slot(a) for a in arg) if isinstance(arg, list | tuple) else arg
 
         new_args = slot(tuple(args))
@@ -129,51 +129,6 @@ class Builder:
 def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
     """Replace the ValueRefs of a pytree."""
     return pytree.tree_map_only(ValueRef, fn, tree)
-
-
-@dataclass(frozen=True)
-class Results:
-    """What a step leaves behind.
-
-    Attributes:
-        loss: value index, -1 where the step makes none.
-        output: what it returned, with ValueRefs.
-        updates: value of a buffer -> its new value.
-    """
-
-    loss: int
-    output: Any
-    logs: tuple[LogRecord, ...]
-    metrics: tuple[MetricRecord, ...]
-    updates: Mapping[int, int]
-    checks: tuple[Check, ...]
-    appended: tuple[AppendRecord, ...]
-
-    def values(self) -> set[int]:
-        """Every value that somebody reads after the step."""
-        trees = (
-            self.output,
-            [record.items for record in self.appended],
-            [record.value for record in self.logs],
-            [(record.args, record.kwargs) for record in self.metrics],
-        )
-        found = {leaf.index for leaf in pytree.tree_leaves(trees) if isinstance(leaf, ValueRef)}
-        found.update(self.updates.values(), (check.value for check in self.checks))
-        return found | ({self.loss} if self.loss >= 0 else set())
-
-
-def results_of(found: Mapping[str, Any], loss: int, updates: Mapping[int, int], recording: Recording) -> Results:
-    """What the trace found ({"output", "logs", "metrics", "checks", "appended"}, see `Trace`), as records."""
-    lists = zip(recording.stand_ins.lists, found["appended"], strict=True)
-    return Results(
-        loss=loss,
-        output=found["output"],
-        logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
-        metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
-        updates=updates,
-        checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
-        appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
-    )
 
 
 def loss_of(output: Any, step: str) -> ValueRef:
@@ -207,16 +162,26 @@ def check_loss(meta: TensorMeta, is_trainable: bool, step: str) -> None:
         )
 
 
-def number(
+def finish(
     trace: Trace,
     builder: Builder,
     inputs: list[tuple[TracedInput, int]],
     constants_found: list[ConstantInput],
-    results: Results,
+    found: Mapping[str, Any],
+    loss: int,
+    updates: Mapping[int, int],
 ) -> StepGraph:
-    """The graph of the ops that have an effect, values numbered anew, ops named; `inputs` with their values."""
-    updates, needed = results.updates, results.values()
-    kept: list[Op] = []
+    """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named.
+
+    Args:
+        inputs: with their values.
+        found: what the step left behind besides buffers ({"output", "logs", ...}, see `Trace`), with ValueRefs.
+        loss: its value, -1 where the step makes none.
+        updates: value of a buffer -> its new value.
+    """
+    needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
+    needed |= {*updates.values()} | ({loss} if loss >= 0 else set())
+    kept: list[Op] = []  # backwards, so that an op's users are seen before it
     for op in reversed(builder.ops):
         if needed.intersection(op.results):
             kept.append(op)
@@ -235,7 +200,7 @@ def number(
         meta = builder.values[old]
         match entry.kind:
             case "parameter":
-                parameters.append(ParameterInput(define(old), entry.names, meta))
+                parameters.append(ParameterInput(define(old), entry.names, meta))  # also unused: the run has them all
             case "buffer":
                 if old in needed or old in updates:
                     buffers.append((define(old), old, entry.names[0], meta))
@@ -245,14 +210,13 @@ def number(
     counts: dict[str, int] = {}
     ops: list[Op] = []
     for op in kept:
-        base = op.call.target_name.split(".")[1]
+        base = op.call.target_name.split(".")[1]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
         number = counts[base] = counts.get(base, -1) + 1
         operands = tuple(new_index[o] for o in op.operands)
         ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
 
-    def renumber(tree: Any) -> Any:
-        return pytree.tree_map_only(ValueRef, lambda r: ValueRef(new_index[r.index]), tree)
-
+    found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
+    lists = zip(trace.recording.stand_ins.lists, found["appended"], strict=True)
     return StepGraph(
         values=tuple(values),
         parameters=tuple(parameters),
@@ -263,15 +227,15 @@ def number(
         batch=tuple(batch),
         constants=tuple(constants),
         ops=tuple(ops),
-        loss=new_index[results.loss] if results.loss >= 0 else -1,
-        output=renumber(results.output),
-        logs=tuple(replace(r, value=renumber(r.value)) for r in results.logs),
-        metrics=tuple(replace(r, args=renumber(r.args), kwargs=renumber(r.kwargs)) for r in results.metrics),
+        loss=new_index[loss] if loss >= 0 else -1,
+        output=found["output"],
+        logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
+        metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
         batch_size=trace.batch_size,
         guards=tuple(trace.recording.guards),
         attributes=trace.recording.attributes,
         leaves=trace.read_leaves,
-        checks=tuple(replace(check, value=new_index[check.value]) for check in results.checks),
+        checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
         notes=tuple(trace.recording.notes),
-        appended=tuple(replace(r, items=renumber(r.items)) for r in results.appended),
+        appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
     )

@@ -23,15 +23,14 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
-from alpa_strategy.capture.globals_and_closures import is_value, outside_kept
 from alpa_strategy.capture.opaque_ops import apply_as_op
-from alpa_strategy.capture.python_state import SetAttribute, attributes_kept
+from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, is_value, outside_kept, patched
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,
+    as_tensor,
     functions_of_counters,
     made_of,
-    with_tensors,
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import CounterRef
@@ -96,13 +95,8 @@ class MetricValue:
         return self._refuse()
 
 
-_CHANGING = (
-    "optimizers",
-    "lr_scheduler_configs",
-    "callback_metrics",
-    "logged_metrics",
-    "progress_bar_metrics",
-)
+_CHANGING = frozenset({"optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics"})
+_CHANGING |= {"progress_bar_metrics"}
 _INSTEAD_OF_CHANGING = (
     "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
 )
@@ -167,15 +161,16 @@ def recording(
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
+        # Outermost, so that what the other contexts put into attributes is gone when they are compared.
         stack.enter_context(attributes_kept(module, record.stored, record.grown))
         record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
         stack.enter_context(outside_kept(module))
-        stack.enter_context(functions_of_counters(namespaces))
+        stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
-        stack.enter_context(_forbidden_calls(record, device))
+        stack.enter_context(_forbidden_calls(record))
         stack.enter_context(collectives_refused())
         yield record
 
@@ -277,9 +272,11 @@ def _recording_class(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }
+    # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
     shadowed = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
     for name in shadowed:
         del vars(module)[name]
+    # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", type(original.__name__, (original,), members))
     try:
         yield
@@ -291,7 +288,7 @@ def _recording_class(
 @contextmanager
 def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterator[None]:
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))  # as they are now
         if any(isinstance(leaf, str) for arg in args for leaf in pytree.tree_leaves(arg)):
             raise CaptureError(
                 f"metric {name!r} is given texts ({user_frame()}): the captured step sees the tensors of all ranks, "
@@ -316,18 +313,12 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         return value()
 
     shadows = {"forward": forward, "update": update, "compute": compute}
-    before = {key: vars(metric)[key] for key in shadows if key in vars(metric)}
-    vars(metric).update(shadows)
-    try:
+    with patched((vars(metric), key, shadow) for key, shadow in shadows.items()):
         yield
-    finally:
-        for key in shadows:
-            del vars(metric)[key]
-        vars(metric).update(before)
 
 
 @contextmanager
-def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
+def _forbidden_calls(record: Recording) -> Iterator[None]:
     """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently."""
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
@@ -337,9 +328,10 @@ def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
         return refuse
 
     def apply_function(cls: type, *args: Any, **_: Any) -> Any:
-        if cls.__name__ == "CheckpointFunction":
+        if cls.__name__ == "CheckpointFunction":  # re-entrant checkpointing: it runs the forward without grad
             refusal("checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")()
-        return apply_as_op(cls, *with_tensors(args, record.numbers.made, device))
+        tensors = [x for x in pytree.tree_leaves(args) if type(x) is not StepCounter and isinstance(x, Tensor)]
+        return apply_as_op(cls, *pytree.tree_map(lambda x: as_tensor(x, tensors), args))
 
     def note_hooks(hooks: Any) -> None:
         name = type(hooks).__name__
@@ -357,7 +349,7 @@ def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
-        (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),
+        (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing
         (torch.autograd.Function, "apply", classmethod(apply_function)),
         (
             Tensor,
@@ -371,15 +363,8 @@ def _forbidden_calls(record: Recording, device: torch.device) -> Iterator[None]:
         (torch.autograd, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
         (Tensor, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
     ]
-    missing = object()
-    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in patches]
-    for owner, name, new in patches:
-        setattr(owner, name, new)
-    try:
+    with patched(patches):
         yield
-    finally:
-        for owner, name, old in before:
-            delattr(owner, name) if old is missing else setattr(owner, name, old)
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
@@ -411,19 +396,14 @@ def refuse(what: str, where: str | None = None) -> NoReturn:
 @contextmanager
 def collectives_refused() -> Iterator[None]:
     """Calls of torch.distributed by this thread are refused while the block runs."""
-    before = [
-        (module, name, value)
+    refusals = [
+        (module, name, _refusal(name, value, get_ident()))
         for module in (dist, functional)
         for name, value in vars(module).items()
         if type(value) is FunctionType and _communicates(name)
     ]
-    for module, name, value in before:
-        setattr(module, name, _refusal(name, value, get_ident()))
-    try:
+    with patched(refusals):
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def _refusal(name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 A leaf enters the step as an `UnreadLeaf`, which can be handed on and returned but not looked at. Looking at one ends
 the trace; it is taken again with the real value, and the graph is then good for that value only. All other leaves may
 change from batch to batch. Containers that torch takes for leaves (dataclasses, a tokenizer's BatchEncoding) are made
-known to it by `know_types`, as Lightning takes such batches apart too.
+known to it by `register_batch_types`, as Lightning takes such batches apart too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-ALWAYS_READ = (bool, type(None))
+ALWAYS_READ = (bool, type(None))  # `is None` and `is True` cannot be watched
 
 
 class LeafRead(BaseException):
@@ -35,7 +35,7 @@ class UnreadLeaf:
         object.__setattr__(self, "_index", index)
         object.__setattr__(self, "_seen", seen)
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Any:  # `__class__` as well: isinstance is a look
         _look(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -89,6 +89,7 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
                 return result
         except LeafRead as error:
             seen.add(error.index)
+        # The next trace reads more leaves, and ends the same way if they were not to blame.
         except Exception:  # the user's, or of C code that was given an UnreadLeaf and only said that it is no text
             unread = {index for index, (_, leaf) in enumerate(leaves) if may_be_unread(leaf)} - read
             if not unread:
@@ -120,7 +121,7 @@ def leaves_hold(guards: Sequence[tuple[int, str]], batch: Any) -> bool:
     return all(value_text(leaves[index]) == text for index, text in guards)
 
 
-def know_types(batch: Any) -> None:
+def register_batch_types(batch: Any) -> None:
     """Register the types of containers in `batch` that torch takes for leaves."""
     while unknown := {type(leaf) for leaf in pytree.tree_leaves(batch) if _is_container(leaf)}:
         for kind in unknown:

@@ -25,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import CaptureError, RuntimeMismatchError
 from alpa_strategy.ir.custom_ops import CustomOp, register_custom_op
 from alpa_strategy.ir.graph import stable_text
@@ -349,7 +350,6 @@ def opaque_modules(root: nn.Module, paths: tuple[str, ...], pause: Pause) -> Ite
     """
     chosen = {id(root.get_submodule(path)): path for path in paths}
     forwards = {type(module): type(module).forward for module in map(root.get_submodule, paths)}
-    own = {cls: "forward" in vars(cls) for cls in forwards}
 
     def standing_in(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -363,16 +363,8 @@ def opaque_modules(root: nn.Module, paths: tuple[str, ...], pause: Pause) -> Ite
 
         return run
 
-    for cls, forward in forwards.items():
-        cls.forward = standing_in(forward)
-    try:
+    with patched((cls, "forward", standing_in(forward)) for cls, forward in forwards.items()):
         yield
-    finally:
-        for cls, forward in forwards.items():
-            if own[cls]:
-                cls.forward = forward
-            else:
-                del cls.forward
 
 
 def _forward_as_op(module: nn.Module, path: str, forward: Callable[..., Any], arguments: Any, pause: Pause) -> Any:

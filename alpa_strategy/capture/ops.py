@@ -35,7 +35,7 @@ def nll_sum(log_probs: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
 
 def target_weight_sum(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What a mean cross entropy divides by: the count (or summed class weight) of targets that are not ignored."""
-    kept = target != ignore_index
+    kept = target != ignore_index  # [N, *d]
     if weight is None:
         return kept.sum().to(dtype)
     return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum().to(dtype)
@@ -70,7 +70,7 @@ def batch_norm_train(
     """
     if running_mean is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
-    mean, var = running_mean.clone(), running_var.clone()
+    mean, var = running_mean.clone(), running_var.clone()  # [C], which F.batch_norm writes into
     y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     return y, mean, var
 
@@ -80,7 +80,7 @@ def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     One matrix product, as `F.linear` with the weight [s * n, k]; the segments are views of its result.
     """
-    flat_bias = None if bias is None else bias.flatten()
+    flat_bias = None if bias is None else bias.flatten()  # [s * n]
     return F.linear(x, weight.flatten(0, 1), flat_bias).unflatten(-1, weight.shape[:2])
 
 
@@ -92,7 +92,7 @@ def _rows(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
-        return log_probs[0, :, 0] * 1  # any differentiable [b]
+        return log_probs[0, :, 0] * 1  # any differentiable [b]; PyTorch's has no shape function for such lengths
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
@@ -117,9 +117,11 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     log_probs = a["log_probs"]
     if log_probs.dtype in (torch.float16, torch.bfloat16):  # as autocast does
         log_probs = log_probs.float()
+    # log_probs [t, b, c], lengths [b]; targets [b, s], or one after the other
     rows = ctc_rows(log_probs, a["targets"], *lengths, a["blank"], a["zero_infinity"])
     if a["reduction"] == "none":
         return rows
+    # The mean is one of means: each row is divided by the length of its targets first.
     return rows.sum() if a["reduction"] == "sum" else (rows / a["target_lengths"].clamp(min=1)).mean()
 
 
@@ -191,10 +193,10 @@ def _bounds(offsets: Tensor) -> Tensor:
 
 def _products(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     result = x.new_zeros(x.shape[0], weight.shape[2])
-    ends = bounds.tolist()
+    ends = bounds.tolist()  # [e + 1]; on GPUs this waits for the device
     for group, (start, end) in enumerate(pairwise(ends)):
         if start < end:
-            torch.mm(x[start:end], weight[group], out=result[start:end])
+            torch.mm(x[start:end], weight[group], out=result[start:end])  # [rows, k] @ [k, n]
     return result
 
 
@@ -203,6 +205,6 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, bounds: Tensor) -> tuple
     ends = bounds.tolist()
     for group, (start, end) in enumerate(pairwise(ends)):
         if start < end:
-            torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])
-            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])
+            torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])  # [rows, n] @ [n, k]
+            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])  # [k, rows] @ [rows, n]
     return grad_x, grad_weight

@@ -1,19 +1,24 @@
-"""Attributes of the module tree while the step is captured: which it reads, what they were; it must change none.
+"""Python state around the step's tensors: attributes of the module tree, globals, closures, the Trainer's values.
 
-What is read is frozen into the captured graph, so each becomes an AttributeGuard (ir/guards.py). Parameters and
-buffers are inputs of the graph and need none.
+What the step reads is frozen into the captured graph, so it becomes guards (ir/guards.py): each holds a `snapshot`.
+What it changes would be changed once and never again, so it is refused, and all is restored. Parameters and buffers are
+inputs of the graph and need no guard. Globals and closures are found in the code of the methods that ran, not by
+watching them run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import operator
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -22,16 +27,122 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.append_only_lists import StandIns, grown, new_lists
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
-from alpa_strategy.ir.guards import AttributeGuard
+from alpa_strategy.ir.guards import AttributeGuard, OutsideGuard
+from alpa_strategy.ir.user_code import closure_values, code_names, is_user_code, is_user_file, reached_functions
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})
-_CONTAINERS = (list, dict, set)
-_NOT_DATA = object()
+_CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
+_LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})  # of torch's modules: what people do change
+_MAX_DEPTH = 6
+_MAX_ITEMS = 1000
+_MISSING = object()
+
+
+# Snapshots
+
+
+def snapshot(value: Any, depth: int = 0) -> Any:
+    """Something that equals `value` as long as it stays what it is.
+
+    Numbers and texts stand for themselves, containers are copied with their contents, configurations are known by
+    identity and fields, tensors by identity and version (in-place changes count), large containers by identity and
+    length (comparing a vocabulary's items would slow every step down), any other object by identity.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return Same(value, _version)
+    if isinstance(value, np.ndarray):
+        return Same(value, _content)
+    if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
+        return Same(value, len)
+    if depth < _MAX_DEPTH:
+        if isinstance(value, dict):
+            return {k: snapshot(v, depth + 1) for k, v in value.items()}
+        if kind in (list, tuple):
+            return kind(snapshot(v, depth + 1) for v in value)
+        if kind in (set, frozenset):
+            return kind(value)
+        if _is_configuration(value):
+            return Same(value, vars, snapshot(vars(value), depth))
+    return Same(value)
+
+
+class Same:
+    """Equals one object only, and while `tell(object)` equals `told`. A guard keeps no memory alive where possible."""
+
+    __hash__ = None
+
+    def __init__(self, value: Any, tell: Callable[[Any], Any] | None = None, told: Any = None) -> None:
+        try:
+            self._ref = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+        self._tell, self._told = tell, tell(value) if tell is not None and told is None else told
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other and (self._tell is None or self._told == self._tell(other))
+
+
+class SomeItems:
+    """Equals a container in which keys lead to equal items, whatever else it holds."""
+
+    __hash__ = None
+
+    def __init__(self, items: dict[tuple[Any, ...], Any]) -> None:
+        self._items = items
+
+    def __eq__(self, other: object) -> bool:
+        return all(item == _item(other, keys) for keys, item in self._items.items())
+
+
+def _item(container: Any, keys: tuple[Any, ...]) -> Any:
+    """What keys lead to, a defaultdict left as it is; None where there is nothing."""
+    for key in keys:
+        try:
+            missing = isinstance(container, defaultdict) and key not in container
+            container = container.default_factory() if missing and container.default_factory else container[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return container
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
+
+
+def _content(array: np.ndarray) -> bytes:
+    return array.tobytes() if array.size <= _MAX_ITEMS else b""
+
+
+def _has_fields(value: Any) -> bool:
+    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
+        return False
+    if type(value) in _CONTAINERS:
+        return False
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *_LIBRARIES))
+
+
+def _is_configuration(value: Any) -> bool:
+    if not _has_fields(value):
+        return False
+    is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
+    return is_record or all(map(_is_plain, vars(value).values()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a number, a text, None, or a container of such."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
+
+
+# Guards of what is read
 
 
 @contextmanager
@@ -45,23 +156,18 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
         return super(nn.Module, self).__getattribute__(name)
 
     # On nn.Module itself and not by swapping the modules' classes: `type(module)` stays what the user's code expects.
-    before = vars(nn.Module).get("__getattribute__")
-    nn.Module.__getattribute__ = read
-    try:
+    with patched([(nn.Module, "__getattribute__", read)]):
         yield reads
-    finally:
-        if before is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = before
 
 
-def attribute_guards(module: nn.Module, reads: set[tuple[int, str]], stand_ins: StandIns) -> tuple[AttributeGuard, ...]:
+def attribute_guards(
+    module: nn.Module, reads: set[tuple[int, str]], stand_ins: Mapping[tuple[str, str], Any]
+) -> tuple[AttributeGuard, ...]:
     """Guards of the attributes in `reads`, parents before children; values are those of now.
 
     Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity, lists that the
-    step appends to by their place.
+    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity. stand_ins: by
+    (path, name), snapshots of attributes that something stood in for.
     """
     names_of: dict[int, list[str]] = {}
     for owner, name in sorted(reads):
@@ -71,36 +177,84 @@ def attribute_guards(module: nn.Module, reads: set[tuple[int, str]], stand_ins: 
     for path, child in module.named_modules():
         if id(child) not in names_of or isinstance(child, Metric | MetricCollection):
             continue
-        attributes, library = vars(child), type(child).__module__.startswith(LIBRARIES)
+        attributes, is_library = vars(child), type(child).__module__.startswith(_LIBRARIES)
         if attributes["_modules"]:
             found.append(AttributeGuard(path, "_modules", dict(attributes["_modules"])))
         for name in names_of[id(child)]:
             if name in framework or name.startswith("__"):
                 continue
-            if (path, name) in stand_ins.attributes:
-                guard = stand_ins.attributes[path, name].guard(snapshot)
-                found.append(AttributeGuard(path, name, guard, is_class_attribute=name not in attributes))
-            elif name in attributes:
-                value = attributes[name]
-                if not library or type(value) in (bool, float) or name in _LIBRARY_NUMBERS:
-                    found.append(AttributeGuard(path, name, snapshot(value)))
-            elif not library:
-                value = _class_attribute(type(child), name)
-                if type(value) in _PLAIN or type(value) in (list, tuple, dict, set):
+            of_class = name not in attributes
+            value = _class_attribute(type(child), name) if of_class else attributes[name]
+            if (path, name) in stand_ins:
+                found.append(AttributeGuard(path, name, stand_ins[path, name], is_class_attribute=of_class))
+            elif of_class:
+                if not is_library and type(value) in (*_PLAIN, list, tuple, dict, set):
                     found.append(AttributeGuard(path, name, snapshot(value), is_class_attribute=True))
+            elif not is_library or type(value) in (bool, float) or name in _LIBRARY_NUMBERS:
+                found.append(AttributeGuard(path, name, snapshot(value)))
     return tuple(found)
 
 
 def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGuard, ...]:
     """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    by_owner: dict[str, set[str]] = {}
+    by_owner: dict[str, dict[tuple[Any, ...], Any]] = {}
     for name in sorted(names):
         owner, _, leaf = name.rpartition(".")
-        by_owner.setdefault(owner, set()).add(leaf)
-    return tuple(
-        AttributeGuard(owner, "_buffers", _SameItems(vars(module.get_submodule(owner))["_buffers"], leaves))
-        for owner, leaves in by_owner.items()
-    )
+        by_owner.setdefault(owner, {})[leaf,] = snapshot(module.get_buffer(name))
+    return tuple(AttributeGuard(owner, "_buffers", SomeItems(leaves)) for owner, leaves in by_owner.items())
+
+
+def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[OutsideGuard, ...]:
+    """Guards of the Trainer's values in `reads` (dotted path -> value)."""
+    values = _Values(lambda path: operator.attrgetter(path)(trainer))
+    return tuple(OutsideGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value read from the Trainer can be guarded: a number, a text, a choice."""
+    return value is None or isinstance(value, bool | int | float | str | Enum)
+
+
+def outside_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[OutsideGuard, ...]:
+    """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
+
+    Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
+    are taken to stay what they are.
+    """
+    guards: dict[tuple[int, str], OutsideGuard] = {}
+
+    def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
+        if isinstance(value, Tensor | np.ndarray) or _is_plain(value) or _is_configuration(value):
+            guards.setdefault((identity, name), OutsideGuard(label, name, namespace, snapshot(value)))
+
+    for function in reached_functions(list(_methods(module, reads))):
+        names = set(code_names(function.__code__))
+        values, where = function.__globals__, function.__globals__.get("__name__", "")
+        for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
+            value = values[name]
+            add(f"{where}.{name}", name, values, value, id(values))
+            if isinstance(value, type) or _is_user_module(value):
+                inside = vars(value)
+                for inner in sorted(names & inside.keys()):
+                    add(f"{where}.{name}.{inner}", inner, inside, inside[inner], id(value))
+        cells = closure_values(function)
+        variables = _Values(lambda name, cells=cells: cells[name].cell_contents)
+        for name, cell in cells.items():
+            add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
+    return tuple(guards.values())
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Something that gives values by name, with a dict's `get`."""
+
+    read: Callable[[str], Any]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self.read(name)
+        except (AttributeError, ValueError):  # of a closure: deleted since
+            return default
 
 
 @lru_cache(maxsize=1)
@@ -118,6 +272,38 @@ def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
+def _class_attribute(owner: type, name: str) -> Any:
+    """The attribute as it stands in the first of the user's classes that has it, else _MISSING."""
+    for base in owner.__mro__:
+        if name in vars(base):
+            return _MISSING if base.__module__.startswith(_LIBRARIES) else vars(base)[name]
+    return _MISSING
+
+
+def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
+    """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
+    kinds = {id(child): type(child) for child in module.modules()}
+    for kind, name in {(kinds[owner], name) for owner, name in reads if owner in kinds}:
+        for base in kind.__mro__:
+            member = vars(base).get(name)
+            member = member.fget if isinstance(member, property) else member
+            if is_user_code(member):
+                yield member
+
+
+def _user_classes(module: nn.Module) -> set[type]:
+    kinds = {base for child in module.modules() for base in type(child).__mro__}
+    return {kind for kind in kinds if _is_user_module(sys.modules.get(kind.__module__))}
+
+
+def _is_user_module(value: Any) -> bool:
+    file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
+    return file is not None and is_user_file(file)
+
+
+# What is changed
+
+
 @dataclass(frozen=True)
 class SetAttribute:
     """A number, text, flag or None that the step stored as `name` in the submodule at `path`."""
@@ -125,6 +311,101 @@ class SetAttribute:
     path: str
     name: str
     value: Any
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
+
+    owner: the object whose fields they are. is_inside: it lies in an object, where only changed lists are noticed.
+    """
+
+    place: Any  # its text is what messages call it
+    items: Any
+    before: Any
+    owner: Any = None
+    is_inside: bool = False
+
+    def is_changed(self) -> bool:
+        """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
+        old, new = self.before, self.items
+        if self.is_inside and not isinstance(new, list):
+            return False
+        if isinstance(old, dict):
+            return any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
+        if isinstance(old, set):
+            return {id(item) for item in old} != {id(item) for item in new}
+        return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+    def appended(self) -> list[ListPlace]:
+        """The lists that only grew: this one, or those that a `defaultdict(list)` made."""
+        old, new, place = self.before, self.items, self.place
+        if self.is_inside or self.owner is not None:
+            return []
+        if type(new) is list and len(new) > len(old) and all(a is b for a, b in zip(old, new, strict=False)):
+            return [place]
+        names = changed_names(new, old) if isinstance(new, defaultdict) and new.default_factory is list else []
+        if any(name in old for name in names):
+            return []
+        return [ListPlace(place.module, place.name, (*place.keys, name)) for name in names]
+
+    def restore(self) -> None:
+        """Let it hold what it did."""
+        if self.owner is not None:
+            put_back(self.items, self.before, changed_names(self.items, self.before))
+        else:
+            self.items.clear()
+            self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(self.before)
+
+
+def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
+    """Names that have another object now, or none, or did not have one."""
+    return [name for name in {**old, **new} if new.get(name, _MISSING) is not old.get(name, _MISSING)]
+
+
+def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Give `names` what they had."""
+    for name in names:
+        if name in old:
+            namespace[name] = old[name]
+        else:
+            namespace.pop(name, None)
+
+
+def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
+    """What is to be kept of an attribute: its fields, its containers, and those inside them; containers once."""
+    if _has_fields(value):
+        yield _Kept(ListPlace(module, name), vars(value), dict(vars(value)), owner=value)
+    waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
+    while waiting:
+        value, keys, is_inside = waiting.pop()
+        kind = type(value)
+        if id(value) in seen:
+            continue
+        if _has_fields(value) and len(keys) < _MAX_DEPTH:
+            seen.add(id(value))
+            waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
+        elif kind in _CONTAINERS:
+            seen.add(id(value))
+            yield _Kept(ListPlace(module, name, keys), value, value.copy(), is_inside=is_inside)
+        elif kind is not tuple:
+            continue
+        if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(item, (*keys, key), is_inside) for key, item in items]
+
+
+def _class_containers(kind: type) -> dict[str, Any]:
+    """By name, the containers that the user's classes of a module hold."""
+    bases = (
+        base for base in reversed(kind.__mro__) if not base.__module__.startswith((*_LIBRARIES, "builtins", "abc"))
+    )
+    return {k: v for base in bases for k, v in vars(base).items() if type(v) in _CONTAINERS and not k.startswith("__")}
+
+
+def _is_cached(owner: Any, name: str) -> bool:
+    """True for a functools.cached_property: it fills itself again."""
+    return isinstance(getattr(type(owner), name, None), cached_property)
 
 
 @contextmanager
@@ -137,53 +418,46 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
     """
     skipped = framework_attributes()
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
-    before, seen = [], set()
+    owners: list[tuple[str, nn.Module, dict[str, Any]]] = []
+    kept: list[tuple[_Kept, bool]] = []
+    seen: set[int] = set()
     for path, child in module.named_modules():
         if id(child) not in metrics:
-            plain = {k: v for k, v in vars(child).items() if k not in skipped}
-            inside = {**class_containers(type(child)), **plain}
-            copies = [entry for k, v in inside.items() for entry in containers_in(v, path, k, seen)]
-            fields = {k: dict(vars(v)) for k, v in plain.items() if has_fields(v)}
-            before.append((path, child, plain, copies, fields))
+            before = {name: value for name, value in vars(child).items() if name not in skipped}
+            owners.append((path, child, before))
+            for name, value in {**_class_containers(type(child)), **before}.items():
+                kept += [(each, _is_torch_module(child)) for each in _kept_in(value, path, name, seen)]
     changed: list[str] = []
-    plain_changes: list[SetAttribute] = []
+    plain: list[SetAttribute] = []
     completed = False
     try:
         yield
         completed = True
     finally:
-        for path, child, plain, copies, fields in before:
-            for key, old in fields.items():
-                now_fields = {k: v for k, v in vars(plain[key]).items() if k in old or not _is_cached(plain[key], k)}
-                if not same_items(old, now_fields):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                if not same_items(old, vars(plain[key])):
-                    vars(plain[key]).clear()
-                    vars(plain[key]).update(old)
-            now = vars(child)
-            for key in [k for k in now if k not in plain and k not in skipped]:
-                if not _is_cached(child, key):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                    if type(now[key]) in _PLAIN:
-                        plain_changes.append(SetAttribute(path, key, now[key]))
-                del now[key]
-            for key, value in plain.items():
-                if now.get(key) is not value and not type(child).__module__.startswith("torch.nn."):
-                    changed.append(f"{path}.{key}".lstrip("."))
-                    if key in now and type(now[key]) in _PLAIN:
-                        plain_changes.append(SetAttribute(path, key, now[key]))
-                now[key] = value
-            for entry in copies:
-                if not type(child).__module__.startswith("torch.nn."):
-                    places = entry.appended()
-                    appended += places
-                    if not places and entry.is_changed():
-                        changed.append(str(entry.place))
-                restore_items(entry.container, entry.copy)
-    if completed and len(plain_changes) == len(changed):
-        stored += plain_changes
+        for path, child, before in owners:
+            now = {name: value for name, value in vars(child).items() if name not in skipped}
+            names = changed_names(now, before)
+            for name in names:
+                if not (_is_torch_module(child) if name in before else _is_cached(child, name)):
+                    changed.append(f"{path}.{name}".lstrip("."))
+                    if type(now.get(name, _MISSING)) in _PLAIN:
+                        plain.append(SetAttribute(path, name, now[name]))
+            put_back(vars(child), before, names)
+        for each, is_library in kept:
+            if not is_library:  # RNNs of torch keep their weights in a list
+                grown = each.appended()
+                appended += grown
+                if not grown and each.is_changed():
+                    changed.append(str(each.place))
+            each.restore()
+    if completed and len(plain) == len(changed):
+        stored += plain
     elif completed:
         raise changed_attributes(changed)
+
+
+def _is_torch_module(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def changed_attributes(names: Iterable[str]) -> CaptureError:
@@ -200,228 +474,67 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
     """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
     owners = [vars(module.get_submodule(entry.path)) for entry in stored]
-    before = [owner.get(entry.name, _NOT_DATA) for owner, entry in zip(owners, stored, strict=True)]
+    before = [dict(owner) for owner in owners]
     for owner, entry in zip(owners, stored, strict=True):
         owner[entry.name] = entry.value
     try:
         yield
     except BaseException:
-        for owner, entry, value in zip(owners, stored, before, strict=True):
-            if value is _NOT_DATA:
-                del owner[entry.name]
-            else:
-                owner[entry.name] = value
+        for owner, entry, old in zip(owners, stored, before, strict=True):
+            put_back(owner, old, [entry.name])
         raise
 
 
-def _is_cached(owner: Any, name: str) -> bool:
-    """True for a functools.cached_property: it fills itself again."""
-    return isinstance(getattr(type(owner), name, None), cached_property)
+@contextmanager
+def outside_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the globals and closures of the files and methods that the module's classes are written in.
 
-
-def _class_attribute(owner: type, name: str) -> Any:
-    """The attribute as it stands in the first of the user's classes that has it, else _NOT_DATA."""
-    for base in owner.__mro__:
-        if name in vars(base):
-            return _NOT_DATA if base.__module__.startswith(LIBRARIES) else vars(base)[name]
-    return _NOT_DATA
-
-
-def snapshot(value: Any, depth: int = 0) -> Any:
-    """Something that equals `value` as long as it stays what it is.
-
-    Numbers and texts stand for themselves, containers are copied with their contents, namespaces, dataclass objects
-    and objects with plain fields (configurations) are known by identity and fields, tensors by identity and version
-    (in-place changes count), large containers by identity and length, any other object by identity.
+    Raises:
+        CaptureError: when the step set a global, or changed a container among globals and closures.
     """
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return _SameTensor(value)
-    if isinstance(value, np.ndarray):
-        return _SameArray(value)
-    if isinstance(value, _CONTAINERS) and len(value) > MAX_ITEMS:
-        return _SameLength(value)
-    if depth < MAX_DEPTH:
-        if isinstance(value, dict):
-            return {k: snapshot(v, depth + 1) for k, v in value.items()}
-        if kind in (list, tuple):
-            return kind(snapshot(v, depth + 1) for v in value)
-        if kind in (set, frozenset):
-            return kind(value)
-        if has_fields(value) and (
-            kind in _NAMESPACES or dataclasses.is_dataclass(value) or all(map(is_plain, vars(value).values()))
-        ):
-            return _SameFields(value, depth)
-    return _SameObject(value)
+    files = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in _user_classes(module)}
+    before = {where: dict(values) for where, values in files.items()}
+    found = [(f"{where}.{name}", v) for where, old in before.items() for name, v in old.items() if name[:2] != "__"]
+    for kind in _user_classes(module):
+        for method in [member for member in vars(kind).values() if isinstance(member, types.FunctionType)]:
+            found += [(f"{n} of {method.__qualname__}", c.cell_contents) for n, c in closure_values(method).items()]
+    kept = [_Kept(label, value, value.copy()) for label, value in found if type(value) in (list, dict, set)]
+    completed = False
+    changed: list[str] = []
+    try:
+        yield
+        completed = True
+    finally:
+        for where, values in files.items():
+            names = changed_names(values, before[where])
+            names = [n for n in names if n[:2] != "__" and not isinstance(values.get(n), types.ModuleType)]  # imports
+            put_back(values, before[where], names)
+            changed += [f"{where}.{name}" for name in names]
+        for each in kept:
+            if each.is_changed():
+                changed.append(each.place)
+                each.restore()
+    if completed and changed:
+        raise CaptureError(
+            f"the step changes variables outside of the module ({', '.join(sorted(set(changed)))}): a captured step "
+            "repeats tensor work only, so this would happen once and never again",
+            "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
+            "use register_buffer for tensors",
+        )
 
 
-def is_plain(value: Any) -> bool:
-    """Whether `value` is a number, a text, None, or a container of such."""
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
-
-
-class _SameObject:
-    """Equals one object only. Held weakly where possible: a guard keeps no memory alive."""
-
-    __hash__ = None
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._ref = weakref.ref(value)
-        except TypeError:
-            self._ref = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other
-
-
-class _SameLength(_SameObject):
-    """Equals one large container (a vocabulary) of the same length; comparing its items would slow every step down."""
-
-    __hash__ = None
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self._length = len(value)
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other and len(other) == self._length
-
-
-class _SameTensor(_SameObject):
-    """Equals one tensor until it is changed in place."""
-
-    __hash__ = None
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__(value)
-        self._version = _version(value)
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other and _version(other) == self._version
-
-
-class _SameArray(_SameObject):
-    """Equals one NumPy array; a small one until its content changes."""
-
-    __hash__ = None
-
-    def __init__(self, value: np.ndarray) -> None:
-        super().__init__(value)
-        self._content = value.tobytes() if value.size <= MAX_ITEMS else b""
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other and (other.size > MAX_ITEMS or other.tobytes() == self._content)
-
-
-class _SameItems:
-    """Equals a dict as long as some of its items are what they were."""
-
-    __hash__ = None
-
-    def __init__(self, value: dict[str, Any], keys: set[str]) -> None:
-        self._items = [(key, snapshot(value[key])) for key in sorted(keys)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and all(key in other and item == other[key] for key, item in self._items)
-
-
-def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
-
-
-class _SameFields(_SameObject):
-    """Equals one object as long as its fields are what they were."""
-
-    __hash__ = None
-
-    def __init__(self, value: Any, depth: int) -> None:
-        super().__init__(value)
-        self._fields = {k: snapshot(v, depth + 1) for k, v in vars(value).items()}
-
-    def __eq__(self, other: object) -> bool:
-        return self._ref() is other and self._fields == vars(other)
-
-
-KEPT = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
-LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-MAX_DEPTH = 6
-MAX_ITEMS = 1000
-
-
-@dataclass(frozen=True)
-class KeptContainer:
-    """A container of the module as it was. `is_field`: it lies in an object, where only lists that grow are noticed."""
-
-    place: ListPlace
-    container: Any
-    copy: Any
-    is_field: bool
-
-    def is_changed(self) -> bool:
-        """Whether it has other items now."""
-        if self.is_field and not isinstance(self.container, list):
-            return False
-        return not same_items(self.copy, self.container)
-
-    def appended(self) -> list[ListPlace]:
-        """The lists that grew: this one, or those that a `defaultdict(list)` made."""
-        if self.is_field:
-            return []
-        if isinstance(self.container, list):
-            return [self.place] if grown(self.copy, self.container) else []
-        place, keys = self.place, new_lists(self.copy, self.container) or ()
-        return [ListPlace(place.module, place.name, (*place.keys, key)) for key in keys]
-
-
-def containers_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[KeptContainer]:
-    """An attribute's containers, and those inside them; each is given once, with a copy."""
-    waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
-    while waiting:
-        value, keys, is_field = waiting.pop()
-        kind = type(value)
-        if has_fields(value) and len(keys) < MAX_DEPTH and id(value) not in seen:
-            seen.add(id(value))
-            waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
-        if (kind not in KEPT and kind is not tuple) or id(value) in seen:
-            continue
-        if kind is not tuple:
-            seen.add(id(value))
-            yield KeptContainer(ListPlace(module, name, keys), value, value.copy(), is_field)
-        if len(keys) < MAX_DEPTH and len(value) <= MAX_ITEMS and not isinstance(value, set):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(item, (*keys, key), is_field) for key, item in items]
-
-
-def class_containers(kind: type) -> dict[str, Any]:
-    """By name, the containers that the user's classes of a module hold."""
-    bases = (base for base in reversed(kind.__mro__) if not base.__module__.startswith((*LIBRARIES, "builtins", "abc")))
-    return {k: v for base in bases for k, v in vars(base).items() if type(v) in KEPT and not k.startswith("__")}
-
-
-def restore_items(container: Any, old: Any) -> None:
-    """Give a list, dict or set the items of `old`."""
-    container.clear()
-    container.extend(old) if isinstance(container, list | deque) else container.update(old)
-
-
-def same_items(old: Any, new: Any) -> bool:
-    """Same keys and identical (not merely equal: tensors do not compare) items."""
-    if len(old) != len(new):
-        return False
-    if isinstance(old, list | deque):
-        return all(a is b for a, b in zip(old, new, strict=True))
-    if isinstance(old, dict):
-        return all(k in new and new[k] is v for k, v in old.items())
-    return {id(v) for v in old} == {id(v) for v in new}
-
-
-def has_fields(value: Any) -> bool:
-    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
-    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
-        return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *LIBRARIES))
+@contextmanager
+def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set (owner, name, value) in the block, of a dict its items; what the owners had themselves comes back."""
+    given = list(patches)
+    before = [(owner if isinstance(owner, dict) else vars(owner)).get(name, _MISSING) for owner, name, _ in given]
+    for owner, name, value in given:
+        operator.setitem(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), old in reversed(list(zip(given, before, strict=True))):
+            if isinstance(owner, dict):
+                put_back(owner, {} if old is _MISSING else {name: old}, [name])
+            else:
+                delattr(owner, name) if old is _MISSING else setattr(owner, name, old)

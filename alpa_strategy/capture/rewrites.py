@@ -48,22 +48,18 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
     Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result has the call's dtype.
     """
     is_cross_entropy = target is aten.cross_entropy_loss.default
-    if not is_cross_entropy and target not in (
-        aten.nll_loss_nd.default,
-        aten.nll_loss.default,
-        aten.nll_loss2d.default,
-    ):
+    if not is_cross_entropy and target not in _NLL:
         return None
     a = bound_arguments(target, args, kwargs)
-    logits, labels, weight = a["self"], a["target"], a["weight"]
     if a["reduction"] not in (_MEAN, _SUM):
         return None
+    logits, labels, weight = a["self"], a["target"], a["weight"]  # [rows, classes, *d], [rows, *d], [classes]
     dtype = builder.meta(logits).dtype
     if dtype in _HALF:
         logits = builder.emit(aten.to.dtype, logits, torch.float32)
         weight = builder.emit(aten.to.dtype, weight, torch.float32) if weight is not None else None
     smoothing = a.get("label_smoothing", 0.0)
-    probabilities = builder.meta(labels).dtype.is_floating_point
+    probabilities = builder.meta(labels).dtype.is_floating_point  # labels are then [rows, classes, *d]
     if is_cross_entropy:
         loss = builder.emit(ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing)
     else:
@@ -73,6 +69,7 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
         num_rows = meta.num_elements // meta.shape[1] if len(meta.shape) > 1 else 1
         loss = builder.emit(aten.div.Tensor, loss, num_rows)
     elif a["reduction"] == _MEAN:
+        # Of all ranks together: labels that are ignored may lie unevenly over them.
         count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
         loss = builder.emit(aten.div.Tensor, loss, count)
     return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
@@ -93,7 +90,7 @@ def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs:
     start, stop, step = offsets.args[:3]
     if a["include_last_offset"] or (start, stop) != (0, num_ids) or step == 0 or num_ids % step:
         return None
-    ids, weights = (
+    ids, weights = (  # both [num_ids] -> [bags, step]
         x if x is None else builder.emit(aten.reshape.default, x, (num_ids // step, step))
         for x in (a["indices"], a["per_sample_weights"])
     )
@@ -141,41 +138,26 @@ def _refs(tree: Any) -> list[ValueRef]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, ValueRef)]
 
 
-def is_training_batch_norm(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for a BatchNorm call that normalises by the batch's own statistics."""
-    return target is aten.batch_norm.default and bool(bound_arguments(target, args, kwargs)["training"])
-
-
-def rewrite_batch_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ValueRef, ...]:
-    """(y,) or (y, new running mean, new running variance)."""
-    a = bound_arguments(aten.batch_norm.default, args, kwargs)
-    return builder.emit(
-        ops.batch_norm_train,
-        a["input"],
-        a["weight"],
-        a["bias"],
-        a["running_mean"],
-        a["running_var"],
-        a["momentum"],
-        a["eps"],
-    )
-
-
-def is_updating_instance_norm(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for an InstanceNorm call that updates running statistics."""
-    if target is not aten.instance_norm.default:
-        return False
+def rewrite_norm(
+    builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ValueRef, ...] | None:
+    """(y,) or (y, new running mean, new running variance) of a norm that updates statistics; None of other calls."""
+    if target not in (aten.batch_norm.default, aten.instance_norm.default):
+        return None
     a = bound_arguments(target, args, kwargs)
-    return bool(a["use_input_stats"]) and a["running_mean"] is not None
+    if target is aten.instance_norm.default:
+        return _instance_norm(builder, a) if a["use_input_stats"] and a["running_mean"] is not None else None
+    if not a["training"]:
+        return None
+    names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    return builder.emit(ops.batch_norm_train, *(a[name] for name in names))
 
 
-def rewrite_instance_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ValueRef, ...]:
-    """(y, new running mean, new running variance); x [N, C, ...] is normalised sample by sample, without them.
+def _instance_norm(builder: Builder, a: dict[str, Any]) -> tuple[ValueRef, ...]:
+    """x [N, C, *d] is normalised sample by sample, without the statistics.
 
-    The statistics follow the mean over samples of each sample's mean and unbiased variance: means over rows, which
-    split.
+    They follow the mean over samples of each sample's mean and unbiased variance: means over rows, which split.
     """
-    a = bound_arguments(aten.instance_norm.default, args, kwargs)
     x, momentum = a["input"], a["momentum"]
     y = builder.emit(
         aten.instance_norm.default, x, a["weight"], a["bias"], None, None, True, momentum, a["eps"], a["cudnn_enabled"]
@@ -188,15 +170,14 @@ def rewrite_instance_norm(builder: Builder, args: tuple[Any, ...], kwargs: dict[
         dtype = builder.meta(old).dtype
         sample = builder.emit(aten.to.dtype, x, dtype) if builder.meta(x).dtype != dtype else x
         if name == "running_mean":
-            sample = builder.emit(aten.mean.dim, sample, places)
+            sample = builder.emit(aten.mean.dim, sample, places)  # [N, C]
         else:
             sample = builder.emit(aten.var.correction, sample, places, correction=1)
-        new = builder.emit(aten.mul.Tensor, builder.emit(aten.mean.dim, sample, (0,)), momentum)
+        new = builder.emit(aten.mul.Tensor, builder.emit(aten.mean.dim, sample, (0,)), momentum)  # [C]
         statistics.append(builder.emit(aten.add.Tensor, builder.emit(aten.mul.Tensor, old, 1 - momentum), new))
     return y, *statistics
 
 
-aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int)
 _PERMUTATIONS = (aten.permute.default, aten.transpose.int, aten.movedim.int)
@@ -206,7 +187,7 @@ _CASTS = (aten.to.dtype, aten._to_copy.default)
 
 def segment_fused_linears(step: StepGraph) -> StepGraph:
     """The same step with every fused linear whose weight (and bias) it alone uses made segmented."""
-    pass_ = _Pass(step)
+    pass_ = _FusedLinears(step)
     for index, op in enumerate(step.ops):
         if op.call.target is aten.linear.default and index not in pass_.replaced:
             num_segments = pass_.num_segments(index)
@@ -215,7 +196,7 @@ def segment_fused_linears(step: StepGraph) -> StepGraph:
     return pass_.result()
 
 
-class _Pass:
+class _FusedLinears:
     """Collects replaced ops and reshaped values."""
 
     def __init__(self, step: StepGraph) -> None:
@@ -239,7 +220,7 @@ class _Pass:
         shape = self.step.values[output].shape
         if user.call.target in _SPLITS:
             return self._pieces(user, dim=len(shape) - 1)
-        if user.call.target in _VIEWS:
+        if user.call.target in _VIEWS:  # [*b, s * n] seen as [*b, s, n], or [*b, s, heads, head_dim]
             seen = self.step.values[user.results[0]].shape
             last = len(shape) - 1
             if len(seen) > len(shape) and seen[:last] == shape[:last] and seen[last] > 1:
@@ -274,6 +255,7 @@ class _Pass:
         """True when every use of `value` (through one permutation) takes it apart along `dim`."""
         uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
         if len(uses) == 1 and uses[0].call.target in _PERMUTATIONS:
+            # Where the dim goes is found by permuting a tensor of which no other dim is 2 long.
             marker = torch.empty([2 if d == dim else 1 for d in range(len(self.step.values[value].shape))])
             dim = list(uses[0].call.call(marker).shape).index(2)
             value = uses[0].results[0]
@@ -295,10 +277,10 @@ class _Pass:
         op = self.step.ops[index]
         for value in op.operands[1:]:
             for link in self.parameter_chain(value) or ():
-                self.metas[link] = _segmented(self.step.values[link], num_segments, dim=0)
+                self.metas[link] = _segmented(self.step.values[link], num_segments, dim=0)  # [s, n, k] or [s, n]
         (output,) = op.results
         last = len(self.step.values[output].shape) - 1
-        self.metas[output] = _segmented(self.step.values[output], num_segments, dim=last)
+        self.metas[output] = _segmented(self.step.values[output], num_segments, dim=last)  # [*b, s, n]
         args = (Slot(0), Slot(1), Slot(2) if len(op.operands) == 3 else None)
         self.replaced[index] = replace(op, call=replace(op.call, target=segmented_linear, args=args, kwargs=()))
         user_index = self.step.consumers[output][0][0]

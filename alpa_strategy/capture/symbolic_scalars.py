@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.counters import STEP_NUMBER, CounterRef, LateNumber, calculate, dtype_beside, late
+from alpa_strategy.ir.counters import CounterRef, SymbolicScalar, calculate, symbolic
 from alpa_strategy.ir.guards import Guard, compare
 from alpa_strategy.ir.user_code import is_user_file, user_frame
 
@@ -73,26 +72,11 @@ class StepCounter:
             "or keep the number in a registered buffer that the step or a callback updates",
         )
 
-    def __eq__(self, other: object) -> Any:
-        return self._compare("==", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compare("!=", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("<", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(">=", other)
-
     def __bool__(self) -> bool:
         return self._compare("!=", 0)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare("==", other)
 
     def __hash__(self) -> int:
         return hash(self.as_number())  # sets and dicts ask for nothing more where it differs
@@ -156,24 +140,17 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _set_operators() -> None:
-    """Python's operators and roundings: each gives a StepCounter."""
-
-    def binary(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return lambda self, other: number_of(function, self, other), lambda self, other: number_of(
-            function, other, self
-        )
-
-    def unary(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *digits: number_of(function, self, *digits)
-
+    """Python's operators and roundings give a StepCounter, its comparisons are guards."""
+    for name, op in {"ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+        setattr(StepCounter, f"__{name}__", lambda self, other, op=op: self._compare(op, other))
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
         function = getattr(operator, name, None) or getattr(operator, f"{name}_")
-        for method, each in zip((f"__{name}__", f"__r{name}__"), binary(function), strict=True):
-            setattr(StepCounter, method, each)
-    for name in ["neg", "pos", "abs", "invert"]:
-        setattr(StepCounter, f"__{name}__", unary(getattr(operator, name)))
-    for name, function in {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}.items():
-        setattr(StepCounter, f"__{name}__", unary(function))
+        setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))
+        setattr(StepCounter, f"__r{name}__", lambda self, other, function=function: number_of(function, other, self))
+    one_sided = {name: getattr(operator, name) for name in ["neg", "pos", "abs", "invert"]}
+    one_sided |= {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+    for name, function in one_sided.items():
+        setattr(StepCounter, f"__{name}__", lambda self, *digits, function=function: number_of(function, self, *digits))
 
 
 _set_operators()
@@ -217,52 +194,34 @@ def made_of(value: Any) -> Any:
     return value.made if type(value) is StepCounter else value
 
 
-def with_tensors(tree: Any, numbers: list[tuple[CounterRef, float]], device: torch.device, exact: bool = True) -> Any:
-    """A call's arguments with 0-d tensors of the trace in place of StepCounters, which are added to `numbers`.
-
-    exact: their dtype holds what Python's number does in an op on half-precision tensors; else it is that of the
-    result.
-    """
-    tensors = [x for x in pytree.tree_leaves(tree) if type(x) is not StepCounter and isinstance(x, Tensor)]
-
-    def tensor(arg: Any) -> Any:
-        if type(arg) is not StepCounter:
-            return arg
-        numbers.append((arg.made, arg.value))
-        dtype = dtype_beside(tensors, arg.value)
-        if exact and dtype in (torch.float16, torch.bfloat16):
-            dtype = torch.float32
-        return STEP_NUMBER(len(numbers) - 1, dtype=dtype, device=device)
-
-    return pytree.tree_map(tensor, tree)
+def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
+    """A StepCounter as a 0-d tensor that holds what Python's number does in an op on these tensors; else the value."""
+    if type(value) is not StepCounter:
+        return value
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in beside) else torch.float32
+    dtype = torch.int64 if isinstance(value.value, int) else wide
+    return torch.full((), value, dtype=dtype, device=beside[0].device if beside else None)
 
 
 _KINDS = {kind.__name__: NumberType(kind.__name__, (), {"kind": kind}) for kind in (float, int)}
 
 
-@contextmanager
-def functions_of_counters(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Functions of `math` take StepCounters in the block; in `namespaces`, globals of the user's code, also those that
-    were imported from it, and `float` and `int`.
+def functions_of_counters(namespaces: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], str, Any]]:
+    """(namespace, name, function) to be patched in, so that functions of `math` take StepCounters; in `namespaces`,
+    globals of the user's code, also those that were imported from it, and `float` and `int`.
+
+    Patched, because these functions are C code that asks for a plain number (`__float__` may return nothing else): a
+    StepCounter cannot answer `math.cos(self.global_step)` by itself.
     """
-    taking = {function: _taking(function) for function in vars(math).values() if type(function) is type(math.cos)}
-    swaps: list[tuple[dict[str, Any], str, Any]] = []
-    for namespace in (vars(math), *namespaces):
-        swaps += [(namespace, n, taking[f]) for n, f in namespace.items() if type(f) is type(math.cos) and f in taking]
-    swaps += [
-        (namespace, name, kind) for namespace in namespaces for name, kind in _KINDS.items() if name not in namespace
+    builtin = type(math.cos)
+    taking = {function: _taking(function) for function in vars(math).values() if type(function) is builtin}
+    found = [
+        (namespace, name, taking[function])
+        for namespace in (vars(math), *namespaces)
+        for name, function in namespace.items()
+        if type(function) is builtin and function in taking
     ]
-    before = [(namespace, name, namespace.get(name)) for namespace, name, _ in swaps]
-    for namespace, name, function in swaps:
-        namespace[name] = function
-    try:
-        yield
-    finally:
-        for namespace, name, function in before:
-            if function is None:
-                del namespace[name]
-            else:
-                namespace[name] = function
+    return found + [(each, name, kind) for each in namespaces for name, kind in _KINDS.items() if name not in each]
 
 
 def _taking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,91 +235,104 @@ def _taking(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-aten = torch.ops.aten
+# Types of arguments, as schemas name them: `mul.Tensor` and its like take Python's numbers where they say Tensor.
+_TAKING_NUMBERS = ("number", "float", "Tensor")
 
 
-@dataclass
 class TraceNumbers:
-    """The numbers of one trace: what `step_number(i)` stands for, and arguments of nodes that hold an example.
+    """Numbers of one trace that are made of counters: calls are traced with an example, which no other number equals.
 
-    made: how a number is made, and its value at capture. literals: (node, argument's name, number).
+    Where the example turns up as an argument of an op, the number is put when the trace is complete (`put`).
     """
 
-    made: list[tuple[CounterRef, float]] = field(default_factory=list)
-    literals: list[tuple[fx.Node, str, LateNumber]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._examples: dict[SymbolicScalar, float] = {}
+        self._symbols: dict[float, SymbolicScalar] = {}
+        self._places: list[tuple[fx.Node, str, SymbolicScalar]] = []  # node, name of its argument
 
-    def add_literal(self, nodes: list[fx.Node], number: LateNumber) -> bool:
-        """One call was traced as `nodes` with the number's example; False unless that is an argument of one of them,
-        and no other number of the type is there: it could be made of the example.
-        """
-        kind = type(number.example)
-        found = [(node, x) for node in nodes for x in pytree.tree_leaves((node.args, node.kwargs)) if type(x) is kind]
-        if len(found) != 1 or found[0][1] != number.example:
-            return False
-        node = found[0][0]
-        if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-            return False
-        kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
-        place = next((name for name, arg in _named(node).items() if type(arg) is kind), None)
-        if place is None or not any(each in kinds[place] for each in ("number", "float")):
-            return False
-        self.literals.append((node, place, number))
-        return True
+    def trace_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether StepCounters among the arguments become arguments of ops, and if so, what the call gives."""
+        proxy_mode = get_proxy_mode()
+        counters = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is StepCounter]
+        if proxy_mode is None:
+            return False, None
+        root = proxy_mode.tracer.graph._root
+        last, result = root.prev, None
+        try:
+            result = call(*pytree.tree_map_only(StepCounter, self._example, (args, kwargs)))
+            is_traced = True
+        except (TypeError, ValueError, IndexError, RuntimeError):  # it fits in no place, or the user erred
+            is_traced = False
+        nodes = list(takewhile(lambda node: node is not last, _backwards(root)))
+        for node in nodes if not is_traced else ():
+            if "val" not in node.meta and not node.users:
+                node.graph.erase_node(node)
+        places = self._places_in(nodes, pytree.tree_leaves((args, kwargs))) if is_traced else None
+        if places is None and any(is_op(node) and node.target._schema.is_mutable for node in nodes):
+            counters[0].refuse()  # the example is written already
+        self._places += places or ()
+        return places is not None, result
+
+    def is_symbolic(self, node: fx.Node) -> bool:
+        """Whether an argument of the node is an example."""
+        return any(type(x) in (int, float) and x in self._symbols for x in pytree.tree_leaves((node.args, node.kwargs)))
+
+    def put(self) -> None:
+        """Put the numbers where their examples are."""
+        for node, name, symbol in self._places:
+            given = {**_named(node), name: symbol}
+            node.kwargs = {n: given.pop(n) for n in node.kwargs}
+            node.args = tuple(given.values())
+
+    def _example(self, counter: StepCounter) -> float:
+        symbol = symbolic(counter.made, counter.value)
+        if symbol not in self._examples:
+            number = len(self._examples)
+            example = 7919 + number if isinstance(counter.value, int) else 0.7310585786300049 + number * 2.0**-40
+            self._examples[symbol], self._symbols[example] = example, symbol
+        return self._examples[symbol]
+
+    def _places_in(self, nodes: list[fx.Node], given: list[Any]) -> list[tuple[fx.Node, str, SymbolicScalar]] | None:
+        """Where the examples of one call, traced as `nodes`, stand; None if one stands nowhere, or where ops take no
+        number, or if another number may be made of one."""
+        symbols = {symbolic(x.made, x.value) for x in given if type(x) is StepCounter}
+        kinds = {type(symbol.example) for symbol in symbols}
+        found = []
+        for node in nodes:
+            if node.op == "get_attr":
+                return None
+            arguments = {a.name: a for a in node.target._schema.arguments} if is_op(node) else {}
+            for name, value in _named(node).items() if arguments else ():
+                if type(value) in (int, float) and value in self._symbols:
+                    if not any(kind in str(arguments[name].type) for kind in _TAKING_NUMBERS):
+                        return None
+                    found.append((node, name, self._symbols[value]))
+                elif not _same_number(value, arguments[name].default_value) and any(
+                    type(x) in kinds and not any(_same_number(x, other) for other in given)
+                    for x in pytree.tree_leaves(value)
+                ):
+                    return None
+        return found if symbols == {symbol for _, _, symbol in found} else None
 
 
-def place_numbers(graph: fx.Graph, numbers: TraceNumbers, origins: MutableMapping[fx.Node, tuple[str, str]]) -> None:
-    """Put the numbers where the traced graph has something else in their place; calls that failed go."""
-    for node in reversed([node for node in graph.nodes if isinstance(node.target, OpOverload)]):
-        if "val" not in node.meta and not node.users:
-            graph.erase_node(node)
-    for node, name, number in numbers.literals:
-        given = {**_named(node), name: number}
-        node.kwargs = {n: given.pop(n) for n in node.kwargs}
-        node.args = tuple(given.values())
-    late_ones = {n: late(*numbers.made[n.args[0]]) for n in graph.nodes if n.target is STEP_NUMBER}
-    for user in dict.fromkeys(user for node in late_ones for user in node.users):
-        together = tuple(node for node in late_ones if node in user.args)
-        for nodes in (together, *((node,) for node in together)):
-            form = _with_numbers(user, nodes)
-            if form is not None:
-                user.target = form
-                user.args = fx.map_arg(user.args, lambda n, nodes=nodes: late_ones[n] if n in nodes else n)
-    for node, number in late_ones.items():
-        if node.users:
-            with graph.inserting_before(node):
-                made = graph.call_function(aten.full.default, ((), number), {"dtype": node.kwargs["dtype"]})
-            made.meta, origins[made] = node.meta, origins.get(node, ("", ""))
-            node.replace_all_uses_with(made)
-        graph.erase_node(node)
+def _same_number(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, int | float) and a == b
+
+
+def _backwards(root: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph, the last first."""
+    node = root.prev
+    while node is not root:
+        yield node
+        node = node.prev
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node calls an op of torch."""
+    return isinstance(node.target, OpOverload)
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
     """Arguments by name."""
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def _with_numbers(user: fx.Node, nodes: tuple[fx.Node, ...]) -> OpOverload | None:
-    """The overload that the user's call would be if Python's numbers stood in place of `nodes`; None: none is."""
-    positions = tuple(i for i, arg in enumerate(user.args) if arg in nodes)
-    if not positions or not isinstance(user.target, OpOverload):
-        return None
-    alone = all(node.target is STEP_NUMBER for node in user.all_input_nodes)
-    return None if alone else _overload(user.target, positions)
-
-
-@lru_cache(maxsize=256)
-def _overload(target: OpOverload, positions: tuple[int, ...]) -> OpOverload | None:
-    """See `_with_numbers`. positions: of the arguments that are numbers."""
-    packet, arguments = target._overloadpacket, target._schema.arguments
-    if torch._C._should_allow_numbers_as_tensors(packet.__name__.rstrip("_")):
-        return target
-    for other in (getattr(packet, name) for name in packet.overloads()):
-        others = other._schema.arguments
-        pairs = list(zip(arguments, others, strict=False))
-        if len(arguments) == len(others) and all(
-            a.name == b.name and ("number" in str(b.type) if i in positions else a.type == b.type)
-            for i, (a, b) in enumerate(pairs)
-        ):
-            return other
-    return None

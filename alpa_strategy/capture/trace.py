@@ -27,8 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.data_branches import KnownValues
-from alpa_strategy.capture.globals_and_closures import outside_guards, trainer_guards
+from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
@@ -39,9 +38,15 @@ from alpa_strategy.capture.non_tensor_inputs import (
     value_text,
 )
 from alpa_strategy.capture.opaque_ops import DataShapeError, NotAloneError, opaque_modules
-from alpa_strategy.capture.python_state import attribute_guards, attribute_reads, buffer_guards
-from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter, place_numbers
-from alpa_strategy.capture.tracer_mode import Origins
+from alpa_strategy.capture.python_state import (
+    attribute_guards,
+    attribute_reads,
+    buffer_guards,
+    outside_guards,
+    trainer_guards,
+)
+from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
+from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import LeafRef, ListPlace
 from alpa_strategy.ir.user_code import user_line
@@ -141,12 +146,11 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     leaves, batch_spec = pytree.tree_flatten(call.batch)
     batch_size = _batch_size(leaves)
     names = _names_by_tensor(module)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of the step are real tensors
     with mode:
         inputs, fakes = _fake_inputs(call, names, leaves, batch_size, device)
 
     origins: dict[fx.Node, tuple[str, str]] = {}
-    known = KnownValues({i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"})
     made: dict[str, Any] = {}
 
     def given(index: int, leaf: Any) -> Any:
@@ -161,7 +165,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         with (
             torch.nn.utils.stateless._reparametrize_module(module, state),
             call.context(),
-            Origins(module, origins, device, known, record) as watching,
+            TracerMode(module, origins, device, known, record) as watching,
             opaque_modules(module, call.opaque, watching.paused),
         ):
             arguments = _step_arguments(call, rows, record)
@@ -179,22 +183,25 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     grad_mode = torch.enable_grad() if call.step == TRAINING else torch.no_grad()
     with (
         recording(module, device, call.appended, call.namespaces) as record,
-        rng_kept(call.step),
+        generators_kept(call.step),
         clear_errors(call.step),
-        compiled_as_written(),
+        uncompiled(),
         mode,
         grad_mode,
     ):
+        buffers = {i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"}
+        known = ConstantValues(buffers, record.numbers.is_symbolic)
+        # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear stays one op.
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
         check_no_collectives(module_graph.graph, origins)
-        place_numbers(module_graph.graph, record.numbers, origins)
+        record.numbers.put()
     for path in call.opaque:
         record.note(
             f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "
             "shapes of tensors in it depend on their data"
         )
     record.attributes = (
-        *attribute_guards(module, made["reads"], record.stand_ins),
+        *attribute_guards(module, made["reads"], record.stand_ins.snapshots()),
         *buffer_guards(module, known.asked_buffers),
         *outside_guards(module, made["reads"]),
         *trainer_guards(module._trainer, record.trainer_reads),
@@ -232,7 +239,7 @@ def _fake_inputs(
         inputs.append(TracedInput(kind, tensor_names, -1, requires_grad, tuple(tensor.shape), tensor.dtype))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            batched = leaf.ndim >= 1 and leaf.size(0) == batch_size
+            batched = leaf.ndim >= 1 and leaf.size(0) == batch_size  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
             inputs.append(TracedInput("batch", (), index, False, shape, leaf.dtype, 0 if batched else None))
@@ -260,7 +267,7 @@ def _step_arguments(call: StepCall, rows: Any, record: Recording) -> tuple[Any, 
     """What the Trainer would pass, by position as it does: users name these arguments as they like."""
     function = getattr(call.module, call.step)
     parameters = list(inspect.signature(function).parameters)
-    if "dataloader_iter" in parameters:
+    if "dataloader_iter" in parameters:  # Lightning's name for it, by which it knows such steps
         raise CaptureError(
             f"{call.step} takes dataloader_iter: it pulls its own batches", f"write {call.step}(self, batch, batch_idx)"
         )
@@ -325,11 +332,11 @@ def _batch_size(leaves: list[Any]) -> int:
         raise CaptureError(
             "the batch holds no tensor with a batch dim", "let the loader yield tensors with one row per sample"
         )
-    return max(sizes, key=sizes.count)
+    return max(sizes, key=sizes.count)  # weights of classes, a shared mask, ... are outvoted
 
 
 @contextmanager
-def rng_kept(step: str) -> Iterator[None]:
+def generators_kept(step: str) -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -358,7 +365,7 @@ def _same_numpy_state(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def compiled_as_written() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured replaces it."""
     if "torch._dynamo" not in sys.modules:  # so nothing was compiled, and importing it takes seconds
         yield
@@ -369,9 +376,22 @@ def compiled_as_written() -> Iterator[None]:
         yield
 
 
-_PYTHON_VALUE = (
-    "torch.where chooses between values, register_buffer keeps state, callbacks and hooks may look at numbers"
-)
+# What torch says about code that cannot be traced -> what that is, and what to do.
+_CLEARER = {
+    StepCounter.__name__: (
+        "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers only",
+        "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a registered "
+        "buffer that the step updates",
+    ),
+    "TorchScript": (
+        "TorchScript does not show its ops",
+        "leave out torch.jit.script and trace (torch.compile may stay)",
+    ),
+    ".numpy() is not supported": (
+        "a tensor is turned into a numpy array",
+        "use torch functions in the step, or do it in a callback or hook",
+    ),
+}
 
 
 @contextmanager
@@ -379,42 +399,23 @@ def clear_errors(step: str) -> Iterator[None]:
     """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay the user's own."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        line = user_line(error.__traceback__)
-        shape = isinstance(error, DynamicOutputShapeException)
-        what = (
-            f"the shape of a tensor depends on its data ({error.func})"
-            if shape
-            else "a tensor's value is needed by Python (a branch on it, .item(), .tolist(), int() or float())"
-        )
-        fix = (
+    except DataDependentOutputException as error:
+        raise CaptureError(
+            f"{step} cannot be captured: a tensor's value is needed by Python (a branch on it, .item(), .tolist(), "
+            f"int() or float())\n  at {user_line(error.__traceback__)}",
+            "torch.where chooses between values, register_buffer keeps state, callbacks and hooks may look at numbers",
+        ) from error
+    except DynamicOutputShapeException as error:
+        refusal = DataShapeError(
+            f"{step} cannot be captured: the shape of a tensor depends on its data ({error.func})\n"
+            f"  at {user_line(error.__traceback__)}",
             "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, pad instead of "
-            "packing; or move this part into a submodule that returns fixed shapes: it then runs as it is written"
-            if shape
-            else _PYTHON_VALUE
+            "packing; or move this part into a submodule that returns fixed shapes: it then runs as it is written",
         )
-        if not shape:
-            raise CaptureError(f"{step} cannot be captured: {what}\n  at {line}", fix) from error
-        refusal = DataShapeError(f"{step} cannot be captured: {what}\n  at {line}", fix)
         refusal.modules = getattr(error, "modules", ())
         raise refusal from error
     except (RuntimeError, TypeError) as error:
-        if StepCounter.__name__ in str(error):
-            raise CaptureError(
-                f"{step} cannot be captured: a number made of batch_idx, global_step or current_epoch stands where "
-                f"torch takes numbers only\n  at {user_line(error.__traceback__)}",
-                "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a registered "
-                "buffer that the step updates",
-            ) from error
-        if "TorchScript" in str(error):
-            raise CaptureError(
-                f"{step} cannot be captured: TorchScript does not show its ops\n  at {user_line(error.__traceback__)}",
-                "leave out torch.jit.script and trace (torch.compile may stay)",
-            ) from error
-        if ".numpy() is not supported" not in str(error):
+        what, fix = next((clearer for text, clearer in _CLEARER.items() if text in str(error)), ("", ""))
+        if not what:
             raise
-        line = user_line(error.__traceback__)
-        raise CaptureError(
-            f"{step} cannot be captured: a tensor is turned into a numpy array\n  at {line}",
-            "use torch functions in the step, or do it in a callback or hook",
-        ) from error
+        raise CaptureError(f"{step} cannot be captured: {what}\n  at {user_line(error.__traceback__)}", fix) from error

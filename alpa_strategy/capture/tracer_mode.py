@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.data_branches import UNKNOWN, KnownValues, passing_answer
+from alpa_strategy.capture.data_branches import UNKNOWN, ConstantValues, passing_answer
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm, grouped_mm_replacement
-from alpa_strategy.capture.symbolic_scalars import StepCounter, alike, with_tensors
+from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.counters import late
 from alpa_strategy.ir.user_code import user_frame, user_position
 
 _TRUTH = Tensor.__bool__
@@ -37,7 +36,7 @@ _CREATIONS = {  # what makes tensors of one number -> its position
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # what they give is no tensor of the trace
 
 
-class Origins(TorchFunctionMode):
+class TracerMode(TorchFunctionMode):
     """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
 
     def __init__(
@@ -45,13 +44,14 @@ class Origins(TorchFunctionMode):
         module: nn.Module,
         origins: dict[fx.Node, tuple[str, str]],
         device: torch.device,
-        known: KnownValues,
+        known: ConstantValues,
         record: Recording,
     ) -> None:
         super().__init__()
         self.record = record
         self.device, self.known = device, known
         self.origins = origins
+        # The first name of a shared submodule wins.
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
         self.last: fx.Node | None = None
@@ -73,13 +73,14 @@ class Origins(TorchFunctionMode):
         answer = self.known.answer(_TRUTH, (tensor,), {})
         if answer is not UNKNOWN:
             return answer
-        answer = passing_answer(sys._getframe(2))
+        answer = passing_answer(sys._getframe(2))  # 0: here, 1: the lambda, 2: who asks
         if answer is None:
             return _TRUTH(tensor)
         self.record.checks.append((tensor.clone(), answer, user_frame()))
         return answer
 
-    def __enter__(self) -> Origins:
+    def __enter__(self) -> TracerMode:
+        # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.
         Tensor.__bool__ = lambda tensor: self._truth(tensor)
         self.hooks = (
             register_module_forward_pre_hook(self._enter_module),
@@ -101,7 +102,7 @@ class Origins(TorchFunctionMode):
                 "reads the number of batches so far as a Python number, which the captured step would freeze",
                 "give it a momentum, for example the default 0.1",
             )
-        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))  # made in the step: part of its caller
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
@@ -116,7 +117,7 @@ class Origins(TorchFunctionMode):
                 "leave `generator` out: seed_everything makes the run reproducible",
             )
         if any(type(arg) is StepCounter for arg in leaves):
-            return self._with_numbers(func, types, args, kwargs or {})
+            return self._with_counters(func, types, args, kwargs or {})
         _refuse_functions_of_functions(func, args, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})
@@ -127,7 +128,7 @@ class Origins(TorchFunctionMode):
         if proxy_mode is not None:
             nodes = proxy_mode.tracer.graph._root
             node = nodes.prev
-            if node is not self.last:
+            if node is not self.last:  # the call traced nodes: all since the last call's are its own
                 position = user_position(sys._getframe(1))
                 origin = (self.stack[-1], f"{position[0]}:{position[1]}" if position else "")
                 newest = node
@@ -137,55 +138,35 @@ class Origins(TorchFunctionMode):
                 self.last = newest
         return result
 
-    def _with_numbers(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The call with tensors in place of StepCounters; with their values where it takes no tensors there."""
+    def _with_counters(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The call with examples in place of StepCounters; with their values where the op takes no such number."""
 
-        def as_tensors(tree: Any) -> Any:
-            return with_tensors(tree, self.record.numbers.made, self.device, exact=False)
-
-        def as_number(arg: Any) -> Any:
-            return arg.as_number() if type(arg) is StepCounter else arg
+        def again(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(func, types, args, kwargs)
 
         if func in (Tensor.__getitem__, Tensor.__setitem__):
-            args = (args[0], pytree.tree_map(as_number, args[1]), *args[2:])
-        checks = len(self.record.checks)
+            index = pytree.tree_map_only(StepCounter, StepCounter.as_number, args[1])
+            like = {"dtype": args[0].dtype, "device": args[0].device}
+            # Torch would make a constant of a plain number on its way into the tensor.
+            value = [again(torch.full, (), v, **like) if type(v) is StepCounter else v for v in args[2:]]
+            return again(func, args[0], index, *value)
+        if func is torch.functional.broadcast_tensors:  # of torch.distributions, which takes a StepCounter for a tensor
+            like = next({"dtype": x.dtype, "device": x.device} for x in args if type(x) is not StepCounter)
+            return again(func, *(again(torch.full, (), x, **like) if type(x) is StepCounter else x for x in args))
         position = _CREATIONS.get(func, len(args))
-        try:
-            if position < len(args):
-                before, content, after = args[:position], args[position], args[position + 1 :]
-                if isinstance(content, list | tuple):
-                    parts = [self.__torch_function__(func, types, (*before, x, *after), kwargs) for x in alike(content)]
-                    return self.__torch_function__(torch.stack, types, (parts,))
-                empty = type(content.value)(0)
-                made = self.__torch_function__(func, types, (*before, empty, *after), kwargs)
-                return self.__torch_function__(Tensor.fill_, types, as_tensors((made, content)))
-            return self.__torch_function__(func, types, *as_tensors((args, kwargs)))
-        except (TypeError, DataDependentOutputException):
-            del self.record.checks[checks:]
-            found, result = self._with_literal(func, types, args, kwargs)
-            if found:
-                return result
-            return self.__torch_function__(func, types, *pytree.tree_map(as_number, (args, kwargs)))
-
-    def _with_literal(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether the call is an op of which a StepCounter becomes an argument, and if so, what it gives."""
-        counters = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is StepCounter]
-        proxy_mode = get_proxy_mode()
-        if len(counters) != 1 or counters[0].seldom_changes or proxy_mode is None:
-            return False, None
-        number = late(counters[0].made, counters[0].value)
-        root = proxy_mode.tracer.graph._root
-        last = root.prev
-        given = pytree.tree_map(lambda x: number.example if type(x) is StepCounter else x, (args, kwargs))
-        try:
-            result = self.__torch_function__(func, types, *given)
-        except (TypeError, DataDependentOutputException):
-            return False, None
-        nodes, node = [], root.prev
-        while node is not last:
-            nodes.append(node)
-            node = node.prev
-        return (True, result) if self.record.numbers.add_literal(nodes, number) else (False, None)
+        if position < len(args):  # made empty, then filled: an op that takes a number
+            before, content, after = args[:position], args[position], args[position + 1 :]
+            if isinstance(content, list | tuple):
+                return again(torch.stack, [again(func, *before, x, *after, **kwargs) for x in alike(content)])
+            made = again(func, *before, type(content.value)(0), *after, **kwargs)
+            return again(Tensor.fill_, made, content)
+        found, result = self.record.numbers.trace_call(lambda args, kwargs: again(func, *args, **kwargs), args, kwargs)
+        if found:
+            return result
+        values = pytree.tree_map_only(StepCounter, lambda counter: counter.value, (args, kwargs))
+        result = again(func, *values[0], **values[1])  # the user's own errors
+        pytree.tree_map_only(StepCounter, StepCounter.as_number, (args, kwargs))
+        return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, or what capture puts in its place."""
@@ -204,6 +185,7 @@ class Origins(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
+            # For `trace_step`, which makes the innermost of these an op of its own.
             error.modules = tuple(dict.fromkeys(path for path in reversed(self.stack) if path))
             raise
 

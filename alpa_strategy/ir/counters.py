@@ -1,6 +1,6 @@
 """Numbers made of the step's counters: how each is made, and what stands for it in a captured graph.
 
-The graph holds such a number as an argument (`LateFloat`, `LateInt`) in the place where Python's number stood, so that
+The graph holds such a number as an argument (a `SymbolicScalar`) in the place where Python's number stood, so that
 dtypes and rounding are those of a plain number. Its value is computed when the program runs, on every rank alike.
 """
 
@@ -9,14 +9,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from alpa_strategy.ir.op import OpCall
 
@@ -80,21 +76,25 @@ class CounterRef:
 def calculate(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`; a number of NumPy's as one of Python's."""
     result = function(*args)
-    return result.item() if isinstance(result, np.generic) else result
+    return result.item() if isinstance(result, np.generic) else result  # graphs and guards hold plain numbers
 
 
-class LateNumber:
-    """What an op's argument is while nobody knows the counters. As a number it is an example, the same for all: rules
-    and trials may compute with it. Equal to what is made in the same way only."""
+class SymbolicScalar:
+    """An op's argument that is made of the step's counters, and so another number at every step.
+
+    As a number it is an example, the same for all: rules and trials may compute with it. Equal to what is made in the
+    same way only. Arithmetic with it gives another one.
+    """
 
     made: CounterRef
     example: Any
 
     def __new__(cls, made: CounterRef) -> Any:
-        late = super().__new__(cls, cls.example)  # type: ignore[call-arg]  # of float or int
-        late.made = made
-        return late
+        scalar = super().__new__(cls, cls.example)  # type: ignore[call-arg]  # of float or int
+        scalar.made = made
+        return scalar
 
+    # What pickle and deepcopy give to __new__.
     def __getnewargs__(self) -> tuple[CounterRef]:
         return (self.made,)
 
@@ -107,84 +107,50 @@ class LateNumber:
     def __repr__(self) -> str:
         return f"<{self.made!r}>"
 
-
-class LateFloat(LateNumber, float):  # type: ignore[misc]  # pickled by what it is made of
-    """See `LateNumber`."""
-
-    example = 0.7310585786300049
+    def __neg__(self) -> SymbolicInt | SymbolicFloat:
+        return _made(operator.neg, self)
 
 
-class LateInt(LateNumber, int):  # type: ignore[misc]
-    """See `LateNumber`."""
+class SymbolicFloat(SymbolicScalar, float):  # type: ignore[misc]  # pickled by what it is made of
+    """See `SymbolicScalar`."""
+
+    example = 0.7310585786300049  # between 0 and 1, as most factors and probabilities are
+
+
+class SymbolicInt(SymbolicScalar, int):  # type: ignore[misc]
+    """See `SymbolicScalar`."""
 
     example = 3
 
 
-def late(made: CounterRef, example: Any) -> LateInt | LateFloat:
-    """The argument for a number made so, of the same type as `example`."""
-    return LateInt(made) if isinstance(example, int) else LateFloat(made)
+def symbolic(made: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
+    """The argument for a number made so, of the same type as `like`."""
+    return SymbolicInt(made) if isinstance(like, int) else SymbolicFloat(made)
 
 
-def _set_arithmetic() -> None:
-    """Arithmetic with a late number gives a late number."""
-
-    def made(function: Callable[..., Any], *args: Any) -> LateInt | LateFloat:
-        example = calculate(function, *(arg.example if isinstance(arg, LateNumber) else arg for arg in args))
-        return late(CounterRef.of(function, tuple(a.made if isinstance(a, LateNumber) else a for a in args)), example)
-
-    def set_both(name: str, function: Callable[..., Any]) -> None:
-        setattr(LateNumber, f"__{name}__", lambda self, other: made(function, self, other))
-        setattr(LateNumber, f"__r{name}__", lambda self, other: made(function, other, self))
-
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
-        set_both(name, getattr(operator, name))
-    LateNumber.__neg__ = lambda self: made(operator.neg, self)  # type: ignore[operator]
+def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFloat:
+    example = calculate(function, *(arg.example if isinstance(arg, SymbolicScalar) else arg for arg in args))
+    made = CounterRef.of(function, tuple(arg.made if isinstance(arg, SymbolicScalar) else arg for arg in args))
+    return symbolic(made, example)
 
 
-_set_arithmetic()
+for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
+    _function = getattr(operator, _name)
+    setattr(SymbolicScalar, f"__{_name}__", lambda self, other, function=_function: _made(function, self, other))
+    setattr(SymbolicScalar, f"__r{_name}__", lambda self, other, function=_function: _made(function, other, self))
 
 
-def is_late(call: OpCall) -> bool:
-    """Whether an argument of the call is a late number."""
-    return any(isinstance(leaf, LateNumber) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+def is_symbolic(call: OpCall) -> bool:
+    """Whether an argument of the call is a SymbolicScalar."""
+    return any(isinstance(leaf, SymbolicScalar) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
 
 
 def at_counters(call: OpCall, counters: Mapping[str, int]) -> OpCall:
-    """The call with the numbers that its late ones are for these values of the counters."""
-    if not is_late(call):
+    """The call with the numbers that its SymbolicScalars are for these values of the counters."""
+    if not is_symbolic(call):
         return call
 
     def value(arg: Any) -> Any:
-        return arg.made.value(counters) if isinstance(arg, LateNumber) else arg
+        return arg.made.value(counters) if isinstance(arg, SymbolicScalar) else arg
 
     return replace(call, args=pytree.tree_map(value, call.args), kwargs=pytree.tree_map(value, call.kwargs))
-
-
-# In the trace
-
-_LIBRARY = torch.library.Library("alpa", "FRAGMENT")
-_LIBRARY.define(
-    "step_number(int index, *, ScalarType dtype, Device device) -> Tensor", tags=torch.Tag.nondeterministic_seeded
-)
-_LIBRARY.impl(
-    "step_number",
-    lambda index, *, dtype, device: torch.empty((), dtype=dtype, device=device),
-    "CompositeExplicitAutograd",
-)
-STEP_NUMBER = torch.ops.alpa.step_number.default  # stands for a number in the trace; nothing knows its value
-
-
-def dtype_beside(tensors: list[Tensor], number: float) -> torch.dtype:
-    """The dtype of an element-wise op of `tensors` and a Python number."""
-    own = torch.int64 if isinstance(number, int) else torch.get_default_dtype()
-    with_dims, without = ([t.dtype for t in tensors if bool(t.ndim) is dims] for dims in (True, False))
-    with _disable_current_modes():  # the question is no op of the step
-        ranks = [reduce(torch.promote_types, dtypes) for dtypes in (with_dims, without) if dtypes]
-        return reduce(_combined, [*ranks, own])
-
-
-def _combined(higher: torch.dtype, lower: torch.dtype) -> torch.dtype:
-    """torch's `combine_categories`: the lower rank counts only where it is of a higher kind."""
-    if higher.is_complex or higher.is_floating_point:
-        return higher
-    return torch.promote_types(higher, lower) if higher == torch.bool or lower.is_floating_point else higher

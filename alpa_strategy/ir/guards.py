@@ -91,6 +91,7 @@ class AttributeCheck:
     def __init__(self, module: nn.Module, guards: Iterable[Any]) -> None:
         guards = tuple(guards)
         found = [(module.get_submodule(guard.module), guard) for guard in guards if isinstance(guard, AttributeGuard)]
+        # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
         self._rows = [(vars(m), g.name, g.value, g) for m, g in found if not g.is_class_attribute]
         self._rows += [(g.namespace, g.name, g.value, g) for g in guards if not isinstance(g, AttributeGuard)]
         self._class_rows = [(m, g) for m, g in found if g.is_class_attribute]
@@ -99,6 +100,7 @@ class AttributeCheck:
         """Name of the first attribute that is not what the step read (0.05 us each), None when all are."""
         for attributes, name, value, guard in self._rows:
             now = attributes.get(name, _MISSING)
+            # `True == 1`: scalars must be of the same type too.
             if now is not value and not (value == now and (type(value) is type(now) or type(value) not in _SCALARS)):
                 return str(guard)
         for module, guard in self._class_rows:

@@ -38,6 +38,7 @@ def run_step(
         values[buffer.value] = buffers[buffer.name]
     for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
         values[leaf.value] = tensor
+    # Factories (arange, zeros) have no device of their own in the graph.
     device = next((tensor.device for tensor in values.values()), torch.get_default_device())
     for constant in step.constants:
         values[constant.value] = constant.tensor.to(device)

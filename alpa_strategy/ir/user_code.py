@@ -32,7 +32,7 @@ def is_user_file(path: str) -> bool:
     """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this package."""
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False
-    return not (path.startswith(_STDLIB) and _SITE not in path)
+    return not (path.startswith(_STDLIB) and _SITE not in path)  # site-packages lies in the standard library's folder
 
 
 def _describe(code: CodeType, line: int) -> str:
@@ -69,7 +69,7 @@ def user_line(traceback: TracebackType | None) -> str:
     return found
 
 
-MAX_DEPTH = 4
+MAX_DEPTH = 4  # of functions that call functions
 
 
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -99,7 +99,7 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 def closure_values(function: types.FunctionType) -> dict[str, types.CellType]:
     """The variables of enclosing functions that have a value."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if cell != types.CellType()}
+    return {name: cell for name, cell in cells if cell != types.CellType()}  # an empty cell: not assigned yet
 
 
 def is_user_code(function: Any) -> bool:

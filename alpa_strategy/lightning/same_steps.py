@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.non_tensor_inputs import know_types, may_be_unread
+from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
 from alpa_strategy.comm.collectives import RankZero, all_texts, world_size
 from alpa_strategy.errors import RuntimeMismatchError
 
@@ -89,7 +89,7 @@ def _said(came: dict[int, str]) -> str:
 
 def shape_key(batch: Any) -> tuple[Any, ...]:
     """Equal for batches that one program may serve."""
-    know_types(batch)
+    register_batch_types(batch)
     leaves, spec = pytree.tree_flatten(batch)
     return (spec, *map(_described, leaves))
 

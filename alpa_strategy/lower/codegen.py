@@ -22,7 +22,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
-from alpa_strategy.ir.counters import COUNTERS, LateNumber, at_counters, is_late
+from alpa_strategy.ir.counters import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
@@ -230,7 +230,7 @@ class _Writer:
         """The expression that calls the op on local operands."""
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
         function = f"f_{op.name}"
-        if local.implementation is not None and is_late(op.call):
+        if local.implementation is not None and is_symbolic(op.call):
             self.namespace[function] = functools.partial(_run_at_counters, op.call, strategies, local, self.mesh)
             return f"{function}(counters, {', '.join(operands)})"
         if local.implementation is not None:
@@ -251,7 +251,7 @@ class _Writer:
             return operands[arg.index]
         if isinstance(arg, tuple):
             return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
-        if isinstance(arg, LateNumber):
+        if isinstance(arg, SymbolicScalar):
             name = f"c{len(self.namespace)}"
             self.namespace[name] = arg.made.value
             return f"{name}(counters)"
