@@ -43,7 +43,7 @@ class _Standin:
 
     __len__ = __iter__ = __contains__ = __bool__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = _refuse
     __setitem__ = __delitem__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
 
 class AppendedList(_Standin):
@@ -61,7 +61,7 @@ class AppendedList(_Standin):
         """As of a list."""
         self._items.extend(items)
 
-    def __iadd__(self, items: Iterable[Any]) -> AppendedList:
+    def __iadd__(self, items: Iterable[Any]) -> AppendedList:  # type: ignore[override,misc]
         self.extend(items)
         return self
 
@@ -90,7 +90,7 @@ class OpenContainer(_Standin):
         self._read[keys] = item
         return item
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:  # type: ignore[override]
         """`outputs[key] += ...` stores what `+=` gave: the list that is there already."""
         if self._lists.get((*self._keys, key)) is not value:
             self._refuse()
@@ -103,7 +103,7 @@ class OpenContainer(_Standin):
 class _AnyList:
     """Equals any list."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
     def __eq__(self, other: object) -> bool:
         return type(other) is list  # content and identity do not matter: users empty it or make a new one

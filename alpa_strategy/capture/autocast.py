@@ -219,7 +219,8 @@ class Autocast:
 
     def enter(self, node: fx.Node) -> None:
         """A region opens: `node` is the call of _enter_autocast."""
-        device_type, dtype, enabled = node.args[0], node.args[1], node.args[2]
+        arguments: Any = node.args
+        device_type, dtype, enabled = arguments[:3]
         on_capture_device = device_type == self.device_type
         if enabled and not on_capture_device:
             raise CaptureError(
@@ -232,7 +233,7 @@ class Autocast:
             state = AutocastState(device_type, dtype) if enabled else None
         self._regions.append((node, state))
 
-    def exit(self, node: fx.Node) -> None:
+    def exit(self, node: Any) -> None:
         """The region that `node` opened ends."""
         self._regions = [r for r in self._regions if r[0] is not node]
         if not self._regions:

@@ -63,7 +63,7 @@ class _Converter:
         self.trace = trace
         self.builder = Builder()
         self.memory = Memory(self.builder)
-        self.views: dict[fx.Node, Any] = {}  # node -> View, or a tuple of Views and Nones
+        self.views: dict[Any, Any] = {}  # fx.Node -> View, or a tuple of Views and Nones
         self.inputs: list[tuple[TracedInput, int]] = []
         self.input_views: list[View] = []
         self.constants: list[ConstantInput] = []
@@ -235,21 +235,23 @@ class _Converter:
 
     def _conversion(self, node: fx.Node) -> None:
         """dtype and device conversions: nothing, a cast, or a copy."""
-        base, value = self.views[node.args[0]], node.meta["val"]
+        source: Any = node.args[0]
+        base, value = self.views[source], node.meta["val"]
         target_device = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)), None)
         self._without_device(node.target, {"device": target_device})
         ref = self._read(base)
         if value.dtype != self.builder.meta(ref).dtype:
             self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
-        elif storage_of(value) == storage_of(node.args[0].meta["val"]):
+        elif storage_of(value) == storage_of(source.meta["val"]):
             self.views[node] = self.memory.same(base)
         else:
             self.views[node] = self.memory.new(ref)
 
     def _broadcast(self, node: fx.Node) -> None:
         """broadcast_tensors: an expand for each tensor that needs one."""
-        views = []
-        for operand, value in zip(node.args[0], node.meta["val"], strict=True):
+        views: list[View] = []
+        operands: Any = node.args[0]
+        for operand, value in zip(operands, node.meta["val"], strict=True):
             base, shape = self.views[operand], tuple(value.shape)
             ref = self._read(base)
             if self.builder.meta(ref).shape == shape:
@@ -308,8 +310,12 @@ class _Converter:
                 f"under no_grad, {write.name} changes a tensor that requires grad ({self.builder.source})",
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
-        args = fx.map_arg(tuple(node.args), lambda n: self._read(self.views[n]))
-        kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), lambda n: self._read(self.views[n])))
+
+        def read(n: fx.Node) -> Any:
+            return self._read(self.views[n])
+
+        args = fx.map_arg(tuple(node.args), read)
+        kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), read))
         new = new_value(self.builder, write, args, kwargs, meta, lambda: self._detached(before))
         self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
@@ -105,7 +106,7 @@ class ConstantValues:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            value = node.target(*args, **kwargs)
+            value = node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node
         sources = frozenset().union(*(self._sources[n] for n in inputs))
         self._set(node, value, sources)
         if _writes(node):
@@ -115,7 +116,7 @@ class ConstantValues:
         if not all(n in self._values for n in node.all_input_nodes):
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
-            return node.target.__name__ == "getitem"
+            return node.target is operator.getitem
         if any(isinstance(a, torch.device) for a in node.args) or self._is_symbolic(node):
             return False
         if torch.Tag.nondeterministic_seeded in node.target.tags:  # other numbers in every step
@@ -162,10 +163,10 @@ def passing_answer(frame: FrameType) -> bool | None:
     """
     position = _position(frame)
     found = None if position is None else _places(frame.f_code.co_filename).get(position)
-    if found is None:
+    if position is None or found is None:
         return None
     node, parents = found
-    if isinstance(node, ast.stmt):  # up to Python 3.11 a jump stands where its whole statement does
+    if isinstance(node, ast.If | ast.Assert):  # up to Python 3.11 a jump stands where its whole statement does
         return _answer_at_jump(frame, node, position)
     answer = _answer_of(node, parents)
     is_operand = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)  # `not x` asks for x
@@ -217,8 +218,9 @@ def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
         answer = _answer_of(parent, parents[1:])
         needs_all = isinstance(parent.op, ast.And) == answer  # every operand must be so; else the last one decides
         return answer if answer is not None and (needs_all or parent.values[-1] is node) else None
-    is_bool = isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "bool"
-    return _answer_of(parent, parents[1:]) if is_bool else None
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "bool":
+        return _answer_of(parent, parents[1:])
+    return None
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:
@@ -250,7 +252,7 @@ def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Asse
 
     def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
         if isinstance(node, ast.expr | ast.If | ast.Assert):
-            place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+            place = (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
             found.setdefault(place, (node, parents))
         for child in ast.iter_child_nodes(node):
             visit(child, (node, *parents[:8]))  # more than a condition is deep

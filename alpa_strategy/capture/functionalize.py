@@ -164,6 +164,7 @@ class Memory:
 
     def _scatter_piece(self, step: ViewStep, before: ValueRef, changed: ValueRef) -> ValueRef:
         """A piece of split or chunk: its offset is the sum of the sizes before it."""
+        assert step.position is not None
         args = list(step.args)
         args[step.position] = before
         pieces = self.builder.emit(step.target, *args, **dict(step.kwargs))
@@ -172,7 +173,7 @@ class Memory:
         dim = args[at] if at < len(args) else dict(step.kwargs).get("dim", 0)
         sizes = [self.builder.meta(p).shape[dim] for p in pieces]
         start = sum(sizes[: step.item])
-        return self._place(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item])
+        return self._place(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item or 0])
 
 
 def storage_of(value: Tensor) -> int:
@@ -245,8 +246,9 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
     written = _written(target)
     if not written:
         return None
-    if written == ("out",) and isinstance(node.kwargs.get("out"), fx.Node):
-        return Write(node.kwargs["out"], target, True)
+    out = node.kwargs.get("out")
+    if written == ("out",) and isinstance(out, fx.Node):
+        return Write(out, target, True)
     is_in_place = written == (target._schema.arguments[0].name,) and target._schema.name.endswith("_")
     if not is_in_place or not isinstance(node.args[0], fx.Node):
         raise refused

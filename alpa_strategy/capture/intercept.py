@@ -111,7 +111,7 @@ class _View:
     def __init__(self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]) -> None:
         object.__setattr__(self, "_view", (viewed, path, counters, reads))
 
-    @property
+    @property  # type: ignore[misc]  # which object it is taken for
     def __class__(self) -> type:
         return type(self._view[0])
 
@@ -214,7 +214,7 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             )
         if isinstance(values, MetricCollection):
             path = names.get(id(values), "")
-            for key in values.keys(keep_base=False):
+            for key in map(str, values.keys(keep_base=False)):
                 record.logs.append((key, MetricRef(path, "metric", key), dict(bound)))
             return
         for name, value in values.items():
@@ -229,6 +229,7 @@ def _recording_class(
 ) -> Iterator[None]:
     """Swap the module's class for a subclass whose log methods and counters record."""
     original = type(module)
+    trainer_property: Any = original.trainer
     trainer = module._trainer
     counters = {
         "global_step": record.counter(int(trainer.global_step) if trainer is not None else 0, "global_step"),
@@ -237,7 +238,7 @@ def _recording_class(
     view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
 
     def get_trainer(self: LightningModule) -> Any:
-        return view if view is not None else original.trainer.fget(self)
+        return view if view is not None else trainer_property.fget(self)
 
     def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
@@ -261,7 +262,7 @@ def _recording_class(
         **_recording_log(record, names),
         "global_step": property(lambda self: counters["global_step"]),
         "current_epoch": property(lambda self: counters["current_epoch"]),
-        "trainer": property(get_trainer, original.trainer.fset),
+        "trainer": property(get_trainer, trainer_property.fset),
         "device": property(lambda self: device),
         "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
         "print": note_print,
@@ -273,7 +274,7 @@ def _recording_class(
         "__qualname__": original.__qualname__,
     }
     # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
-    shadowed = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+    shadowed: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
     for name in shadowed:
         del vars(module)[name]
     # nn.Module's own __setattr__ would look at the value first.
@@ -299,7 +300,7 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
 
     def value() -> MetricValue | dict[str, MetricValue]:
         if isinstance(metric, MetricCollection):
-            return {key: MetricValue(name, key) for key in metric.keys(keep_base=False)}
+            return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
         return MetricValue(name)
 
     def forward(*args: Any, **kwargs: Any) -> MetricValue | dict[str, MetricValue]:

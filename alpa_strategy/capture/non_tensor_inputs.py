@@ -138,7 +138,7 @@ def _register_dataclass(kind: type) -> None:
     names = tuple(field.name for field in fields(kind))
 
     def rebuilt(values: Any, _: Any) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)  # also of a frozen one
         return made
@@ -155,6 +155,6 @@ def _register_mapping(kind: type) -> None:
     pytree.register_pytree_node(
         kind,
         lambda value: ([value[key] for key in value], tuple(value)),
-        lambda values, keys: kind(dict(zip(keys, values, strict=True))),  # type: ignore[call-arg]
+        lambda values, keys: kind(dict(zip(keys, values, strict=True))),
         flatten_with_keys_fn=lambda value: ([(pytree.MappingKey(key), value[key]) for key in value], tuple(value)),
     )

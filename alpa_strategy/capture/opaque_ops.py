@@ -37,7 +37,7 @@ MAX_ELEMENTS = 2**28  # of what one trial run, which finds the shapes of the res
 Pause = Callable[[], AbstractContextManager[None]]
 
 _LIBRARIES = {namespace: torch.library.Library(namespace, "FRAGMENT") for namespace in (FUNCTIONS, MODULES)}
-_APPLY = torch.autograd.Function.apply.__func__  # capture puts its own in place of it
+_APPLY = vars(torch.autograd.Function)["apply"].__func__  # capture puts its own in place of it
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,11 @@ class _ModuleCall(_OpaqueCall):
         return is_random
 
 
-_KINDS = {"mixed": torch.randn, "positive": torch.rand, "negative": lambda shape: -torch.rand(shape)}
+_KINDS: dict[str, Callable[[torch.Size], Tensor]] = {
+    "mixed": torch.randn,
+    "positive": torch.rand,
+    "negative": lambda shape: -torch.rand(shape),
+}
 
 
 def _made_up(like: Tensor, kind: str) -> Tensor:

@@ -68,7 +68,7 @@ def batch_norm_train(
 
     Without running statistics the result is (y,).
     """
-    if running_mean is None:
+    if running_mean is None or running_var is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
     mean, var = running_mean.clone(), running_var.clone()  # [C], which F.batch_norm writes into
     y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)

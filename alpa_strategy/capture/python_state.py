@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -75,11 +75,11 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 class Same:
     """Equals one object only, and while `tell(object)` equals `told`. A guard keeps no memory alive where possible."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
     def __init__(self, value: Any, tell: Callable[[Any], Any] | None = None, told: Any = None) -> None:
         try:
-            self._ref = weakref.ref(value)
+            self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
             self._ref = lambda: value
         self._tell, self._told = tell, tell(value) if tell is not None and told is None else told
@@ -91,7 +91,7 @@ class Same:
 class SomeItems:
     """Equals a container in which keys lead to equal items, whatever else it holds."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
     def __init__(self, items: dict[tuple[Any, ...], Any]) -> None:
         self._items = items
@@ -238,10 +238,14 @@ def outside_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[Outs
                 for inner in sorted(names & inside.keys()):
                     add(f"{where}.{name}.{inner}", inner, inside, inside[inner], id(value))
         cells = closure_values(function)
-        variables = _Values(lambda name, cells=cells: cells[name].cell_contents)
+        variables = _Values(partial(_cell_contents, cells))
         for name, cell in cells.items():
             add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
     return tuple(guards.values())
+
+
+def _cell_contents(cells: Mapping[str, types.CellType], name: str) -> Any:
+    return cells[name].cell_contents
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,16 @@ class StepCounter:
         """A number that is `value` now."""
         self.value, self.made, self.record = value, made, record
 
-    @property
-    def __class__(self) -> type:  # for isinstance(batch_idx, int)
+    @property  # type: ignore[misc]  # for isinstance(batch_idx, int)
+    def __class__(self) -> type:
         return type(self.value)
 
     def _compare(self, op: str, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        right = (other.made, other.value) if type(other) is StepCounter else (other, other)
-        outcome = compare(op, self.value, right[1])
-        self.record(Guard(self.made, op, right[0], outcome))
+        made, value = (other.made, other.value) if isinstance(other, StepCounter) else (other, other)
+        outcome = compare(op, self.value, value)
+        self.record(Guard(self.made, op, made, outcome))
         return outcome
 
     @property
@@ -102,7 +102,7 @@ class StepCounter:
         return float(self.as_number())
 
     def __index__(self) -> int:
-        return operator.index(self.as_number())
+        return operator.index(self.as_number())  # type: ignore[arg-type]  # TypeError of a float, as Python
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,7 +200,8 @@ def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
         return value
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in beside) else torch.float32
     dtype = torch.int64 if isinstance(value.value, int) else wide
-    return torch.full((), value, dtype=dtype, device=beside[0].device if beside else None)
+    number: Any = value  # the tracer mode knows it
+    return torch.full((), number, dtype=dtype, device=beside[0].device if beside else None)
 
 
 _KINDS = {kind.__name__: NumberType(kind.__name__, (), {"kind": kind}) for kind in (float, int)}
@@ -268,7 +269,7 @@ class TraceNumbers:
             if "val" not in node.meta and not node.users:
                 node.graph.erase_node(node)
         places = self._places_in(nodes, pytree.tree_leaves((args, kwargs))) if is_traced else None
-        if places is None and any(is_op(node) and node.target._schema.is_mutable for node in nodes):
+        if places is None and any(schema is not None and schema.is_mutable for schema in map(_schema, nodes)):
             counters[0].refuse()  # the example is written already
         self._places += places or ()
         return places is not None, result
@@ -301,7 +302,8 @@ class TraceNumbers:
         for node in nodes:
             if node.op == "get_attr":
                 return None
-            arguments = {a.name: a for a in node.target._schema.arguments} if is_op(node) else {}
+            schema = _schema(node)
+            arguments = {} if schema is None else {a.name: a for a in schema.arguments}
             for name, value in _named(node).items() if arguments else ():
                 if type(value) in (int, float) and value in self._symbols:
                     if not any(kind in str(arguments[name].type) for kind in _TAKING_NUMBERS):
@@ -327,12 +329,13 @@ def _backwards(root: fx.Node) -> Iterator[fx.Node]:
         node = node.prev
 
 
-def is_op(node: fx.Node) -> bool:
-    """Whether the node calls an op of torch."""
-    return isinstance(node.target, OpOverload)
+def _schema(node: fx.Node) -> torch._C.FunctionSchema | None:
+    """That of the op which the node calls; None of other nodes."""
+    return node.target._schema if isinstance(node.target, OpOverload) else None
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
     """Arguments by name."""
-    names = [argument.name for argument in node.target._schema.arguments]
+    schema = _schema(node)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

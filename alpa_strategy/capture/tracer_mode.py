@@ -33,7 +33,8 @@ _CREATIONS = {  # what makes tensors of one number -> its position
     torch.asarray: 0,
     torch.scalar_tensor: 0,
 }
-_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # what they give is no tensor of the trace
+_OF_DATA: Any = Tensor.data
+_DATA, _SET_DATA = _OF_DATA.__get__, _OF_DATA.__set__  # what they give is no tensor of the trace
 
 
 class TracerMode(TorchFunctionMode):
@@ -81,7 +82,7 @@ class TracerMode(TorchFunctionMode):
 
     def __enter__(self) -> TracerMode:
         # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.
-        Tensor.__bool__ = lambda tensor: self._truth(tensor)
+        Tensor.__bool__ = lambda tensor: self._truth(tensor)  # type: ignore
         self.hooks = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -186,7 +187,8 @@ class TracerMode(TorchFunctionMode):
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
             # For `trace_step`, which makes the innermost of these an op of its own.
-            error.modules = tuple(dict.fromkeys(path for path in reversed(self.stack) if path))
+            paths = dict.fromkeys(path for path in reversed(self.stack) if path)
+            error.modules = tuple(paths)  # type: ignore[attr-defined]
             raise
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
