@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
 from alpa_strategy.capture.opaque_ops import apply_as_op
-from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, is_value, outside_kept, patched
+from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,
@@ -35,7 +35,7 @@ from alpa_strategy.capture.symbolic_scalars import (
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import ListPlace, MetricRef
-from alpa_strategy.ir.guards import AttributeGuard, Guard, OutsideGuard
+from alpa_strategy.ir.guards import AttributeGuard, Guard, ValueGuard
 from alpa_strategy.ir.user_code import user_frame
 
 _NO_DIMS = torch.Size()
@@ -49,7 +49,7 @@ class Recording:
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
     numbers: TraceNumbers = field(default_factory=TraceNumbers)
-    attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
+    attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
@@ -164,7 +164,7 @@ def recording(
         # Outermost, so that what the other contexts put into attributes is gone when they are compared.
         stack.enter_context(attributes_kept(module, record.stored, record.grown))
         record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
-        stack.enter_context(outside_kept(module))
+        stack.enter_context(globals_kept(module))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():

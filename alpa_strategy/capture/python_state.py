@@ -29,7 +29,7 @@ from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
-from alpa_strategy.ir.guards import AttributeGuard, OutsideGuard
+from alpa_strategy.ir.guards import AttributeGuard, ValueGuard
 from alpa_strategy.ir.user_code import closure_values, code_names, is_user_code, is_user_file, reached_functions
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -204,10 +204,10 @@ def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGua
     return tuple(AttributeGuard(owner, "_buffers", SomeItems(leaves)) for owner, leaves in by_owner.items())
 
 
-def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[OutsideGuard, ...]:
+def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
     """Guards of the Trainer's values in `reads` (dotted path -> value)."""
     values = _Values(lambda path: operator.attrgetter(path)(trainer))
-    return tuple(OutsideGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
+    return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
 
 
 def is_value(value: Any) -> bool:
@@ -215,17 +215,17 @@ def is_value(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
-def outside_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[OutsideGuard, ...]:
+def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[ValueGuard, ...]:
     """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
 
     Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
     are taken to stay what they are.
     """
-    guards: dict[tuple[int, str], OutsideGuard] = {}
+    guards: dict[tuple[int, str], ValueGuard] = {}
 
     def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
         if isinstance(value, Tensor | np.ndarray) or _is_plain(value) or _is_configuration(value):
-            guards.setdefault((identity, name), OutsideGuard(label, name, namespace, snapshot(value)))
+            guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
 
     for function in reached_functions(list(_methods(module, reads))):
         names = set(code_names(function.__code__))
@@ -490,7 +490,7 @@ def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]
 
 
 @contextmanager
-def outside_kept(module: nn.Module) -> Iterator[None]:
+def globals_kept(module: nn.Module) -> Iterator[None]:
     """Restore the globals and closures of the files and methods that the module's classes are written in.
 
     Raises:

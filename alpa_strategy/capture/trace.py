@@ -42,7 +42,7 @@ from alpa_strategy.capture.python_state import (
     attribute_guards,
     attribute_reads,
     buffer_guards,
-    outside_guards,
+    global_guards,
     trainer_guards,
 )
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
@@ -203,7 +203,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     record.attributes = (
         *attribute_guards(module, made["reads"], record.stand_ins.snapshots()),
         *buffer_guards(module, known.asked_buffers),
-        *outside_guards(module, made["reads"]),
+        *global_guards(module, made["reads"]),
         *trainer_guards(module._trainer, record.trainer_reads),
     )
     return Trace(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.ir.guards import AttributeGuard, Guard, OutsideGuard
+from alpa_strategy.ir.guards import AttributeGuard, Guard, ValueGuard
 from alpa_strategy.ir.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -244,7 +244,7 @@ class StepGraph:
     sent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
-    attributes: tuple[AttributeGuard | OutsideGuard, ...] = ()
+    attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()

@@ -70,7 +70,7 @@ class AttributeGuard:
 
 
 @dataclass(frozen=True)
-class OutsideGuard:
+class ValueGuard:
     """`name` of `namespace` (anything with a dict's `get`) was `value`, a snapshot, when the step read it."""
 
     label: str
@@ -88,7 +88,7 @@ class AttributeCheck:
     A replaced submodule is noticed by the guard on its parent's `_modules`, which precedes those of the submodule.
     """
 
-    def __init__(self, module: nn.Module, guards: Iterable[Any]) -> None:
+    def __init__(self, module: nn.Module, guards: Iterable[AttributeGuard | ValueGuard]) -> None:
         guards = tuple(guards)
         found = [(module.get_submodule(guard.module), guard) for guard in guards if isinstance(guard, AttributeGuard)]
         # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
@@ -112,7 +112,7 @@ class AttributeCheck:
 _SCALARS = (bool, int, float, complex, str)
 
 
-def attributes_hold(module: nn.Module, guards: Iterable[Any]) -> str | None:
+def attributes_hold(module: nn.Module, guards: Iterable[AttributeGuard | ValueGuard]) -> str | None:
     """Name of the first guarded attribute of `module` that changed, else None. `AttributeCheck` is quicker in a loop.
 
     Raises:
