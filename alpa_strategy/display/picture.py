@@ -7,15 +7,19 @@ import re
 from html import escape
 
 from alpa_strategy.display.plan_facts import (
+    MODE_MEANINGS,
     ParameterGroup,
+    beaten,
     merge_groups,
+    mesh_text,
     parameter_groups,
     proof_of,
     recomputes,
     short_layers,
-    waiting_seconds,
+    step_parts,
+    used_modes,
+    whereabouts,
 )
-from alpa_strategy.display.table import MODE_MEANINGS
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline, timeline_svg
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL
@@ -85,10 +89,8 @@ def _text(x: float, y: float, text: str, extra: str = "") -> str:
 
 
 def _header(body: list[str], plan: Plan, y: float) -> float:
-    devices = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
-    where = f" on {plan.cluster_name}" if plan.cluster_name else ""
     p = plan.predicted
-    body.append(_text(MARGIN, y, f"{devices} device{'s' * (devices != 1)}{where}", 'font-size="20" font-weight="600"'))
+    body.append(_text(MARGIN, y, whereabouts(plan), 'font-size="20" font-weight="600"'))
     proof = proof_of(plan)
     facts = f"{format_seconds(p.step_seconds)} per step, {format_bytes(p.peak_bytes)} per device, {proof}"
     facts += f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else ""
@@ -99,13 +101,10 @@ def _header(body: list[str], plan: Plan, y: float) -> float:
 
 
 def _time_bar(body: list[str], plan: Plan, y: float) -> float:
-    p = plan.predicted
-    parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "optimizer": p.optimizer_seconds}
-    if wait := waiting_seconds(plan):
-        parts["waiting"] = wait
-    total = sum(parts.values())
-    if total <= 0:
+    parts = step_parts(plan)
+    if not parts:
         return y
+    total = sum(parts.values())
     x, label_x = float(MARGIN), float(MARGIN)
     for name, seconds in parts.items():
         width = (WIDTH - 2 * MARGIN) * seconds / total
@@ -120,14 +119,10 @@ def _time_bar(body: list[str], plan: Plan, y: float) -> float:
 def _baselines(body: list[str], plan: Plan, y: float) -> float:
     if not plan.baselines:
         return y
-    step = plan.predicted.step_seconds
-    texts = []
-    for name, seconds in plan.baselines.items():
-        if seconds is None or not math.isfinite(seconds):
-            texts.append(f"{name} does not fit")
-        else:
-            ratio = f" ({seconds / step:.2f}x)" if step > 0 else ""
-            texts.append(f"{name} {format_seconds(seconds)}{ratio}")
+    texts = [
+        f"{name} does not fit" if seconds is None else f"{name} {format_seconds(seconds)} ({ratio:.2f}x)"
+        for name, seconds, ratio in beaten(plan)
+    ]
     body.append(_text(MARGIN, y + 6, "instead: " + ", ".join(texts), f'font-size="12" fill="{SOFT}"'))
     return y + 20
 
@@ -169,7 +164,7 @@ def _grid(body: list[str], stage: StagePlan, x: float, y: float, cell: float, ro
         if cell >= 14:
             extra = f'font-size="{cell * 0.36:.1f}" fill="{SOFT}" text-anchor="middle"'
             body.append(_text(cx + size / 2, cy + size / 2 + cell * 0.13, str(stage.first_device + device), extra))
-    facts = [" x ".join(map(str, stage.logical_mesh)), format_bytes(stage.predicted.peak_bytes)]
+    facts = [mesh_text(stage.logical_mesh), format_bytes(stage.predicted.peak_bytes)]
     body.append(_text(x, y + rows * cell + 18, ", ".join(facts), f'font-size="12" fill="{SOFT}"'))
 
 
@@ -187,8 +182,7 @@ def _group(body: list[str], group: ParameterGroup, left: float, chips: float, y:
 
 
 def _legend(body: list[str], plan: Plan, y: float) -> float:
-    used = {mode.storage.value for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
-    for kind in (kind for kind in MODE_MEANINGS if kind in used):
+    for kind in used_modes(plan):
         body.append(f'<rect x="{MARGIN}" y="{y}" width="30" height="16" rx="4" fill="{MODE_COLOURS[kind]}"/>')
         label = kind + ("n" if kind in "SG" else "")
         body.append(_text(MARGIN + 15, y + 12, label, 'font-size="11" text-anchor="middle"'))
@@ -249,7 +243,7 @@ def ops_strip_svg(plan: Plan, x: float, y: float, width: float) -> tuple[list[st
     ]
     top = y + 30
     for index, (stage, ops) in enumerate(zip(plan.stages, strips, strict=True)):
-        shape = " x ".join(map(str, stage.logical_mesh))
+        shape = mesh_text(stage.logical_mesh)
         label = (f"stage {index}: " if len(plan.stages) > 1 else "") + f"{math.prod(stage.submesh)} devices as {shape}"
         body.append(_text(x, top + 15, label, f'font-size="12" fill="{SOFT}"'))
         top = _strip(body, ops, x + STRIP_LABEL, top, width - STRIP_LABEL) + 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
@@ -12,6 +12,12 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import StagePlan
 
 Shape = tuple[int, ...]
+MODE_MEANINGS = {
+    "R": "replicated",
+    "R*": "replicated, gradient summed once per step (data parallel)",
+    "S": "sharded along dim n, used in shards or gathered at each use (tensor parallel, ZeRO-3)",
+    "G": "sharded along dim n, gathered once per step (ZeRO-1/2)",
+}
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,39 @@ def equal_stages(plan: Plan) -> list[list[int]]:
     return list(found.values())
 
 
-def waiting_seconds(plan: Plan) -> float:
-    """Seconds of a step in which a pipeline's busiest stage has nothing to do."""
+def step_parts(plan: Plan) -> dict[str, float]:
+    """What a step's seconds go to; `waiting`: a pipeline's busiest stage has nothing to do. Empty where unknown."""
     p = plan.predicted
-    busy = p.compute_seconds + p.communication_seconds + p.optimizer_seconds
-    return max(0.0, p.step_seconds - busy) if len(plan.stages) > 1 else 0.0
+    parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "optimizer": p.optimizer_seconds}
+    waiting = p.step_seconds - sum(parts.values())
+    if plan.is_pipelined and waiting > 0:
+        parts["waiting"] = waiting
+    return parts if any(parts.values()) else {}
+
+
+def beaten(plan: Plan) -> list[tuple[str, float | None, float]]:
+    """(name, seconds, how many times the plan's) of the named plans that were priced; None: it does not fit."""
+    step = plan.predicted.step_seconds
+    fits = {name: s if s is not None and math.isfinite(s) else None for name, s in plan.baselines.items()}
+    return [(name, s, s / step if s is not None and step > 0 else 1.0) for name, s in fits.items()]
+
+
+def whereabouts(plan: Plan) -> str:
+    """`8 devices on p3_16xlarge_x8`."""
+    count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
+    return f"{count} device{'s' * (count != 1)}" + (f" on {plan.cluster_name}" if plan.cluster_name else "")
+
+
+def mesh_text(shape: Sequence[int]) -> str:
+    """`2 x 4`."""
+    return " x ".join(map(str, shape))
+
+
+def used_modes(plan: Plan) -> list[str]:
+    """The kinds of modes (`R`, `R*`, `S`, `G`) that parameters of the plan have, in the order of the legend."""
+    plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
+    used = {mode.storage.value for parameter in plans for mode in parameter.modes}
+    return [kind for kind in MODE_MEANINGS if kind in used]
 
 
 def device_range(stage: StagePlan) -> str:

@@ -11,16 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.plan_facts import (
+    MODE_MEANINGS,
     Shape,
+    beaten,
     collapse_indices,
     device_range,
     equal_stages,
     index_ranges,
+    mesh_text,
     parameter_groups,
     proof_of,
     recomputes,
     short_layers,
-    waiting_seconds,
+    step_parts,
+    used_modes,
+    whereabouts,
 )
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.ir.plan import Plan
@@ -29,12 +34,7 @@ from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
 MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}
-MODE_MEANINGS = {
-    "R": "replicated",
-    "R*": "replicated, gradient summed once per step (data parallel)",
-    "S": "sharded along dim n, used in shards or gathered at each use (tensor parallel, ZeRO-3)",
-    "G": "sharded along dim n, gathered once per step (ZeRO-1/2)",
-}
+PART_STYLES = {"compute": "blue", "communication": "magenta", "optimizer": "green", "waiting": "dim"}
 PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
 
 
@@ -90,11 +90,9 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
 
 
 def _headline(plan: Plan) -> Text:
-    devices = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
-    where = f" on {plan.cluster_name}" if plan.cluster_name else ""
-    text = Text.assemble(("Alpa plan", "bold"), f"  {devices} device{'s' * (devices != 1)}{where}")
+    text = Text.assemble(("Alpa plan", "bold"), f"  {whereabouts(plan)}")
     if len(plan.stages) == 1:
-        text.append(f", mesh {_grid(plan.stages[0].logical_mesh)}")
+        text.append(f", mesh {mesh_text(plan.stages[0].logical_mesh)}")
         text.append(f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else "")
         text.append(recomputes(plan.stages[0]))
     else:
@@ -109,22 +107,12 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    parts = [
-        ("compute", p.compute_seconds, "blue"),
-        ("communication", p.communication_seconds, "magenta"),
-        ("optimizer", p.optimizer_seconds, "green"),
-        *((("waiting", wait, "dim"),) if (wait := waiting_seconds(plan)) else ()),
-    ]
+    parts = step_parts(plan)
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
-    if any(seconds for _, seconds, _ in parts):
-        line.append("  ")
-        line.append(_bar(parts))
-    table.add_row("step", line)
-    if any(seconds for _, seconds, _ in parts):
-        words = Text("  ").join(
-            Text.assemble(("■ ", style), f"{name} {format_seconds(seconds)}") for name, seconds, style in parts
-        )
-        table.add_row("", words)
+    table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
+    if parts:
+        words = [Text.assemble(("■ ", PART_STYLES[name]), f"{name} {format_seconds(s)}") for name, s in parts.items()]
+        table.add_row("", Text("  ").join(words))
     memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
     if memory_limit and math.isfinite(memory_limit):
         memory.append(f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
@@ -139,22 +127,21 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
 
 def _baselines(plan: Plan) -> Text:
     lines = []
-    for name, seconds in plan.baselines.items():
-        if seconds is None or not math.isfinite(seconds):
+    for name, seconds, ratio in beaten(plan):
+        if seconds is None:
             lines.append(Text.assemble(f"{name} ", ("does not fit", "red")))
-            continue
-        ratio = seconds / plan.predicted.step_seconds if plan.predicted.step_seconds > 0 else 1.0
-        lines.append(Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim")))
+        else:
+            lines.append(Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim")))
     return Text(", ").join(lines)
 
 
-def _bar(parts: list[tuple[str, float, str]]) -> Text:
-    total = sum(seconds for _, seconds, _ in parts)
+def _bar(parts: Mapping[str, float]) -> Text:
+    total = sum(parts.values())
     bar, done, drawn = Text(), 0.0, 0
-    for _, seconds, style in parts:
+    for name, seconds in parts.items():
         done += seconds
-        end = round(BAR_WIDTH * done / total)
-        bar.append("━" * (end - drawn), style=style)
+        end = round(BAR_WIDTH * done / total)  # of the sum so far: rounding each part would not fill the bar
+        bar.append("━" * (end - drawn), style=PART_STYLES[name])
         drawn = end
     return bar
 
@@ -176,7 +163,7 @@ def stage_overview(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for index, stage in enumerate(plan.stages):
         seconds = (stage.forward_seconds, stage.backward_seconds)
-        row = [str(index), short_layers(stage.layers), device_range(stage), " x ".join(map(str, stage.logical_mesh))]
+        row = [str(index), short_layers(stage.layers), device_range(stage), mesh_text(stage.logical_mesh)]
         row += [format_seconds(each) if each else "" for each in seconds]
         if remat:
             row.append("" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole")
@@ -193,7 +180,7 @@ def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     stage = max(stages, key=lambda each: each.predicted.peak_bytes)
     devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, " if len(stages) == 1 else "each "
     name = f"Stage{'s' * (len(stages) > 1)} {index_ranges(indices)}"
-    text = Text.assemble((name, "bold"), f"  {devices}mesh {_grid(stage.logical_mesh)}, ")
+    text = Text.assemble((name, "bold"), f"  {devices}mesh {mesh_text(stage.logical_mesh)}, ")
     most = "up to " if len(stages) > 1 else ""
     text.append(f"{format_seconds(stage.predicted.step_seconds)}, {most}{format_bytes(stage.predicted.peak_bytes)}")
     return text.append(recomputes(stage))
@@ -241,18 +228,11 @@ def _by_time(collective: Collective) -> tuple[float, str]:
 
 
 def _legend(plan: Plan) -> Table:
-    used = {mode.storage.value for stage in plan.stages for p in stage.parameter_plans.values() for mode in p.modes}
     table = Table.grid(padding=(0, 2))
-    for kind, meaning in MODE_MEANINGS.items():
-        if kind in used:
-            table.add_row(
-                Text(kind + ("n" if kind in "SG" else ""), style=MODE_STYLES[kind]), Text(meaning, style="dim")
-            )
+    for kind in used_modes(plan):
+        letter = kind + ("n" if kind in "SG" else "")
+        table.add_row(Text(letter, style=MODE_STYLES[kind]), Text(MODE_MEANINGS[kind], style="dim"))
     return table
-
-
-def _grid(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _ratio(ratio: float) -> str:
