@@ -115,7 +115,7 @@ def _train(arguments: argparse.Namespace) -> int:
     callbacks.append(StepLines(every=25 if lines else None))
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
-    return 130 if trainer.interrupted else 0
+    return 130 if trainer.interrupted else 0  # as a shell says it of Ctrl-C
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -147,6 +147,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     options = plan_options(recipe)
     progress = Progress()
+    # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
@@ -169,7 +170,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _rare_collections() -> Iterator[None]:
     """Garbage is looked for less often, and not in what is imported: a sixth of the time of planning."""
     thresholds = gc.get_threshold()
-    gc.freeze()
+    gc.freeze()  # what is imported is no garbage, and there is much of it
     gc.set_threshold(100_000)
     try:
         yield

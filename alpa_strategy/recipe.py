@@ -56,7 +56,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises OptionError for a missing file, a YAML mistake (with file and line), an unknown key (with the nearest known
     one) and a value of the wrong type.
     """
-    path = find_named(path, RECIPES) or Path(path)
+    path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
     content = read_yaml(path)
     known = (*SECTIONS, "seed")
     check_names(content, known, f"{path}: unknown key")
@@ -135,7 +135,7 @@ def build_callbacks(recipe: Recipe) -> list[Any]:
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
     """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
     arguments = {key: _instantiate_tree(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
-    if arguments.get("strategy") is None:
+    if arguments.get("strategy") is None:  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
         arguments["strategy"] = _call(_strategy_class(), dict(recipe.strategy), f"{recipe.path}: strategy")
     return _call(_trainer_class(), arguments, f"{recipe.path}: trainer")
 
@@ -174,6 +174,7 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
     key = name if loaded is None else f"{name}@{file.parent}"
     if key in sys.modules:
         return sys.modules[key]
+    # At the end, so that a recipe's neighbour called `random.py` hides nothing. Loader workers import by name.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(key, file)
@@ -187,7 +188,7 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
         del sys.modules[key]
         raise OptionError(f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file") from None
     except BaseException:
-        del sys.modules[key]
+        del sys.modules[key]  # a second attempt shall see the error again, not half a module
         raise
     return module
 
@@ -258,7 +259,7 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether a YAML value may be meant for a hint; anything but plain numbers, strings and their unions passes."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in typing.get_args(hint))
-    if hint is float:
+    if hint is float:  # YAML reads `1` as a whole number where 1.0 is meant; `true` is neither
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -272,6 +273,7 @@ def _check_strategy(recipe: Recipe) -> None:
 
     from alpa_strategy.options import PlanOptions
 
+    # The strategy class imports Lightning: asked only where an option is none of planning's.
     known = [f.name for f in fields(PlanOptions)]
     if not set(recipe.strategy) <= set(known):
         parameters = inspect.signature(_strategy_class()).parameters

@@ -27,7 +27,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
-WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168
+WIDTH, MARGIN, ROW, CHIP, GRID = 960, 32, 24, 52, 168  # pixels; a chip shows a mode on one axis, a grid the devices
 INK, SOFT, LINE, CARD = "#1f2933", "#6b7785", "#e1e6eb", "#ffffff"
 MODE_COLOURS = {"R": "#c9d1d9", "R*": "#7fb4d6", "S": "#c79bd1", "G": "#8fc7a4"}
 TIME_COLOURS = {"compute": "#5b8db8", "communication": "#b57fc0", "optimizer": "#74b38c", "waiting": "#d5dbe1"}
@@ -37,7 +37,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 def plan_svg(plan: Plan) -> str:
     """The picture as SVG text."""
     body: list[str] = []
-    y = _header(body, plan, 44)
+    y = _header(body, plan, 44)  # `y` is always where the next thing may begin
     for index, stage in enumerate(plan.stages):
         if index:
             body.append(f'<path d="M{WIDTH / 2} {y - 14} v10 m-4 -4 l4 4 l4 -4" stroke="{SOFT}" fill="none"/>')
@@ -112,7 +112,7 @@ def _time_bar(body: list[str], plan: Plan, y: float) -> float:
         label = f"{name} {format_seconds(seconds)}"
         body.append(f'<rect x="{label_x:.1f}" y="{y + 20}" width="9" height="9" rx="2" fill="{TIME_COLOURS[name]}"/>')
         body.append(_text(label_x + 15, y + 29, label, f'font-size="12" fill="{SOFT}"'))
-        x, label_x = x + width, label_x + 36 + 6.6 * len(label)
+        x, label_x = x + width, label_x + 36 + 6.6 * len(label)  # no font metrics here: a mean width
     return y + 46
 
 
@@ -130,7 +130,7 @@ def _baselines(body: list[str], plan: Plan, y: float) -> float:
 def _stage(body: list[str], plan: Plan, index: int, stage: StagePlan, y: float) -> float:
     groups = merge_groups(parameter_groups(stage.parameter_plans))
     rows, columns = stage.logical_mesh if len(stage.logical_mesh) == 2 else (1, math.prod(stage.logical_mesh))
-    cell = min(36.0, GRID / max(rows, columns))
+    cell = min(36.0, GRID / max(rows, columns))  # of one device: 64 of them still fit
     height = 64 + max(ROW * len(groups), cell * rows + 40)
     body.append(
         f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{height:.0f}" rx="8" fill="{CARD}" '
@@ -161,7 +161,7 @@ def _grid(body: list[str], stage: StagePlan, x: float, y: float, cell: float, ro
             f'<rect x="{cx:.1f}" y="{cy:.1f}" width="{size:.1f}" height="{size:.1f}" rx="{cell / 9:.1f}" '
             'fill="#dbe7f1"/>'
         )
-        if cell >= 14:
+        if cell >= 14:  # smaller squares have no room for a number
             extra = f'font-size="{cell * 0.36:.1f}" fill="{SOFT}" text-anchor="middle"'
             body.append(_text(cx + size / 2, cy + size / 2 + cell * 0.13, str(stage.first_device + device), extra))
     facts = [mesh_text(stage.logical_mesh), format_bytes(stage.predicted.peak_bytes)]
@@ -170,7 +170,7 @@ def _grid(body: list[str], stage: StagePlan, x: float, y: float, cell: float, ro
 
 def _group(body: list[str], group: ParameterGroup, left: float, chips: float, y: float) -> None:
     count = f"  x{len(group.names)}" if len(group.names) > 1 else ""
-    room = int((chips - left - 16) / 7.4)
+    room = int((chips - left - 16) / 7.4)  # letters of the monospaced font at 12 px
     name = group.pattern + count
     name = name if len(name) <= room else name[: room - 1] + "…"
     body.append(_text(left, y + 15, name, 'font-size="12" font-family="ui-monospace, \'DejaVu Sans Mono\', monospace"'))
@@ -259,7 +259,7 @@ def ops_strip_svg(plan: Plan, x: float, y: float, width: float) -> tuple[list[st
 def _strip(body: list[str], ops: list[tuple[str, tuple[str, ...]]], x: float, top: float, width: float) -> float:
     """One stage's boxes, wrapped to `width`; returns where they end."""
     box = max(MIN_BOX, min(MAX_BOX, width / max(1, len(ops))))
-    a_row = max(1, int(width / box))
+    a_row = max(1, int(width / box))  # boxes; deep models go on in the next row
     for position, (name, kinds) in enumerate(ops):
         left, row_top = x + (position % a_row) * box, top + (position // a_row) * (BOX_HEIGHT + 4)
         part = BOX_HEIGHT / len(kinds)

@@ -41,6 +41,7 @@ def parameter_groups(
     members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...]], list[str]] = {}
     for name, plan in plans.items():
         shape = shapes.get(name) if shapes else None
+        # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
         members.setdefault((collapse_indices(name), shape, plan.module_modes), []).append(name)
     patterns = [pattern for pattern, _, _ in members]
     return tuple(
@@ -80,6 +81,7 @@ def merge_groups(groups: tuple[ParameterGroup, ...]) -> tuple[ParameterGroup, ..
 def _with_ranges(names: list[str]) -> str:
     indices = [int(part) for name in names for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]]
     parts = collapse_indices(names[0]).split(".")
+    # Only the first index is spelled out: blocks.{0-2}.experts.*
     parts[parts.index("*")] = f"{{{index_ranges(indices)}}}"
     return ".".join(parts)
 

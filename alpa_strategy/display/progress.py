@@ -23,6 +23,7 @@ class Progress:
     """
 
     def __init__(self, enabled: bool | None = None, console: Console | None = None) -> None:
+        # Planning may run before any process group: the launcher's variables are all there is.
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         self.enabled = rank == "0" if enabled is None else enabled
         self.console = console or Console(stderr=True)
@@ -59,4 +60,4 @@ class Progress:
 def peak_rss_bytes() -> int:
     """The most memory that this process has held so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS

@@ -151,7 +151,7 @@ def stage_overview(plan: Plan) -> Table:
 
     `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which its devices wait.
     """
-    clock = plan_timeline(plan)
+    clock = plan_timeline(plan)  # with all micro-batches: a few would overstate the ends
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage", no_wrap=True)
     table.add_column("layers", overflow="fold", min_width=15)
@@ -177,7 +177,7 @@ def stage_overview(plan: Plan) -> Table:
 
 def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     """The heading of what one stage, or several equal ones, hold and send."""
-    stage = max(stages, key=lambda each: each.predicted.peak_bytes)
+    stage = max(stages, key=lambda each: each.predicted.peak_bytes)  # equal in what they hold, not in what is in flight
     devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, " if len(stages) == 1 else "each "
     name = f"Stage{'s' * (len(stages) > 1)} {index_ranges(indices)}"
     text = Text.assemble((name, "bold"), f"  {devices}mesh {mesh_text(stage.logical_mesh)}, ")

@@ -19,7 +19,7 @@ SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGH
 COLOURS = {"F": "#7fa8d1", "B": "#8fc7a4", "I": "#8fc7a4", "W": "#e3c878"}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
 SHADES = (1.0, 0.72, 0.5, 0.35)  # of the first, second, ... stage of a mesh
-ROW, GAP, LABEL = 22, 4, 92
+ROW, GAP, LABEL = 22, 4, 92  # pixels
 MAX_WIDTH = 120  # of the lines in a terminal
 
 
@@ -133,7 +133,7 @@ def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | 
     cells: list[TimedAction | None] = []
     at = 0
     for column in range(room):
-        moment = (column + 0.5) * drawn.seconds / room
+        moment = (column + 0.5) * drawn.seconds / room  # the middle: ends of neighbours meet at the edges
         while at < len(own) and own[at].end <= moment:
             at += 1
         cells.append(own[at] if at < len(own) and own[at].start <= moment else None)
