@@ -25,18 +25,19 @@ from typing_extensions import override
 from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.async_loss import as_in_training_step, values_may_come_late
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.job import Job, voice
 from alpa_strategy.lightning.parallel_job import ParallelJob
-from alpa_strategy.lightning.session import ModuleLife
+from alpa_strategy.lightning.session import Session
 from alpa_strategy.options import BUCKET_BYTES, Limits, NamedCosts, PlanOptions
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.lightning.run import Run
+    from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class AlpaStrategy(ParallelJob):
@@ -126,31 +127,35 @@ class AlpaStrategy(ParallelJob):
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._life = ModuleLife(self._job, self._checkpoints)
+        self._session = Session(self._job, self._checkpoints)
 
     @property
     def plan(self) -> Plan | None:
         """What was planned for the last training (or evaluation without one)."""
-        return self._life.plan
+        return self._session.plan
 
     @property
     def process_bytes(self) -> int:
         """Host memory of this process beside `plan.predicted.peak_bytes`: resident are both. 0 on GPUs."""
-        return self._life.process_bytes
+        return self._session.process_bytes
 
     @property
-    def run(self) -> Any:
-        """The Run whose shards the module holds, or None while it is whole."""
-        return self._life.run
+    def run(self) -> Run | None:
+        """What runs the module's steps while its parameters lie in shards, None while they are whole."""
+        return self._session.run
 
     @property
-    def store(self) -> Any:
-        """The ParameterStore of `run`, or None."""
+    def store(self) -> ParameterStore | None:
+        """The parameters of `run`."""
         return None if self.run is None else self.run.store
 
-    def _job(self) -> Job:
+    @property
+    def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        return self.lightning_module
+
+    def _job(self) -> Job:
+        trainer = self._module.trainer
         folder = Path(trainer.default_root_dir) / ".alpa"
         shows = self._verbose and self.global_rank == 0
         progress, say = voice(shows)
@@ -176,15 +181,15 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._checkpoints.begin(self.lightning_module.trainer, self.run)
+        self._checkpoints.begin(self._module.trainer, self.run)
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Around `configure_model` and in `trainer.init_module()`: what is built here is made in shards, later."""
         if self.num_nodes * self.num_processes > 1:
-            self._life.deferred_init.begin(self.root_device)
-        with super().tensor_init_context(empty_init), self._life.deferred_init.recording():
+            self._session.deferred_init.begin(self.root_device)
+        with super().tensor_init_context(empty_init), self._session.deferred_init.recording():
             yield
 
     # The module is set up, whole or not made yet
@@ -192,29 +197,28 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        deferred_init = self._life.deferred_init
+        deferred_init = self._session.deferred_init
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_precision(self.precision_plugin)
         if fitting or self.world_size > 1:
-            checks.check_shapes(self.lightning_module)
+            checks.check_shapes(self._module)
         if fitting:
             checks.check_callbacks(trainer)
-            checks.check_module(trainer, self.lightning_module)
+            checks.check_module(trainer, self._module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
-        if is_on_meta(self.lightning_module):
+        if is_on_meta(self._module):
             deferred_init.begin(self.root_device)
         with deferred_init.recording():
-            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model = self.precision_plugin.convert_module(self._module)
         to_load = self._checkpoints.parameters_to_load
-        deferred_init.settle(trainer, self.lightning_module, to_load, self._life.fits_one_device)
+        deferred_init.settle(trainer, self._module, to_load, self._session.fits_one_device)
         self.model_to_device()
         if self.run is None:
-            broadcast_states(self.lightning_module)
+            broadcast_states(self._module)
         elif fitting:
-            raise_still_sharded(self.lightning_module)
+            raise_still_sharded(self._module)
         with deferred_init.recording():
             if fitting:
                 self.setup_optimizers(trainer)
@@ -233,31 +237,25 @@ class AlpaStrategy(ParallelJob):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The first batch brings the plan: it is the loader's own, so none is lost and no random state is touched."""
-        assert self.lightning_module is not None
-        self._life.before_training_batch(self.lightning_module, self.optimizers, batch, batch_idx)
+        self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
-        assert self.lightning_module is not None
-        late = values_may_come_late(self.lightning_module.trainer, self.lightning_module)
-        return self.run.training_step(batch, batch_idx, late)
+        return self._session.training_step(batch, batch_idx)
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Micro-batches of an accumulated step: gradients stay local until the last one."""
-        return self._life.accumulating()
+        return self._session.accumulating()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
-        assert self.lightning_module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.run.finish_backward()
-        with as_in_training_step(self.lightning_module):
-            self.run.finish_step()
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+        self._session.after_backward()
+        return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
     def optimizer_step(
@@ -268,51 +266,51 @@ class AlpaStrategy(ParallelJob):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._life.after_optimizer_step()
+        self._session.after_optimizer_step()
         return result
 
     # Evaluation: captured steps on the parameters as they lie (alpa_strategy.lightning.evaluation)
 
     @override
     def on_validation_start(self) -> None:
-        self._life.start_evaluation(self.lightning_module, "validation")
+        self._session.start_evaluation(self._module, "validation")
 
     @override
     def on_test_start(self) -> None:
-        self._life.start_evaluation(self.lightning_module, "test")
+        self._session.start_evaluation(self._module, "test")
 
     @override
     def on_predict_start(self) -> None:
-        self._life.start_evaluation(self.lightning_module, "predict")
+        self._session.start_evaluation(self._module, "predict")
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._life.evaluate(self.lightning_module, "validation_step", super().validation_step, args, kwargs)
+        return self._session.evaluate(self._module, "validation_step", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._life.evaluate(self.lightning_module, "test_step", super().test_step, args, kwargs)
+        return self._session.evaluate(self._module, "test_step", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._life.evaluate(self.lightning_module, "predict_step", super().predict_step, args, kwargs)
+        return self._session.evaluate(self._module, "predict_step", super().predict_step, args, kwargs)
 
     @override
     def on_validation_end(self) -> None:
-        self._life.end_evaluation()
+        self._session.end_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self._life.end_evaluation()
+        self._session.end_evaluation()
 
     @override
     def on_predict_end(self) -> None:
-        self._life.end_evaluation()
+        self._session.end_evaluation()
 
     @override
     def on_train_end(self) -> None:
         """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
-        self._life.end_training()
+        self._session.end_training()
 
     # Checkpoints
 
@@ -322,14 +320,14 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._life.deferred_init.is_pending:
-            return self._life.deferred_init.whole_values(super().lightning_module_state_dict())
-        with self._life.as_training_holds_it():
+        if self._session.deferred_init.is_pending:
+            return self._session.deferred_init.whole_values(super().lightning_module_state_dict())
+        with self._session.as_training_holds_it():
             return self._checkpoints.module_state(self)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self._life.as_training_holds_it():
+        with self._session.as_training_holds_it():
             return self._checkpoints.optimizer_state(self, optimizer)
 
     @override
@@ -347,10 +345,9 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if is_on_meta(self.lightning_module):
-            self._life.deferred_init.begin(self.root_device)
-            self._life.deferred_init.before_loading(self.lightning_module, checkpoint["state_dict"])
-        self._checkpoints.load_model(self.lightning_module, checkpoint["state_dict"], strict)
+        if is_on_meta(self._module):
+            self._session.deferred_init.begin(self.root_device).before_loading(self._module, checkpoint["state_dict"])
+        self._checkpoints.load_model(self._module, checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -359,12 +356,12 @@ class AlpaStrategy(ParallelJob):
 
     def whole_parameters(self) -> Any:
         """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
-        return self._life.whole_parameters()
+        return self._session.whole_parameters()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its whole parameters now."""
-        return self._life.is_whole
+        return self._session.is_whole
 
     # Values between ranks
 
@@ -387,10 +384,10 @@ class AlpaStrategy(ParallelJob):
     def teardown(self) -> None:
         """Called after exceptions too: no collectives here."""
         self.stop_watching()
-        self._life.close(self.interrupted)
+        self._session.close(self.interrupted)
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
-        with self._life.deferred_init.recording():
+        with self._session.deferred_init.recording():
             super().teardown()
 
 

@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.runtime.optimizer_state import Described, StateValue, described_states, gather_state, numbers_of
+from alpa_strategy.runtime.optimizer_state import (
+    numbers_of,
+    state_dict_with,
+)
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -33,14 +36,15 @@ class Sharing:
 
     def shards(self, parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
         """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
-        name = None if self.store is None else self.store.name_of(parameter)
+        store = self.store
         replica: tuple[int, int] | None  # which of how many equal copies this rank holds; None: no part of it
-        if self.store is None or name is None:
+        name = None if store is None else store.name_of(parameter)
+        if store is None or name is None:
             shape, replica = tensor.shape, (dist.get_rank() if world_size() > 1 else 0, world_size())
             boxes = [((0,) * tensor.dim(), tensor)]
         else:
-            shape, replica = self.store.whole_shape(name), self.store.replica(name)
-            boxes = self.store.chunks(name, tensor) if replica is not None else []
+            shape, replica = store.whole_shape(name), store.replica(name)
+            boxes = [] if replica is None else store.chunks(name, tensor)
         if replica is None or not self._is_mine(*replica, shape.numel() * tensor.element_size()):
             boxes = []
         return LocalShards(shape, tensor.dtype, [Chunk(offsets, view.detach()) for offsets, view in boxes])
@@ -60,66 +64,25 @@ def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
 
 @contextmanager
 def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]:
-    places: list[tuple[dict[str, Any], str]] = [
-        (m._parameters, key) for m in module.modules() for key, p in m._parameters.items() if p is not None
+    places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items() if p is not None
     ]
-    own: list[nn.Parameter] = [parameters[key] for parameters, key in places]
     shards: dict[nn.Parameter, LocalShards] = {}
-    for parameter in own:
-        if parameter not in shards:
+    for _, _, parameter in places:
+        if parameter not in shards:  # tied ones are written once
             shards[parameter] = sharing.shards(parameter, parameter.detach())
     try:
-        for (parameters, key), parameter in zip(places, own, strict=True):
+        for parameters, key, parameter in places:
             parameters[key] = shards[parameter]
         yield
     finally:
-        for (parameters, key), parameter in zip(places, own, strict=True):
+        for parameters, key, parameter in places:
             parameters[key] = parameter
 
 
 def optimizer_state(optimizer: Optimizer, sharing: Sharing) -> dict[str, Any]:
-    """`optimizer.state_dict()` with `LocalShards` in the place of tensors that lie as their parameters do.
-
-    Collective where the module has stages: they tell each other which state there is.
-    """
-    result = optimizer.state_dict()
-    described = {} if sharing.store is None else dict(described_states(optimizer, sharing.store))
-    state = {}
-    for parameter, number in numbers_of(optimizer, result).items():
-        if parameter in described:
-            state[number] = _described_in_shards(optimizer, parameter, described[parameter], sharing)
-        elif number in result["state"]:  # no stage uses the parameter: every rank has it whole
-            state[number] = _in_shards(parameter, result["state"][number], sharing)
-    return {**result, "state": state}
-
-
-def _described_in_shards(
-    optimizer: Optimizer, parameter: nn.Parameter, described: Described, sharing: Sharing
-) -> dict[str, Any]:
-    store, own = sharing.store, optimizer.state.get(parameter, {})
-    name = None if store is None else store.name_of(parameter)
-    assert store is not None  # else no state is described
-    assert name is not None
-    shape = store.whole_shape(name)
-    state: dict[str, Any] = {}
-    for key, what in described.items():
-        if isinstance(what, StateValue):
-            state[key] = own.get(key, what.value)
-        elif what.shape == shape:
-            state[key] = sharing.shards(parameter, own.get(key, torch.empty(0, dtype=what.dtype)))
-        else:  # rows and columns of a factored moment
-            state[key] = gather_state(optimizer, store, parameter, key, what)
-    return state
-
-
-def _in_shards(parameter: nn.Parameter, state: Mapping[str, Any], sharing: Sharing) -> dict[str, Any]:
-    return {
-        key: sharing.shards(parameter, value) if _lies_as(value, parameter) else value for key, value in state.items()
-    }
-
-
-def _lies_as(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+    """`optimizer.state_dict()` with `LocalShards` for tensors that lie as their parameters do. Collective."""
+    return state_dict_with(optimizer, sharing.store, sharing.shards)
 
 
 def restore_groups(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The backward need not wait for the sum of the loss over the devices: where nobody reads it before, it comes late.
+"""The backward need not wait for the sum of the loss over the devices, where nobody reads it before.
 
 Without this all ranks would wait for the slowest in the middle of every step, which DDP (whose loss is each rank's
 own) does not.
@@ -20,7 +20,7 @@ from alpa_strategy.lightning.checks import any_overridden
 _SEE_THE_LOSS = ("on_before_backward", "backward", "on_before_zero_grad", "optimizer_zero_grad")
 
 
-class LateResult(ClosureResult):
+class AsyncResult(ClosureResult):
     """Lightning's record of a step, which copies the loss when it is asked for it, not when the step returns."""
 
     @property
@@ -33,17 +33,18 @@ class LateResult(ClosureResult):
 
     @classmethod
     @override
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> LateResult:
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> AsyncResult:
         result = super().from_training_step_output(training_step_output, normalize)
+        assert isinstance(result, AsyncResult)
         output = training_step_output
         result.closure_loss = output["loss"] if isinstance(output, Mapping) else output  # not a quotient of it
         return result
 
 
-def values_may_come_late(trainer: Any, module: Any) -> bool:
+def allows_async_loss(trainer: Any, module: Any) -> bool:
     """Whether nobody reads the step's values before its backward is done; the Trainer itself is told not to."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    if loop.output_result_cls not in (ClosureResult, LateResult):  # somebody else's
+    if loop.output_result_cls not in (ClosureResult, AsyncResult):  # somebody else's
         return False
     may = (
         trainer.accumulate_grad_batches == 1
@@ -52,7 +53,7 @@ def values_may_come_late(trainer: Any, module: Any) -> bool:
         and not torch.is_anomaly_enabled()
         and not any_overridden(trainer, module, _SEE_THE_LOSS)
     )
-    loop.output_result_cls = LateResult if may else ClosureResult
+    loop.output_result_cls = AsyncResult if may else ClosureResult
     return may
 
 

@@ -34,16 +34,11 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
-from alpa_strategy.planner.replan import replan, replan_fingerprint
+from alpa_strategy.planner.replan import Pins, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
-from alpa_strategy.runtime.host_memory import Freed
 from alpa_strategy.sharding import localize, op_strategies
 
-Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
-
-TIGHT = 0.5  # of the memory limit: above it memory counts more than the time that returning it takes
-LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
@@ -144,7 +139,7 @@ def _summary(step: StepGraph, batch: Any) -> tuple[str, str, str, str]:
     shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors)
     content = hashlib.sha256()
     for leaf in tensors if step.batch_scope == "global" else ():
-        content.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return shapes, step.parameter_digest, step.graph_digest, content.hexdigest()[:8]
 
 
@@ -317,18 +312,6 @@ def _check_divisible(step: StepGraph, job: Job) -> None:
             f"the global batch of {step.batch_size} rows is not divisible by the job's {num_devices} devices",
             f'use a batch size that is a multiple of {num_devices}, or parallel="tensor", which keeps it whole',
         )
-
-
-def freed_memory(prepared: Prepared, job: Job) -> Freed:
-    """What should become of freed host memory: it is given back where the plan is tight, or large and such that blocks
-    of many sizes come and go."""
-    plan = prepared.plan
-    if plan.predicted.peak_bytes > TIGHT * job.options.usable_bytes(prepared.cluster.device.memory_bytes):
-        return Freed.GIVEN_BACK
-    is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
-    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole):
-        return Freed.KEPT
-    return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
 
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import RankZero
+from alpa_strategy.comm.collectives import RankZero, agree_on_seed
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.async_loss import allows_async_loss, as_in_training_step
 from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks, shapes_only
@@ -28,12 +29,12 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.memory_headroom import Room
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.planning import (
-    Pins,
     Prepared,
     Running,
     capture,
     check_optimizer,
     find_or_make_plan,
+    prepare,
     running_pins,
 )
 from alpa_strategy.lightning.programs import Program, Programs
@@ -47,15 +48,44 @@ from alpa_strategy.lightning.step_effects import (
 )
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
+from alpa_strategy.planner.early_step import TrainerSettings
+from alpa_strategy.planner.optimizer_info import optimizer_info_in
+from alpa_strategy.planner.replan import Pins
 from alpa_strategy.planner.task import is_for
+from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.evaluation_parameters import evaluation_pins
+from alpa_strategy.runtime.host_memory import tuned_for
 from alpa_strategy.runtime.optimizer_state import unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
 
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept
 MAX_PROGRAMS = 16  # of one batch shape
+Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
+
+
+def start_training(
+    module: Any,
+    optimizers: Sequence[Optimizer],
+    batch: Any,
+    batch_idx: int,
+    job: Job,
+    sharding: Sharding,
+    resumed: Mapping[str, Any] | None,
+) -> Run:
+    """The module in shards, under a plan for its step on the first batch. Collective.
+
+    Args:
+        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
+        resumed: as for `prepare`.
+    """
+    seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
+    info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
+    prepared = prepare(module, batch, batch_idx, job, info, rank_zero, resumed)
+    limit = job.options.usable_bytes(prepared.cluster.device.memory_bytes)
+    with tuned_for(prepared.plan, limit, job.device), sharding(module) as whole:
+        return Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
 
 
 @dataclass(frozen=True)
@@ -127,36 +157,39 @@ class Run:
 
     # A training step
 
-    def training_step(self, batch: Any, batch_idx: int, values_come_late: bool = False) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows.
 
-        Args:
-            values_come_late: sums over the devices may still run when this returns, and nothing is logged yet:
-                `finish_step` waits and logs, when the backward is done.
+        Where nobody reads the loss before the backward is done, sums over the devices may still run when this returns,
+        and nothing is logged yet: `finish_backward` waits and logs.
         """
         self._measure()
+        is_async = allows_async_loss(self.module.trainer, self.module)
         program = self._program(batch, batch_idx)
         if program.lowered.makes_gradients:
             self._clear_gradients(batch_idx)
-        pending: list[Pending] | None = [] if values_come_late else None
+        pending: list[Pending] | None = [] if is_async else None
         counters = step_counters(self.module.trainer, batch_idx)
         values = program.lowered(batch, counters, pending)
         self._placed.random.num_steps += 1
-        self._unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
-        if not values_come_late:
-            self.finish_step()
+        unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
+        if is_async:
+            self._unfinished = unfinished
+        else:
+            self._finish_step(unfinished)
         return output_of(program.step, values, batch, counters)
 
     def finish_backward(self) -> None:
-        """After the Trainer's backward: complete gradients. Collective."""
+        """After the Trainer's backward: complete gradients, and what the step logs if that had to wait. Collective."""
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
             self.store.finish_backward()
-
-    def finish_step(self) -> None:
-        """What the step does besides computing: checks, buffers, metrics and logs. Nothing where it is done."""
-        if self._unfinished is None:
-            return
         done, self._unfinished = self._unfinished, None
+        if done is not None:
+            with as_in_training_step(self.module):
+                self._finish_step(done)
+
+    def _finish_step(self, done: _Unfinished) -> None:
+        """What the step does besides computing: checks, buffers, metrics and logs."""
         for pending in done.pending:
             pending.wait()
         verify(done.step, done.values)
@@ -176,10 +209,6 @@ class Run:
             yield
         finally:
             self.store.sync(True)
-
-    def after_optimizer_step(self) -> None:
-        """Parameters have new values."""
-        self.store.after_optimizer_step()
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
@@ -262,8 +291,10 @@ class Run:
 
     # Whole values, checkpoints, the end
 
-    def see_whole_parameters(self, trainer: Any) -> None:
-        """Let the hooks of users and callbacks that look at parameters or gradients see whole ones."""
+    def adapt_trainer(self, trainer: Any) -> None:
+        """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
+        plugin clip by the norm of all shards."""
+        use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
         if self.store.sharded_parameters:
             self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.room.for_whole)
 

@@ -1,4 +1,4 @@
-"""ModuleLife: the forms that a module takes under one strategy, and what brings each about.
+"""Session: the forms that a module takes under one strategy, and what brings each about.
 
 It is whole, or built without memory, until the first training batch brings the plan; then its parameters lie in shards
 until the training ends, and beyond that where it does not fit whole. A model that does not fit into one device is
@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
+from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from alpa_strategy.lightning.run import Run
 
 
-class ModuleLife:
+class Session:
     """One per strategy. Everything that changes the module's form is collective.
 
     Args:
@@ -79,32 +79,17 @@ class ModuleLife:
         self.run.load_state_dict(random_streams)
 
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
-        from alpa_strategy.lightning.planning import freed_memory, prepare
-        from alpa_strategy.lightning.precision import use_whole_norms
-        from alpa_strategy.lightning.run import Run
-        from alpa_strategy.planner.early_step import TrainerSettings
-        from alpa_strategy.planner.optimizer_info import optimizer_info_in
-        from alpa_strategy.runtime.host_memory import process_bytes, set_freed, trim
+        # Planning and the runtime are loaded with the first batch, not with the import of the package.
+        from alpa_strategy.lightning.run import start_training
+        from alpa_strategy.runtime.host_memory import process_bytes
 
-        seed, job = agree_on_seed(), self._make_job()
-        rank_zero = RankZero(job.limits.plan_timeout_seconds)
-        info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
-        is_on_host = job.device.type == "cpu"
+        job, resumed = self._make_job(), self._checkpoints.running_plan
         with _own_randomness(job):
-            prepared = prepare(module, batch, batch_idx, job, info, rank_zero, self._checkpoints.running_plan)
-            if is_on_host:
-                set_freed(freed_memory(prepared, job))
-            with self.deferred_init.sharding(module) as whole:
-                run = Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
-        if is_on_host:
-            trim()  # what the whole module and planning took
-        elif job.device.type == "cuda":
-            torch.cuda.empty_cache()  # the same: blocks of other sizes than training wants
+            run = start_training(module, optimizers, batch, batch_idx, job, self.deferred_init.sharding, resumed)
         self._begin(run, job)
         self._checkpoints.restore(run, optimizers[0])
-        run.see_whole_parameters(module.trainer)
-        use_whole_norms(module.trainer.precision_plugin, run)
-        self.process_bytes = process_bytes(module, optimizers[0]) if is_on_host else 0
+        run.adapt_trainer(module.trainer)
+        self.process_bytes = process_bytes(module, optimizers[0], job.device)
         _show_plan(run, job, self.process_bytes)
 
     def _begin(self, run: Run, job: Job) -> None:
@@ -112,6 +97,16 @@ class ModuleLife:
 
         self.run, self.plan = run, run.plan
         self.evaluation = Evaluation(run, job)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the module's own step returns, its loss differentiable."""
+        assert self.run is not None
+        return self.run.training_step(batch, batch_idx)
+
+    def after_backward(self) -> None:
+        """The Trainer's backward is done: gradients become complete, unless more are added to them."""
+        assert self.run is not None
+        self.run.finish_backward()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -124,7 +119,7 @@ class ModuleLife:
     def after_optimizer_step(self) -> None:
         """Parameters have new values."""
         assert self.run is not None
-        self.run.after_optimizer_step()
+        self.run.store.after_optimizer_step()
         self._is_accumulating = False
 
     def end_training(self) -> None:

@@ -95,17 +95,17 @@ def replay_records(
         with torch.no_grad():
             args = fill(record.args, values, counters=counters)
             metric_values[record.metric] = getattr(metric, record.method)(*args, **kwargs)
-    for record in step.logs:
-        value = record.value
+    for log in step.logs:
+        value = log.value
         if isinstance(value, MetricRef):
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
-        kwargs = {key: fill(item, values, counters=counters) for key, item in record.kwargs}
+        kwargs = {key: fill(item, values, counters=counters) for key, item in log.kwargs}
         value = fill(value, values, counters=counters)
         if is_training:
             kwargs["sync_dist"] = False
         elif step.batch_scope == "rank" and (kwargs.get("sync_dist") or kwargs.get("on_epoch") is not False):
             value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
-        module.log(record.name, value, **kwargs)
+        module.log(log.name, value, **kwargs)
 
 
 def _shared_out(value: Any, reduce_fx: Any) -> Any:

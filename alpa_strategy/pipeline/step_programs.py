@@ -113,7 +113,7 @@ class PlacedPlan:
         backend: str,
         bucket_bytes: int,
     ) -> None:
-        self._module, self._plan, self._loss_scale, self._bucket_bytes = module, plan, loss_scale, bucket_bytes
+        self._module, self._plan, self._bucket_bytes = module, plan, bucket_bytes
         self.random = JobRandom(seed)
         self._programs: list[StepProgram] = []
         stages = plan.stages
@@ -126,6 +126,7 @@ class PlacedPlan:
             held = {name for stage in stages for name in stage.parameter_plans}
             parameters = [given for given in parameters if not held.isdisjoint(given.names)]
         self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
+        self._here = _Here(module, self.store, self.random, loss_scale)
 
     def shard(self, optimizer: Optimizer, values: Callable[[Tensor], Tensor]) -> None:
         """Keep this rank's parts of the parameters and of the optimizer's state. `values`: the whole of each."""
@@ -142,7 +143,7 @@ class PlacedPlan:
 
     def whole_program(self, step: StepGraph) -> StepProgram:
         """What runs a training step that the stages cannot run."""
-        return self._kept(WholeStep(self._module, step, self.store, self.random, self._loss_scale))
+        return self._kept(WholeStep(self._here, step))
 
     def evaluation_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs an evaluation step under its plan, on the parameters as they lie."""
@@ -207,8 +208,7 @@ class PlacedPlan:
     ) -> StepProgram:
         held = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(self._module, micro, plan.stages, schedule, self._places, parameters, held)
-        program = PipelinedStep(self._module, step, micro, pipeline, self.store, self.random, self._loss_scale)
-        return self._kept(program)
+        return self._kept(PipelinedStep(self._here, step, micro, pipeline))
 
     def _kept(self, program: StepProgram) -> StepProgram:
         self._programs.append(program)
@@ -236,54 +236,50 @@ class DirectStep:
         """Nothing runs beside the main thread."""
 
 
-class _WholeWork:
-    """What every rank computes of the global batch, with whole parameters."""
+@dataclass(frozen=True)
+class _Here:
+    """What programs of a plan share that make gradients themselves.
 
-    def __init__(self, module: nn.Module, step: StepGraph, store: ParameterStore, random: JobRandom) -> None:
-        self._module, self._step, self._store, self._random = module, step, store, random
+    Attributes:
+        loss_scale: see `PlacedPlan`.
+    """
 
-    def _whole_leaf(self, name: str, requires_grad: bool) -> Tensor:
-        parameter = self._module.get_parameter(name)
-        whole = parameter.detach() if self._store.name_of(parameter) is None else self._store.gather(name)
+    module: nn.Module
+    store: ParameterStore
+    random: JobRandom
+    loss_scale: Callable[[], float]
+
+    def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
+        """All of a parameter, to differentiate by. Collective."""
+        parameter = self.module.get_parameter(name)
+        whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
         return whole.detach().requires_grad_(requires_grad)
 
 
-class PipelinedStep(_WholeWork):
+class PipelinedStep:
     """See the file's docstring. Without a schedule it only evaluates."""
 
     makes_gradients = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: StepGraph,
-        micro: MicroStep,
-        pipeline: Pipeline,
-        store: ParameterStore,
-        random: JobRandom,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        super().__init__(module, step, store, random)
-        self._micro, self._pipeline, self._loss_scale = micro, pipeline, loss_scale
+    def __init__(self, here: _Here, step: StepGraph, micro: MicroStep, pipeline: Pipeline) -> None:
+        self._here, self._step, self._micro, self._pipeline = here, step, micro, pipeline
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`; all values are there."""
         micro, pipeline = self._micro, self._pipeline
         is_training = pipeline.spec.schedule is not None
-        buffers = step_buffers(self._module, self._step, counters)
+        buffers = own = step_buffers(self._here.module, self._step, counters)
         if is_training:
             # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
             own = {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
-            pipeline.set_buffers(own)
-        else:
-            pipeline.set_buffers(buffers)
+        pipeline.set_buffers(own)
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}
         rows = batch_rows(micro.graph, batch)
         if not is_training:
             values |= pipeline.evaluate(rows, given)
             return values | self._part(micro.epilogue, buffers, batch, values)
-        scale = self._loss_scale()
+        scale = self._here.loss_scale()
         result = pipeline.step(rows, given, scale)
         values |= result.values
         values |= self._part(micro.epilogue, buffers, batch, values)
@@ -296,9 +292,9 @@ class PipelinedStep(_WholeWork):
         """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
         if part is None:
             return {}
-        parameters = {p.name: self._whole_leaf(p.name, False) for p in part.parameters}
+        parameters = {p.name: self._here.whole_leaf(p.name) for p in part.parameters}
         rows = _global_rows(part, batch)
-        with self._random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
+        with self._here.random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
             found = run_step(part, parameters, buffers, rows, values)
         return {value: found[value] for value in part.escaping}
 
@@ -307,35 +303,27 @@ class PipelinedStep(_WholeWork):
         self._pipeline.close()
 
 
-class WholeStep(_WholeWork):
+class WholeStep:
     """See the file's docstring. Each rank keeps its parts of the gradients."""
 
     makes_gradients = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: StepGraph,
-        store: ParameterStore,
-        random: JobRandom,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        super().__init__(module, step, store, random)
-        self._loss_scale = loss_scale
+    def __init__(self, here: _Here, step: StepGraph) -> None:
+        self._here, self._step = here, step
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """See `StepProgram`."""
-        step, store, scale = self._step, self._store, self._loss_scale()
-        buffers = step_buffers(self._module, step, counters)
-        whole = {p.name: self._whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
+        """See `StepProgram`; all values are there."""
+        step, store, scale = self._step, self._here.store, self._here.loss_scale()
+        buffers = step_buffers(self._here.module, step, counters)
+        whole = {p.name: self._here.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
         rows = _global_rows(step, batch)
-        with self._random.same_on_all_ranks(), torch.enable_grad():
+        with self._here.random.same_on_all_ranks(), torch.enable_grad():
             found = run_step(step, whole, buffers, rows)
             trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
             grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
-            parameter = self._module.get_parameter(name)
+            parameter = self._here.module.get_parameter(name)
             if gradient is None:
                 continue
             if store.name_of(parameter) is None:  # no stage uses it: it lies whole on every rank

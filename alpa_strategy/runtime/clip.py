@@ -1,34 +1,68 @@
 """Gradient clipping over shards: the norm is that of the whole gradient, every element counted once, and has the same
-bits on every device (so that all clip alike)."""
+bits on every device (so that all clip alike). A Trainer's precision plugin clips so, and agrees on overflow.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from alpa_strategy.comm.mesh import MeshComm, all_reduce_over
-
-
-class Gradients(Protocol):
-    """What the norm needs to know of a store (a `ParameterStore`)."""
-
-    mesh: MeshComm
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those with gradients to look at."""
-        ...
-
-    def counts_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this device's elements count in a sum over the mesh."""
-        ...
+from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.mesh import all_reduce_over
+from alpa_strategy.runtime.parameters import ParameterStore
 
 
-def grad_norm(store: Gradients, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], bool]) -> None:
+    """Let `plugin` clip by the norm of all shards of `store`, and agree on overflow when it scales.
+
+    Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on the object.
+
+    Args:
+        is_whole: whether gradients are whole at the moment, for a hook that sees them so.
+    """
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        parameters = plugin.main_params(optimizer)
+        if is_whole():
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        else:
+            clip_by_norm(store, float(clip_val), parameters=parameters)
+
+    plugin.clip_grad_by_norm = clip
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and world_size() > 1:
+        agree_on_overflow(scaler)
+
+
+def agree_on_overflow(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler skip a step when any rank's gradients overflow, so that all ranks keep one scale.
+
+    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none.
+    """
+    if "_unscale_grads_" in vars(scaler):  # done before: the plugin lives as long as its Trainer
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_agree(
+        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+        overflow = torch.stack([flag.to(found_inf.device) for flag in (found_inf, *found.values())]).amax()
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        return {overflow.device: overflow}
+
+    scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
+
+
+def grad_norm(
+    store: ParameterStore, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+) -> Tensor:
     """Norm of all gradients taken as one vector, a scalar. Collective over the mesh.
 
     Args:
@@ -51,7 +85,7 @@ def grad_norm(store: Gradients, norm_type: float = 2.0, parameters: Iterable[nn.
 
 
 def clip_by_norm(
-    store: Gradients,
+    store: ParameterStore,
     max_norm: float,
     norm_type: float = 2.0,
     parameters: Iterable[nn.Parameter] | None = None,
@@ -67,11 +101,6 @@ def clip_by_norm(
         if parameter.grad is not None:
             parameter.grad.detach().mul_(scale.to(parameter.grad))
     return norm
-
-
-def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-    """Clamp every element of the gradients to [-clip_value, clip_value], in place. No communication."""
-    nn.utils.clip_grad_value_(list(parameters), clip_value)
 
 
 def _accumulation_dtype(grad: Tensor) -> torch.dtype:

@@ -9,94 +9,58 @@ has no gradient in it keeps none, as on one device (optimizers pass it over), an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.comm.mesh import (
     AxisComm,
     MeshComm,
-    Pending,
     all_reduce_over,
 )
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
+from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 WHOLE_MESH = -1  # stands for all axes at once
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """One collective of a reduction: over `axis`, an all_reduce, or a reduce_scatter of `dim`."""
+class _Collective:
+    """One of a gradient's reduction: over `axis`, an all_reduce, or a reduce_scatter of `dim`."""
 
     axis: int
     dim: int | None = None
 
 
-@dataclass(frozen=True)
-class GradientEntry:
-    """One gradient to reduce.
-
-    Attributes:
-        name: the parameter's name.
-        reshard: storage -> use; its backward is the reduction to do.
-        shape, dtype, device: of the local gradient before the reduction.
-        holder: the tensor whose `.grad` is the local gradient (None where there is none).
-        put: stores the reduced gradient.
-        is_used_up: whether the optimizer has used this backward's gradient already.
-    """
-
-    name: str
-    reshard: Reshard
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    holder: Callable[[], Tensor | None]
-    put: Callable[[Tensor], None]
-    is_used_up: Callable[[], bool] = lambda: False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the local gradient."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def has_gradient(self) -> bool:
-        """Whether there is one now, or was and is used up."""
-        if self.is_used_up():
-            return True
-        holder = self.holder()
-        return holder is not None and holder.grad is not None
-
-    def take_or_zeros(self) -> Tensor:
-        """Remove and return the local gradient; zeros in the place of one that is not there."""
-        holder = self.holder()
-        if holder is None or holder.grad is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        grad, holder.grad = holder.grad, None
-        return grad
-
-
 class GradientReducer:
-    """Reduces the gradients of `entries` once per step. Every device of the mesh makes the same calls.
+    """Reduces gradients once per step. Every device of the mesh makes the same calls.
 
     Args:
         mesh: the mesh of the stage.
-        entries: all trainable parameters, in one order on all devices; those with nothing to reduce as well.
+        parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
+        is_used_up: whether the optimizer has used this backward's gradient of a parameter already.
     """
 
-    def __init__(self, mesh: MeshComm, entries: Sequence[GradientEntry], bucket_bytes: int) -> None:
-        self._mesh = mesh
-        self._entries = tuple(entries)
+    def __init__(
+        self,
+        mesh: MeshComm,
+        parameters: Sequence[ShardedParameter],
+        bucket_bytes: int,
+        is_used_up: Callable[[nn.Parameter], bool] = lambda _: False,
+    ) -> None:
+        self._mesh, self._is_used_up = mesh, is_used_up
+        self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
-        self._rest: list[GradientEntry] = []  # used, but not in a bucket
-        self._unused: list[GradientEntry] = []
+        self._rest: list[ShardedParameter] = []  # used, but not in a bucket
+        self._unused: list[ShardedParameter] = []
         self._only_somewhere: frozenset[str] = frozenset()  # gradients that some devices had and others not
         self.enabled = True
         self.reset()
@@ -107,7 +71,7 @@ class GradientReducer:
         self._num_started = 0
         self.held: frozenset[str] = frozenset()  # more is still added to these
         for bucket in self._buckets or ():
-            bucket.pending = None
+            bucket.running = None
 
     def mark_ready(self, name: str) -> None:
         """The local gradient of `name` is complete (called by a hook of the backward); may start collectives."""
@@ -123,7 +87,7 @@ class GradientReducer:
             return
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
-            if not all(entry.name in self._seen for entry in bucket.entries):
+            if not all(each.name in self._seen for each in bucket.parameters):
                 return
             bucket.start()
             self._num_started += 1
@@ -135,62 +99,68 @@ class GradientReducer:
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
-        new = [entry for entry in self._unused if entry.has_gradient()]
+        new = [each for each in self._unused if self._has_gradient(each)]
         if new:  # all devices run the same step: they all see this
-            self._unused = [entry for entry in self._unused if not entry.has_gradient()]
+            self._unused = [each for each in self._unused if each not in new]
             self._build(new)
         for bucket in self._buckets[self._num_started :]:  # gradients that no hook announced
             bucket.start()
-        for stage in range(max((len(bucket.stages) for bucket in self._buckets), default=0)):
-            for bucket in self._buckets:
-                bucket.advance(stage)
-        for entry in self._rest:
-            if entry.is_used_up() or not (entry.has_gradient() or entry.name in self._only_somewhere):
+        running = self._buckets
+        while running:  # all devices go through the buckets in the same order
+            running = [bucket for bucket in running if bucket.advance()]
+        for each in self._rest:
+            if self._is_used_up(each.parameter):
                 continue
-            entry.put(entry.reshard.gradients(entry.take_or_zeros()))
+            if each.has_gradient or each.name in self._only_somewhere:
+                each.put_gradient(each.to_use.gradients(each.take_gradient()))
         self.reset()
+
+    def _has_gradient(self, each: ShardedParameter) -> bool:
+        """Whether there is one now, or was and is used up."""
+        return each.has_gradient or self._is_used_up(each.parameter)
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and take the first device's order for all."""
         self._buckets = []
-        if not self._entries:  # a stage of frozen layers
+        if not self._parameters:  # a stage of frozen layers
             return
-        last = len(self._entries)
+        last = len(self._parameters)
         seen = {name: i for i, name in enumerate(self._seen)}
         used, order = [], []
-        for i, entry in enumerate(self._entries):
-            used.append(int(entry.has_gradient()))
-            order.append(seen.get(entry.name, last + i))
+        for i, each in enumerate(self._parameters):
+            used.append(int(self._has_gradient(each)))
+            order.append(seen.get(each.name, last + i))
         is_first = not any(self._mesh.coordinate)
         table = [used, [1 - here for here in used], order if is_first else [-1] * len(order)]
-        found = all_reduce_over(self._mesh, torch.tensor(table, device=self._entries[0].device), "max").tolist()
-        used, missing, order = found
-        both = zip(self._entries, used, missing, strict=True)
-        self._only_somewhere = frozenset(entry.name for entry, here, there in both if here and there)
+        device = self._parameters[0].parameter.device
+        used, missing, order = all_reduce_over(self._mesh, torch.tensor(table, device=device), "max").tolist()
+        both = zip(self._parameters, used, missing, strict=True)
+        self._only_somewhere = frozenset(each.name for each, here, there in both if here and there)
         in_order = sorted(range(last), key=order.__getitem__)
-        self._unused = [self._entries[i] for i in in_order if not used[i]]
-        self._build([self._entries[i] for i in in_order if used[i]])
+        self._unused = [self._parameters[i] for i in in_order if not used[i]]
+        self._build([self._parameters[i] for i in in_order if used[i]])
 
-    def _build(self, entries: Iterable[GradientEntry]) -> None:
+    def _build(self, parameters: Iterable[ShardedParameter]) -> None:
         """Add buckets, gradients of one kind together; order them by when their last gradient comes."""
-        entries = list(entries)
-        limit = bucket_limit(sum(entry.num_bytes for entry in entries), self._bucket_bytes)
+        parameters = list(parameters)
+        limit = bucket_limit(sum(each.used_bytes for each in parameters), self._bucket_bytes)
         closed: list[tuple[int, _Bucket]] = []
-        open_buckets: dict[tuple, list[tuple[int, GradientEntry]]] = {}
+        open_buckets: dict[tuple, list[tuple[int, ShardedParameter]]] = {}
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
-            bucket = _Bucket(self._mesh, [entry for _, entry in members], self._only_somewhere)
+            bucket = _Bucket(self._mesh, [each for _, each in members], self._only_somewhere)
             closed.append((members[-1][0], bucket))
 
-        for position, entry in enumerate(entries):
-            stages = bucket_stages(entry.reshard, len(self._mesh.shape), self._mesh.whole is not None)
-            if not stages:
-                self._rest.append(entry)
+        for position, each in enumerate(parameters):
+            collectives = collectives_of(each.to_use, self._mesh)
+            if not collectives:
+                self._rest.append(each)
                 continue
-            key = (entry.dtype, entry.device, tuple((stage.axis, stage.dim is None) for stage in stages))
-            open_buckets.setdefault(key, []).append((position, entry))
-            if sum(member.num_bytes for _, member in open_buckets[key]) >= limit:
+            kinds = tuple((collective.axis, collective.dim is None) for collective in collectives)
+            key = (each.parameter.dtype, each.parameter.device, kinds)
+            open_buckets.setdefault(key, []).append((position, each))
+            if sum(member.used_bytes for _, member in open_buckets[key]) >= limit:
                 close(key)
         for key in list(open_buckets):
             close(key)
@@ -198,89 +168,84 @@ class GradientReducer:
         self._buckets += [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
 
 
-def bucket_stages(reshard: Reshard, num_axes: int, has_whole: bool) -> tuple[_Stage, ...]:
+def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:
     """The collectives of a reduction, or () when it needs more than all_reduce and reduce_scatter (or nothing)."""
-    stages: list[_Stage] = []
+    found: list[_Collective] = []
     for step in reshard.backward_steps:
         match step.src, step.dst:
             case Partial(), Replicate():
-                stages.append(_Stage(step.axis))
+                found.append(_Collective(step.axis))
             case Partial(), Shard(dim=dim):
-                stages.append(_Stage(step.axis, dim))
+                found.append(_Collective(step.axis, dim))
             case _:
                 return ()
-    if has_whole and len(stages) == num_axes > 1 and all(stage.dim is None for stage in stages):
-        return (_Stage(WHOLE_MESH),)
-    return tuple(stages)
+    if mesh.whole is not None and len(found) == len(mesh.shape) > 1 and all(each.dim is None for each in found):
+        return (_Collective(WHOLE_MESH),)
+    return tuple(found)
 
 
 class _Bucket:
     """Gradients that go through the same collectives together; `needed`: those that are there after it in any case."""
 
-    def __init__(self, mesh: MeshComm, entries: list[GradientEntry], needed: frozenset[str]) -> None:
-        self._needed = needed
-        has_whole = mesh.whole is not None
-        self._mesh = mesh
-        self.entries = entries
-        self.stages_of = [bucket_stages(entry.reshard, len(mesh.shape), has_whole) for entry in entries]
-        self.stages = self.stages_of[0]
-        self.pending: Pending | None = None
-        self._shapes: list[list[int]] = []
-        self._is_there: list[bool] = []
+    def __init__(self, mesh: MeshComm, parameters: list[ShardedParameter], needed: frozenset[str]) -> None:
+        self._mesh, self.parameters, self._needed = mesh, parameters, needed
+        # Per collective what each gradient wants of it: the same axis, dims of their own.
+        self._collectives = list(zip(*(collectives_of(each.to_use, mesh) for each in parameters), strict=True))
+        self.running: Iterator[None] | None = None
 
     def start(self) -> None:
         """Start the first collective; takes the local gradients."""
-        self._is_there = [entry.has_gradient() or entry.name in self._needed for entry in self.entries]
-        self._launch(0, [entry.take_or_zeros() for entry in self.entries])
+        self.running = self._reduce()
+        next(self.running)
 
-    def advance(self, stage: int) -> None:
-        """Wait for collective `stage`; start the next, or hand the gradients over."""
-        if stage >= len(self.stages):
-            return
-        assert self.pending is not None
-        flat = self.pending.wait()
-        grads = self._unpack(stage, flat)
-        if stage + 1 < len(self.stages):
-            self._launch(stage + 1, grads)
-            return
-        self.pending = None
-        for entry, grad, is_there in zip(self.entries, grads, self._is_there, strict=True):
-            if is_there:
-                entry.put(grad)
+    def advance(self) -> bool:
+        """Wait for the collective under way and start the next; False when there was none left."""
+        assert self.running is not None
+        return next(self.running, False) is None
 
-    def _axis(self, stage: int) -> AxisComm:
-        index = self.stages[stage].axis
-        return self._mesh.whole if index == WHOLE_MESH else self._mesh.axes[index]  # type: ignore[attr-defined]
+    def _reduce(self) -> Iterator[None]:
+        """One collective after the other; stops while each is under way, and hands the gradients over in the end."""
+        is_there = [each.has_gradient or each.name in self._needed for each in self.parameters]
+        grads = [each.take_gradient() for each in self.parameters]
+        for wanted in self._collectives:
+            axis = self._axis(wanted[0].axis)
+            shapes = [grad.shape for grad in grads]
+            dims = [each.dim for each in wanted if each.dim is not None]
+            if not dims:
+                pending = axis.start_all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+            else:
+                pending = axis.start_reduce_scatter(_rows(grads, dims, axis.size))
+                cuts = list(zip(shapes, dims, strict=True))
+                columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
+                shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in cuts]
+            grads = []  # they are in what is under way: not twice in memory
+            yield
+            sizes = columns if dims else [shape.numel() for shape in shapes]
+            parts = pending.wait().split(sizes)
+            grads = [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for each, grad, needed in zip(self.parameters, grads, is_there, strict=True):
+            if needed:
+                each.put_gradient(grad)
 
-    def _launch(self, stage: int, grads: list[Tensor]) -> None:
-        axis = self._axis(stage)
-        self._shapes = [list(grad.shape) for grad in grads]
-        if self.stages[stage].dim is None:
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            self.pending = axis.start_all_reduce(flat)
-            return
-        # One row per device of the axis: its chunks of all gradients, each padded to the largest chunk.
-        columns = [self._chunk_shape(stage, i, axis.size, 0).numel() for i in range(len(grads))]
-        rows = grads[0].new_zeros((axis.size, sum(columns)))
-        for i, (grad, column) in enumerate(zip(grads, rows.split(columns, 1), strict=True)):
-            dim = self.stages_of[i][stage].dim
-            assert dim is not None  # as that of the first gradient
-            for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], axis.size), dim), strict=True):
-                row[: part.numel()].view(part.shape).copy_(part)
-        self.pending = axis.start_reduce_scatter(rows)
+    def _axis(self, axis: int) -> AxisComm:
+        if axis != WHOLE_MESH:
+            return self._mesh.axes[axis]
+        assert self._mesh.whole is not None
+        return self._mesh.whole
 
-    def _unpack(self, stage: int, flat: Tensor) -> list[Tensor]:
-        """Gradients after collective `stage`: views of its result."""
-        if self.stages[stage].dim is None:
-            sizes = [torch.Size(shape).numel() for shape in self._shapes]
-            return [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
-        axis = self._axis(stage)
-        padded = [self._chunk_shape(stage, i, axis.size, 0).numel() for i in range(len(self._shapes))]
-        own = [self._chunk_shape(stage, i, axis.size, axis.index) for i in range(len(self._shapes))]
-        return [part[: shape.numel()].view(shape) for part, shape in zip(flat.split(padded), own, strict=True)]
 
-    def _chunk_shape(self, stage: int, i: int, num_chunks: int, index: int) -> torch.Size:
-        shape, dim = list(self._shapes[i]), self.stages_of[i][stage].dim
-        assert dim is not None
-        shape[dim] = chunk_sizes(shape[dim], num_chunks)[index]
-        return torch.Size(shape)
+def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int) -> Tensor:
+    """[count, elements]: one row per device, its chunks of all gradients, each padded to the largest chunk."""
+    columns = [chunk_shape(grad.shape, dim, count, 0).numel() for grad, dim in zip(grads, dims, strict=True)]
+    rows = grads[0].new_zeros((count, sum(columns)))
+    for grad, dim, column in zip(grads, dims, rows.split(columns, 1), strict=True):
+        for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], count), dim), strict=True):
+            row[: part.numel()].view(part.shape).copy_(part)
+    return rows
+
+
+def chunk_shape(shape: torch.Size, dim: int, count: int, index: int) -> torch.Size:
+    """Shape of chunk `index` of `count` along `dim`; the first is the largest."""
+    sizes = list(shape)
+    sizes[dim] = chunk_sizes(shape[dim], count)[index]
+    return torch.Size(sizes)

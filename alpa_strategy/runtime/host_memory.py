@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 import psutil
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.ir.plan import Plan
+
+TIGHT = 0.5  # of the limit: above it memory counts more than the time that returning it takes
+LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -28,6 +35,33 @@ class Freed(Enum):
     GIVEN_BACK = 2**20, 2**25
     LARGE_GIVEN_BACK = 2**22, 2**27
     KEPT = 2**25, 2**30
+
+
+@contextmanager
+def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[None]:
+    """Around what shards a module under `plan`: what the whole module and planning took is given back, and where
+    tensors lie in host memory, freed blocks are treated as the training wants it.
+
+    Args:
+        limit_bytes: what the plan may use of a device.
+    """
+    if device.type == "cpu":
+        set_freed(freed_under(plan, limit_bytes))
+    yield
+    if device.type == "cpu":
+        trim()
+    elif device.type == "cuda":
+        torch.cuda.empty_cache()  # its blocks have other sizes than training wants
+
+
+def freed_under(plan: Plan, limit_bytes: float) -> Freed:
+    """Given back where the plan is tight, or large and such that blocks of many sizes come and go."""
+    if plan.predicted.peak_bytes > TIGHT * limit_bytes:
+        return Freed.GIVEN_BACK
+    is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
+    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole):
+        return Freed.KEPT
+    return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
 
 
 def set_freed(freed: Freed) -> bool:
@@ -55,8 +89,13 @@ def trim() -> bool:
     return True
 
 
-def process_bytes(module: nn.Module, optimizer: Optimizer) -> int:
-    """Resident bytes of a process whose tensors are those of the module and the optimizer, without these."""
+def process_bytes(module: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
+    """What this process takes of the host's memory beside tensors: Python, libraries and their pages. 0 on GPUs.
+
+    The process's tensors are those of the module and of the optimizer.
+    """
+    if device.type != "cpu":
+        return 0
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     tensors = (*module.parameters(), *module.buffers(), *state)
     return max(0, psutil.Process().memory_info().rss - sum(tensor.untyped_storage().nbytes() for tensor in tensors))

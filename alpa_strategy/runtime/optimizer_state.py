@@ -17,28 +17,26 @@ from torch.optim import Optimizer
 
 from alpa_strategy.runtime.parameters import ParameterStore
 
+Place = Callable[[nn.Parameter, Tensor], Any]  # (parameter, this rank's part of a tensor that lies like it)
+
 
 @dataclass(frozen=True)
-class StateTensor:
-    """A tensor of a parameter's state, as a whole."""
+class _StateTensor:
+    """A tensor with dims of a parameter's state; `shape`: of the whole, None where it is cut as the parameter is."""
 
-    shape: torch.Size
     dtype: torch.dtype
+    shape: torch.Size | None
 
 
 @dataclass(frozen=True)
-class StateValue:
-    """What is no tensor with dims: the same on every rank. Tensors (step counters) travel on the host."""
+class _StateValue:
+    """Anything else, the same on every rank. Tensors (step counters) travel on the host."""
 
     value: Any
     is_on_device: bool = False
 
-    def beside(self, parameter: nn.Parameter) -> Any:
-        """The value where the optimizer of this rank would have it."""
-        return self.value.to(parameter.device) if self.is_on_device else self.value
 
-
-Described = dict[str, StateTensor | StateValue]
+_Described = dict[str, _StateTensor | _StateValue]
 
 
 @torch.no_grad()
@@ -65,39 +63,27 @@ def shard_state(
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     """Give every rank the whole state of every parameter. Collective."""
-    for parameter, state in _whole_states(optimizer, store):
+    for parameter, state in _states(optimizer, store, _gather_into(store)):
         optimizer.state[parameter].update(state)
 
 
 def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, Any]:
     """`optimizer.state_dict()` with whole tensors, as a plain Trainer would write it, on every rank. Collective."""
+    return state_dict_with(optimizer, store, _gather_into(store))
+
+
+def state_dict_with(optimizer: Optimizer, store: ParameterStore | None, place: Place) -> dict[str, Any]:
+    """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
+
+    Args:
+        store: None where every rank holds everything.
+        place: gives what stands for a tensor that lies as its parameter does; outside of the stage that owns the
+            parameter it gets an empty one. It is called in the same order on all ranks.
+    """
     result = optimizer.state_dict()
     numbers = numbers_of(optimizer, result)
-    state = dict(result["state"])
-    state.update((numbers[parameter], whole) for parameter, whole in _whole_states(optimizer, store))
+    state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, place)}
     return {**result, "state": {number: state[number] for number in numbers.values() if number in state}}
-
-
-def described_states(optimizer: Optimizer, store: ParameterStore) -> list[tuple[nn.Parameter, Described]]:
-    """(parameter, what its owning stage has of its state) of all that have one, the same on every rank. Collective."""
-    parameters = {name: p for p in parameters_of(optimizer) if (name := store.name_of(p)) is not None}
-    own = {
-        name: _described(optimizer.state[parameter], parameter, store.whole_shape(name))
-        for name, parameter in parameters.items()
-        if store.owns(parameter) and parameter in optimizer.state
-    }
-    said = store.said_by_owners(own)
-    return [(parameter, said[name]) for name, parameter in parameters.items() if name in said]
-
-
-def gather_state(
-    optimizer: Optimizer, store: ParameterStore, parameter: nn.Parameter, key: str, described: StateTensor
-) -> Tensor:
-    """The whole of a tensor of the state, on every rank. Collective."""
-    name = store.name_of(parameter)
-    assert name is not None
-    own = optimizer.state[parameter][key] if store.owns(parameter) else torch.empty(0, dtype=described.dtype)
-    return store.gather_like(name, own, described.shape)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -111,27 +97,55 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
     return dict(zip(parameters_of(optimizer), numbers, strict=True))
 
 
+def _gather_into(store: ParameterStore) -> Place:
+    def gather(parameter: nn.Parameter, part: Tensor) -> Tensor:
+        name = store.name_of(parameter)
+        return part if name is None else store.gather_like(name, part)
+
+    return gather
+
+
 @torch.no_grad()
-def _whole_states(optimizer: Optimizer, store: ParameterStore) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """(parameter, its whole state) of all that have one, one after the other on all ranks together."""
-    for parameter, described in described_states(optimizer, store):
-        own = optimizer.state[parameter] if store.owns(parameter) else {}
-        whole = {
-            key: gather_state(optimizer, store, parameter, key, what)
-            if isinstance(what, StateTensor)
-            else own.get(key, what.beside(parameter))
-            for key, what in described.items()
-        }
-        yield parameter, whole
+def _states(
+    optimizer: Optimizer, store: ParameterStore | None, place: Place
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
+    for parameter, described in _described_states(optimizer, store):
+        own = optimizer.state.get(parameter, {})
+        state: dict[str, Any] = {}
+        for key, what in described.items():
+            if isinstance(what, _StateValue):
+                value = what.value.to(parameter.device) if what.is_on_device else what.value
+                state[key] = own.get(key, value)
+                continue
+            part = own.get(key, torch.empty(0, dtype=what.dtype))
+            name = None if store is None else store.name_of(parameter)
+            if what.shape is None:
+                state[key] = place(parameter, part)
+            else:  # rows and columns of a factored moment: whole in the owning stage
+                state[key] = part if store is None or name is None else store.gather_like(name, part, what.shape)
+        yield parameter, state
 
 
-def _described(state: dict[str, Any], parameter: nn.Parameter, shape: torch.Size) -> Described:
-    described: Described = {}
+def _described_states(optimizer: Optimizer, store: ParameterStore | None) -> list[tuple[nn.Parameter, _Described]]:
+    """(parameter, what there is of its state) of all that have one, the same on every rank. Collective."""
+    own = {p: _described(optimizer.state[p], p) for p in parameters_of(optimizer) if p in optimizer.state}
+    if store is None:
+        return list(own.items())
+    names = {parameter: store.name_of(parameter) for parameter in parameters_of(optimizer)}
+    said = store.said_by_owners({name: own[p] for p, name in names.items() if name and p in own and store.owns(p)})
+    # What no stage uses is the same on every rank already.
+    found = ((p, said.get(name) if name is not None else own.get(p)) for p, name in names.items())
+    return [(parameter, described) for parameter, described in found if described is not None]
+
+
+def _described(state: dict[str, Any], parameter: nn.Parameter) -> _Described:
+    described: _Described = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            described[key] = StateTensor(shape if value.shape == parameter.shape else value.shape, value.dtype)
+            described[key] = _StateTensor(value.dtype, None if value.shape == parameter.shape else value.shape)
         elif isinstance(value, Tensor):
-            described[key] = StateValue(value.detach().cpu(), value.device.type != "cpu")
+            described[key] = _StateValue(value.detach().cpu(), value.device.type != "cpu")
         else:
-            described[key] = StateValue(value)
+            described[key] = _StateValue(value)
     return described

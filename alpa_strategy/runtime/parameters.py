@@ -30,7 +30,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import GradientEntry, GradientReducer
+from alpa_strategy.runtime.gradients import GradientReducer
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 
@@ -77,7 +77,10 @@ class MeshParameters:
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
         trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
-        self._reducer = GradientReducer(self.mesh, [self._entry(sharded) for sharded in trained], bucket_bytes)
+        if self._stepping is None:
+            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes)
+        else:
+            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes, self._stepping.has_stepped)
         for sharded in trained:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
@@ -159,49 +162,12 @@ class MeshParameters:
             sharded.drop_copy()
 
     def _watch(self, sharded: ShardedParameter) -> None:
-        """Announce the gradient of a parameter that the step uses as it is stored.
-
-        `parameter.grad` may hold a gradient that an earlier backward reduced already (the user does not clear it at
-        every step): it is set aside, so that it is not summed over the devices again.
-        """
-        parameter = sharded.parameter
-
-        def before(grads: tuple[Tensor, ...]) -> None:
-            if parameter.grad is None:
-                sharded.complete = None
-            elif sharded.is_complete:
-                sharded.complete, parameter.grad = parameter.grad, None
-            sharded.is_complete = False
-
+        """Announce the gradient of a parameter that the step uses as it is stored."""
         # A hook of the node that adds to `grad`, not of the tensor: those also run for `torch.autograd.grad`.
-        sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._hooks.append(sharded.accumulator.register_prehook(before))
+        sharded.accumulator = torch.autograd.graph.get_gradient_edge(sharded.parameter).node
+        self._hooks.append(sharded.accumulator.register_prehook(sharded.set_complete_aside))
         self._hooks.append(
-            parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
-        )
-
-    def _entry(self, sharded: ShardedParameter) -> GradientEntry:
-        parameter = sharded.parameter
-
-        def put(grad: Tensor) -> None:
-            grad = grad.view_as(parameter)
-            if sharded.complete is not None:
-                grad = grad + sharded.complete
-                sharded.complete = None
-            elif sharded.is_gathered_once and parameter.grad is not None:
-                grad = grad + parameter.grad
-            parameter.grad = grad
-            sharded.is_complete = True
-
-        return GradientEntry(
-            name=sharded.name,
-            reshard=sharded.to_use,
-            shape=sharded.used_shape,
-            dtype=parameter.dtype,
-            device=parameter.device,
-            holder=lambda: sharded.leaf if sharded.is_gathered_once else parameter,
-            put=put,
-            is_used_up=lambda: self._stepping is not None and self._stepping.has_stepped(parameter),
+            sharded.parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
         )
 
 

@@ -145,6 +145,53 @@ class ShardedParameter:
                 self.gathering = self.to_use.start(self.in_step(self.parameter.detach()))
         return self.gathering
 
+    # Its gradient in a step
+
+    @property
+    def used(self) -> Tensor | None:
+        """The tensor whose `.grad` the backward makes: the parameter, or its gathered copy, None without a use."""
+        return self.leaf if self.is_gathered_once else self.parameter
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the gradient that the backward makes."""
+        return torch.Size(self.used_shape).numel() * self.parameter.element_size()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the backward made one."""
+        return self.used is not None and self.used.grad is not None
+
+    def take_gradient(self) -> Tensor:
+        """Remove and return what the backward made; zeros in the place of a gradient that is not there."""
+        used = self.used
+        if used is None or used.grad is None:
+            return torch.zeros(self.used_shape, dtype=self.parameter.dtype, device=self.parameter.device)
+        grad, used.grad = used.grad, None
+        return grad
+
+    def put_gradient(self, grad: Tensor) -> None:
+        """Keep a reduced gradient, in addition to an earlier one that the user has not cleared."""
+        grad = grad.view_as(self.parameter)
+        if self.complete is not None:
+            grad, self.complete = grad + self.complete, None
+        elif self.is_gathered_once and self.parameter.grad is not None:
+            grad = grad + self.parameter.grad
+        self.parameter.grad = grad
+        self.is_complete = True
+
+    def set_complete_aside(self, grads: tuple[Tensor, ...]) -> None:
+        """Before the backward adds to `grad`: what an earlier backward reduced is not summed over the devices again.
+
+        Args:
+            grads: what is about to be added, as autograd's hooks get it.
+        """
+        if self.parameter.grad is None:
+            self.complete = None
+        elif self.is_complete:
+            self.complete, self.parameter.grad = self.parameter.grad, None
+        self.is_complete = False
+
     def chunks(self, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of the whole that this device holds: (where it begins, a view of `tensor`) each.
 

@@ -24,7 +24,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
-from alpa_strategy.runtime.clip import clip_by_norm, clip_by_value, grad_norm
+from alpa_strategy.runtime.clip import clip_by_norm, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 
 ROWS = 12
@@ -427,9 +427,6 @@ def test_gradients_of_subsets_and_other_values():
             parameter.grad = torch.full_like(parameter, 2.0)
         subset = [net.first.weight, net.bias]
         assert grad_norm(store, 2.0, subset).item() == pytest.approx(math.sqrt(43 * 4))
-        clip_by_value(subset, 0.5)
-        assert net.first.weight.grad.max().item() == 0.5
-        assert net.second.weight.grad.max().item() == 2.0
         with torch.no_grad():
             whole = torch.arange(42.0, dtype=torch.float64).view(7, 6)
             store.take_whole("third.weight", whole, net.third.weight.data)  # another name of the same

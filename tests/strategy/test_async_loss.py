@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.lightning.async_loss import LateResult
+from alpa_strategy.lightning.async_loss import AsyncResult
 
 ROWS, CLASSES = 8, 5
 IGNORED = -100
@@ -105,7 +105,7 @@ def train(
     return {
         "seen": callback.seen,
         "before": getattr(callback, "before", None),
-        "late": callback.result_kind is LateResult,
+        "late": callback.result_kind is AsyncResult,
         "weight": module.net[0].weight.detach().clone(),
     }
 
