@@ -1,0 +1,99 @@
+"""Reading what `torch.distributed.checkpoint` writes without running what a stranger has put there.
+
+Its `.metadata` is a pickle, and `FileSystemReader` unpickles it without restriction, also where the rest is read with
+`weights_only=True`: whoever writes that file runs code in the reader's process. Here only the few classes that such a
+file is made of are found, and it may only name files of its own folder.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import _get_layout
+
+from alpa_strategy.errors import CheckpointError
+
+_FIX = "load another checkpoint; if this one comes from somebody else, do not trust it"
+_CLASSES: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # pure: a name, no access to files
+    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,  # `torch.strided` by its name
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    **{
+        (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
+
+
+class RestrictedReader(dcp.FileSystemReader):
+    """`FileSystemReader` for files that anybody may have written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is stored where.
+
+        Raises:
+            CheckpointError: the file cannot be read, holds anything else, or points out of its folder.
+        """
+        path = self._folder / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        # A damaged pickle fails in any way: what its instructions build is not what their arguments want.
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}", _FIX) from error
+        _check(metadata, path)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp_metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _check(metadata: Any, path: Path) -> None:
+    stored = getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{path} is no metadata of a checkpoint", _FIX)
+    for info in stored.values() if isinstance(stored, dict) else (None,):
+        name = getattr(info, "relative_path", None)
+        if not isinstance(info, _StorageInfo) or not isinstance(name, str) or not _is_plain(name):
+            raise CheckpointError(f"{path} says that a tensor lies in {name!r}, which is no file beside it", _FIX)
+        if not all(isinstance(n, int) and n >= 0 for n in (info.offset, info.length)):
+            raise CheckpointError(f"{path} says that a tensor lies at {info.offset!r} to {info.length!r}", _FIX)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file in the folder itself."""
+    return name not in ("", ".", "..") and Path(name).name == name
