@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="turn a sharded checkpoint into an ordinary Lightning file")
     export.add_argument("checkpoint", metavar="CKPT", help="a directory that a Trainer with this strategy has written")
     export.add_argument("output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads")
+    export.add_argument("--trust", action="store_true", help="run what is pickled in it: only if you trust its writer")
     export.set_defaults(run=_export)
 
     ops = commands.add_parser("ops", help="how ops may be sharded: their rules, where these come from, and the proofs")
@@ -122,7 +123,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from alpa_strategy.checkpoint.saving import export_checkpoint
 
     try:
-        written = export_checkpoint(arguments.checkpoint, arguments.output)
+        written = export_checkpoint(arguments.checkpoint, arguments.output, weights_only=not arguments.trust)
     except FileNotFoundError as error:
         raise CheckpointError(str(error), "give the path of a checkpoint") from error
     print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")

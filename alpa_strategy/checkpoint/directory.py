@@ -40,8 +40,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from alpa_strategy.checkpoint.restricted import RestrictedReader, reading
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, from_file, put_tensors
 from alpa_strategy.errors import AlpaError, CheckpointError
+from alpa_strategy.files import read_json
 
 
 class DirectoryFormat:
@@ -55,12 +57,9 @@ class DirectoryFormat:
     def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """See `ShardedFormat.load`."""
         _check_complete(path)
-        try:
+        with reading(path):
             rest, places = from_file(path / REST, weights_only)
-            tensors = _Reader(path).tensors()
-        except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"the checkpoint {path} cannot be read: {error}", "load another one") from error
-        return put_tensors(rest, places, tensors)
+            return put_tensors(rest, places, _Reader(path).tensors())
 
     def save(
         self,
@@ -180,7 +179,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reader = dcp.FileSystemReader(path)
+        self._reader = RestrictedReader(path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -201,12 +200,8 @@ class _Reader:
         found = self._metadata.state_dict_metadata[key]
         assert isinstance(found, TensorStorageMetadata)
         items = create_read_items_for_chunk_list(key, found, [_box(chunk) for chunk in shards.chunks])
-        try:
+        with reading(self._path):
             self._reader.read_data(LoadPlan(items), _LoadPlanner(shards)).wait()
-        except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(
-                f"{key} cannot be read from {self._path}: {error}", "load another checkpoint"
-            ) from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -232,7 +227,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def _check_complete(path: Path) -> None:
     """CheckpointError unless the directory `path` holds a complete checkpoint of this format."""
     try:
-        marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        marker = read_json(path / COMPLETE)
         files = {str(name): int(size) for name, size in marker["files"].items()}
         version = marker["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from alpa_strategy.checkpoint.directory import DirectoryFormat
+from alpa_strategy.checkpoint.restricted import reading
 from alpa_strategy.checkpoint.tensors import LocalShards
 
 
@@ -88,6 +89,7 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if form is None and not place.is_dir():
         # Only the format of today's `torch.save` can be memory-mapped.
-        return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(place))
+        with reading(place):
+            return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(place))
     place = place.resolve()  # behind a link that may be turned to another one (`save_last="link"`)
     return (form or FORMATS["sharded"]).load(place, weights_only)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pathlib
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,25 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context: whatever a damaged or foreign checkpoint makes of reading it is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:  # also what `weights_only` refuses
+        said = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"the checkpoint {path} holds more than tensors and plain values, or is damaged: {said}",
+            "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",
+        ) from error
+    # What a damaged file's instructions build fails in any way: it is not what their arguments want.
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {said}", "load another one") from error
+
+
 class RestrictedReader(dcp.FileSystemReader):
     """`FileSystemReader` for files that anybody may have written."""
 
@@ -69,12 +90,8 @@ class RestrictedReader(dcp.FileSystemReader):
             CheckpointError: the file cannot be read, holds anything else, or points out of its folder.
         """
         path = self._folder / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-        # A damaged pickle fails in any way: what its instructions build is not what their arguments want.
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}", _FIX) from error
+        with reading(path), path.open("rb") as file:
+            metadata = _Unpickler(file).load()
         _check(metadata, path)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp_metadata.StorageMeta()

@@ -134,13 +134,15 @@ class _Background:
 _ALIGNMENT = 64  # bytes: as torch's own allocator and `torch.save` align tensors
 
 
-def export_checkpoint(source: str | Path, target: str | Path) -> Path:
+def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool = True) -> Path:
     """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file; needs no other process.
 
     Its `state_dict` is what the plain module loads, its optimizer state has PyTorch's usual layout. Tensors go through
     a temporary file beside `target`, not through memory. The file appears under its name when it is complete.
 
-    Like every reader of an ordinary checkpoint with hyper-parameters, this runs what is pickled in it: export your own.
+    Args:
+        weights_only: tensors and plain values only. False runs what is pickled in it (objects among hyper-parameters):
+            for checkpoints of people you trust.
 
     Returns:
         The path written.
@@ -151,7 +153,7 @@ def export_checkpoint(source: str | Path, target: str | Path) -> Path:
     target = Path(target).absolute()
     if target.is_dir():
         raise CheckpointError(f"{target} is a directory", "give the name of a file")
-    checkpoint = open_checkpoint(source, weights_only=False)
+    checkpoint = open_checkpoint(source, weights_only)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _mapped_tensors(checkpoint, target.parent) as whole, _replacing(target) as temporary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -12,7 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from alpa_strategy import export_checkpoint, open_checkpoint
+from alpa_strategy.checkpoint.directory import COMPLETE, REST
 from alpa_strategy.checkpoint.restricted import RestrictedReader
+from alpa_strategy.checkpoint.saving import CheckpointWriter
+from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors
 from alpa_strategy.errors import CheckpointError
 
 
@@ -78,5 +83,65 @@ def test_damaged_metadata_is_an_error_of_ours(folder):
         (folder / ".metadata").write_bytes(content)
         try:
             RestrictedReader(folder).read_metadata()
+        except CheckpointError:
+            continue
+
+
+# Whole checkpoints of ours
+
+
+def saved(path: Path) -> Path:
+    w = LocalShards((3, 4), torch.float32, [Chunk((0, 0), torch.ones(3, 4))])
+    CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": w}, "epoch": 1}, path)
+    return path
+
+
+def read_all(path: Path) -> object:
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
+
+
+@pytest.mark.parametrize("name", [REST, ".metadata", "__0_0.distcp"])
+def test_a_pickle_planted_in_any_file_is_not_run(tmp_path, name):
+    path, planted = saved(tmp_path / "a.ckpt"), tmp_path / "ran"
+    content = pickle.dumps(Planted(planted))
+    if name == REST:
+        torch.save({"rest": {"hparams": Planted(planted)}, "places": []}, path / name)
+    elif name == ".metadata":
+        (path / name).write_bytes(content)
+    else:
+        (path / name).write_bytes(content + (path / name).read_bytes())
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != COMPLETE}
+    (path / COMPLETE).write_text(json.dumps({"format": 1, "files": sizes}))
+    with pytest.raises(CheckpointError):
+        read_all(path)
+    with pytest.raises(CheckpointError):
+        export_checkpoint(path, tmp_path / "out.ckpt")
+    assert not planted.exists()
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_a_planted_ordinary_file_is_not_run_unless_trusted(tmp_path):
+    torch.save({"state_dict": {}, "x": Planted(tmp_path / "ran")}, tmp_path / "plain.ckpt")
+    for read in (open_checkpoint, lambda path: export_checkpoint(path, tmp_path / "out.ckpt")):
+        with pytest.raises(CheckpointError, match="trust"):
+            read(tmp_path / "plain.ckpt")
+    assert not (tmp_path / "ran").exists()
+    export_checkpoint(tmp_path / "plain.ckpt", tmp_path / "out.ckpt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_damaged_checkpoints_are_errors_of_ours(tmp_path):
+    path = saved(tmp_path / "a.ckpt")
+    good = {file.name: file.read_bytes() for file in path.iterdir()}
+    for seed in range(120):
+        rng = random.Random(seed)
+        name = rng.choice(sorted(good))
+        content = bytearray(good[name])
+        place = rng.randrange(len(content))
+        content[place] ^= 1 << rng.randrange(8)
+        for each, old in good.items():
+            (path / each).write_bytes(bytes(content) if each == name else old)
+        try:
+            read_all(path)
         except CheckpointError:
             continue
