@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import DualLayout, Layout
@@ -127,8 +125,3 @@ class StagePlan:
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
     """Global ranks of a stage."""
     return tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
-
-
-def stage_parameters(parameters: Sequence[ParameterInput], stage: StagePlan) -> list[ParameterInput]:
-    """Those of a step's parameters that a stage holds."""
-    return [given for given in parameters if given.name in stage.parameter_plans]
