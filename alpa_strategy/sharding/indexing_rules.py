@@ -8,7 +8,7 @@ from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.rule_families import aligned, along
+from alpa_strategy.sharding.rule_families import aligned, along, broadcast_dim
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 
 
@@ -180,12 +180,6 @@ def _indexed(call: OpCall, source: Slot, indices: tuple[Slot | None, ...]) -> _I
     return _Indexed(by_dim, index_rank, start, (*free[:start], *[None] * index_rank, *free[start:]))
 
 
-def _broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
-    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1 or absent."""
-    own = dim - (rank - len(call.operands[operand].shape))
-    return own if own >= 0 and call.operands[operand].shape[own] != 1 else None
-
-
 def index_put(call: OpCall) -> Found:
     """x[i, :, j] = values: the dims of x that are not indexed, which the values share or broadcast over."""
     bound = bind(call)
@@ -195,7 +189,7 @@ def index_put(call: OpCall) -> Found:
         return Found()
     rank = len(indexed.order)
     splits = [
-        split_from_dims(call, [(source, d), (values, _broadcast_dim(call, values, at, rank))], [d])
+        split_from_dims(call, [(source, d), (values, broadcast_dim(call, values, at, rank))], [d])
         for at, d in enumerate(indexed.order)
         if d is not None
     ]
@@ -235,7 +229,7 @@ def index(call: OpCall) -> Found:
         return Found()
     splits = [split_from_dims(call, [(source.index, d)], [at]) for at, d in enumerate(indexed.order) if d is not None]
     for dim in range(indexed.index_rank):
-        cut = [(i, _broadcast_dim(call, i, dim, indexed.index_rank)) for i in indexed.by_dim.values()]
+        cut = [(i, broadcast_dim(call, i, dim, indexed.index_rank)) for i in indexed.by_dim.values()]
         if any(own is not None for _, own in cut):
             splits.append(split_from_dims(call, [(source.index, None), *cut], [indexed.start + dim]))
     linear = () if source.index in indexed.by_dim.values() else (frozenset({source.index}),)

@@ -7,7 +7,7 @@ cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -18,28 +18,33 @@ from alpa_strategy.sharding.binding import bind, dims_of, flat_tensor_arguments,
 from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
 
 
-def _broadcast_dims(call: OpCall, operands: tuple[int, ...], rank: int, dim: int) -> list[tuple[int, int | None]]:
-    """Where dim `dim` of the broadcast shape of `rank` dims lies in each operand (None where it is broadcast)."""
-    found: list[tuple[int, int | None]] = []
-    for operand in operands:
-        shape = call.operands[operand].shape
-        own = dim - (rank - len(shape))  # aligned to the right
-        found.append((operand, own if own >= 0 and shape[own] != 1 else None))
-    return found
+def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
+    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1 or absent."""
+    shape = call.operands[operand].shape
+    own = dim - (rank - len(shape))  # aligned to the right
+    return own if own >= 0 and shape[own] != 1 else None
+
+
+def _broadcast(
+    call: OpCall, mark: Callable[[int], int | str | None], implementation: str | None = None
+) -> list[Split | None]:
+    """A split for each dim of the operands' broadcast shape; `mark(dim)`: where results are cut, None: no split."""
+    operands = [s.index for s in slots(call)]
+    rank = max((len(call.operands[i].shape) for i in operands), default=0)
+    splits = []
+    for dim in range(rank):
+        dims = [(i, broadcast_dim(call, i, dim, rank)) for i in operands]
+        cut = mark(dim)
+        if cut is not None and any(own is not None for _, own in dims):
+            splits.append(split_from_dims(call, dims, [cut] * len(call.results), implementation=implementation))
+    return splits
 
 
 def aligned(
     call: OpCall, whole: tuple[int, ...] = (), linear: tuple[tuple[int, ...], ...] = (), carries: bool = True
 ) -> Found:
     """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
-    operands = tuple(s.index for s in slots(call))
-    rank = len(call.results[0].shape)
-    splits = []
-    for dim in range(rank):
-        dims = _broadcast_dims(call, operands, rank, dim)
-        if dim in whole or all(d is None for _, d in dims):
-            continue
-        splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
+    splits = _broadcast(call, lambda dim: None if dim in whole else dim)
     return Found(splits, linear_sets(call, linear), carries, "pointwise")
 
 
@@ -72,20 +77,16 @@ def compare_along(
     call: OpCall, where: str | int = "dim", contracted: bool = False, linear: tuple[tuple[int, ...], ...] = ()
 ) -> Found:
     """Broadcast operands, one dim reduced: whole (cosine_similarity), or a sum that is cut (linalg_vecdot)."""
-    operands = tuple(s.index for s in slots(call))
-    rank = max(len(call.operands[i].shape) for i in operands)
-    dim = dims_of(bind(call)[where] if isinstance(where, str) else where, rank)[0]
+    rank = max(len(call.operands[s.index].shape) for s in slots(call))
+    reduced = dims_of(bind(call)[where] if isinstance(where, str) else where, rank)[0]
     keep = len(call.results[0].shape) == rank
-    splits = []
-    for d in range(rank):
-        dims = _broadcast_dims(call, operands, rank, d)
-        if all(own is None for _, own in dims):
-            continue
-        if d != dim:
-            splits.append(split_from_dims(call, dims, [d if keep or d < dim else d - 1]))
-        elif contracted:
-            splits.append(split_from_dims(call, dims, [SUM]))
-    return Found(splits, linear_sets(call, linear), origin="reduction")
+
+    def mark(dim: int) -> int | str | None:
+        if dim == reduced:
+            return SUM if contracted else None
+        return dim if keep or dim < reduced else dim - 1
+
+    return Found(_broadcast(call, mark), linear_sets(call, linear), origin="reduction")
 
 
 def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
@@ -132,15 +133,7 @@ def elementwise_loss(call: OpCall) -> Found:
     kind = _REDUCTION_NAMES[bind(call)["reduction"]]
     if kind == "none":
         return aligned(call, carries=False)
-    operands = tuple(s.index for s in slots(call))
-    rank = max(len(call.operands[i].shape) for i in operands)
-    splits = []
-    for dim in range(rank):
-        dims = _broadcast_dims(call, operands, rank, dim)
-        if any(d is not None for _, d in dims):
-            implementation = "fraction" if kind == "mean" else None
-            splits.append(split_from_dims(call, dims, [SUM], implementation=implementation))
-    return Found(splits, origin="reduction")
+    return Found(_broadcast(call, lambda dim: SUM, "fraction" if kind == "mean" else None), origin="reduction")
 
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]

@@ -10,43 +10,15 @@ from rule_cases_batched import batched_cases
 from torch import Tensor
 
 from alpa_strategy.capture import ops
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall
+from alpa_strategy.sharding.binding import call_on
 
 aten = torch.ops.aten
 
 
 def call_of(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, tuple[Tensor, ...]]:
     """The OpCall of `target(*args, **kwargs)` and its tensor operands (a tensor given twice is two operands)."""
-    operands: list[Tensor] = []
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            operands.append(value)
-            return Slot(len(operands) - 1)
-        if isinstance(value, list | tuple):
-            return tuple(convert(v) for v in value)
-        return value
-
-    call_args = tuple(convert(a) for a in args)
-    call_kwargs = tuple(sorted((k, convert(v)) for k, v in kwargs.items()))
-    result = target(*args, **kwargs)
-    returns_tuple = isinstance(result, list | tuple)
-    results = tuple(result) if returns_tuple else (result,)
-    return (
-        OpCall(
-            target,
-            call_args,
-            call_kwargs,
-            tuple(_meta(o) for o in operands),
-            tuple(_meta(r) for r in results),
-            returns_tuple,
-        ),
-        tuple(operands),
-    )
-
-
-def _meta(tensor: Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return call_on(target, args, kwargs)
 
 
 @dataclass(frozen=True)
