@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
@@ -87,7 +88,8 @@ class SolvedStage:
 class PricedStage:
     """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster than that.
 
-    `whole`: not restricted, one transfer per value; `intra`: restricted, cut at all of the wish's starts.
+    `whole`: not restricted, one transfer per value; `intra`: restricted, cut at all of the wish's starts;
+    `known`: its parts, where they are there already.
     """
 
     wish: StageWish
@@ -96,18 +98,25 @@ class PricedStage:
     intra: IntraOp
     free: Solution
     derives_again: bool
+    known: StageProblem | None = None
+
+    @cached_property
+    def finest(self) -> StageProblem:
+        """`intra` with its parts."""
+        return self.known or take_apart(self.intra, self.tables, self.wish.starts)
 
     def problem(self, starts: tuple[int, ...], options: PlanOptions, optimizer: OptimizerInfo) -> StageProblem:
         """Cut into spans at `starts`, restricted as the user wants it."""
         if starts == self.wish.starts:
-            return take_apart(self.intra, self.tables, starts)
+            return self.finest
         intra = RematSpans(self.whole, starts).split(self.whole)
-        return take_apart(
-            restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned), self.tables, starts
-        )
+        intra = restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned)
+        return take_apart(intra, self.tables, starts)
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
+        if starts == self.wish.starts and self.intra.unrestricted is None:
+            return self.finest
         return take_apart(RematSpans(self.whole, starts).split(self.whole), self.tables, starts)
 
 
@@ -162,17 +171,18 @@ class StageSolver:
             whole = self._whole[wish.shape]
             intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
             free = solve(intra.problem, job.options.solver_seconds)
-            return PricedStage(wish, tables, whole, intra, free, derives_again)
+            return PricedStage(wish, tables, whole, intra, free, derives_again)  # most are not looked at again
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
+        finest = take_apart(intra, tables, wish.starts)
         if key not in self._free:
-            problem = weighted(take_apart(intra, tables, wish.starts), job.num_microbatches, 1, wish.remat)
+            problem = weighted(finest, job.num_microbatches, 1, wish.remat)
             self._free[key] = solve(problem, job.options.solver_seconds)
-        return PricedStage(wish, tables, whole, intra, self._free[key], derives_again)
+        return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
         """The cheapest layouts that fit, short-lived memory included.

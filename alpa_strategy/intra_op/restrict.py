@@ -39,8 +39,10 @@ def restrict(
         PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
     """
     names = axis_presets(options, len(intra.mesh.shape))
-    penalty = penalty_seconds(intra)
     modes = pinned_modes(intra, options, pinned or {})
+    if not modes and set(names) == {"auto"} and optimizer.element_wise:
+        return intra
+    penalty = penalty_seconds(intra)
     choices = list(intra.problem.choices)
     for index, (parameter, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         cost = choices[index].cost.copy()
