@@ -83,7 +83,7 @@ def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) ->
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action on the clock, seconds."""
+    """An action of a simulated step, seconds."""
 
     mesh: int
     start: float

@@ -30,14 +30,18 @@ from alpa_strategy.schedules import (
 from alpa_strategy.sharding.cross_mesh import boundary_seconds
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); the clock chooses between what they give
+SENDER_SHARES = (
+    1.0,
+    0.5,
+    0.0,
+)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
 
-    `seconds`: on the clock, from the costs of the tables.
+    `seconds`: simulated, from the costs of the tables.
     """
 
     seconds: float
@@ -261,7 +265,7 @@ def _on_equal_meshes(
     )
 
 
-# --- How long a pipeline's step takes, by the clock: its schedule's actions in order, its messages, its runtime.
+# --- How long a pipeline's step takes, simulated: its schedule's actions in order, its messages, its runtime.
 #
 # The stage DP works with closed forms (`schedules.terms`); this is the prediction for the stages that it chose.
 

@@ -15,7 +15,7 @@ alive in stage i,
     max_i max(t_i + c w_i, w_i / 2, sum_{j >= i} (t_j + w_j) / k_i)
 
 takes the place of max_i t_i: c = 1/2 is the case of two equal stages, the sums are those of the DP. Which c describes a
-pipeline best depends on where its slow links are; the clock decides (candidates.py).
+pipeline best depends on where its slow links are; the simulated schedule decides (candidates.py).
 """
 
 from __future__ import annotations
