@@ -30,11 +30,7 @@ from alpa_strategy.schedules import (
 from alpa_strategy.sharding.cross_mesh import boundary_seconds
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
-SENDER_SHARES = (
-    1.0,
-    0.5,
-    0.0,
-)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
+SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
 @dataclass(frozen=True)
