@@ -27,7 +27,7 @@ from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
-from alpa_strategy.lightning.job import Job, voice
+from alpa_strategy.lightning.job import Job, make_console
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.options import BUCKET_BYTES, Limits, NamedCosts, PlanOptions
@@ -158,7 +158,7 @@ class AlpaStrategy(ParallelJob):
         trainer = self._module.trainer
         folder = Path(trainer.default_root_dir) / ".alpa"
         shows = self._verbose and self.global_rank == 0
-        progress, say = voice(shows)
+        progress, say = make_console(shows)
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
@@ -346,7 +346,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if is_on_meta(self._module):
-            self._session.deferred_init.begin(self.root_device).before_loading(self._module, checkpoint["state_dict"])
+            self._session.deferred_init.begin(self.root_device)
+            self._session.deferred_init.before_loading(self._module, checkpoint["state_dict"])
         self._checkpoints.load_model(self._module, checkpoint["state_dict"], strict)
 
     @override

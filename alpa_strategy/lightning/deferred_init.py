@@ -239,7 +239,7 @@ def skip_sanity_check(trainer: Any) -> None:
 
 def stays_sharded(run: Any) -> bool:
     """Whether the module has to leave a training in shards, because it does not fit whole (with a word about it)."""
-    against = run.room.for_release()
+    against = run.headroom.for_release()
     if against is not None:
         rank_zero_info(
             f"alpa: the module stays in shards after training: {against}. This trainer saves and evaluates it as before"

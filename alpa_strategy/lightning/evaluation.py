@@ -24,15 +24,21 @@ from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.lightning.captured_steps import CapturedStep, CapturedSteps
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader, sees_outputs, step_counters
 from alpa_strategy.lightning.full_parameters import FullParameters, shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.planning import Prepared, capture, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.run import NO_OPTIMIZER, Run
 from alpa_strategy.lightning.same_steps import shape_key
-from alpa_strategy.lightning.step_effects import append_to_lists, output_of, replay_records, verify, write_buffers
+from alpa_strategy.lightning.step_effects import (
+    append_to_lists,
+    output_of,
+    update_metrics_and_log,
+    verify,
+    write_buffers,
+)
 from alpa_strategy.microbatch.states import ancestors
 
 MAX_SHAPES = 32  # of batches of which programs are kept
@@ -73,7 +79,7 @@ class Evaluation:
 
     def __init__(self, run: Run, job: Job) -> None:
         self._run, self._job = run, job
-        self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, run.drop)
+        self._captured: CapturedSteps = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, run.drop)
         self._whole: FullParameters | None = None
         self._against_whole: str | None = None
         self._uncapturable: set[str] = set()  # steps by name
@@ -89,8 +95,8 @@ class Evaluation:
     def start(self, kind: str) -> None:
         """Begin a loop over evaluation batches of `kind` (`validation`, `test` or `predict`)."""
         run = self._run
-        against = run.room.for_whole()
-        is_tight = run.room.for_evaluation(run.plan.predicted.peak_bytes) is not None
+        against = run.headroom.for_whole()
+        is_tight = run.headroom.for_evaluation(run.plan.predicted.peak_bytes) is not None
         is_tight, is_against = any_rank([is_tight, against is not None])
         self._against_whole = (against or "they do not fit into another device") if is_against else None
         if not is_tight or (f"{kind}_step" in self._uncapturable and not is_against):
@@ -174,11 +180,11 @@ class Evaluation:
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
         is_last = is_last_of_loader(self._run.module.trainer, call.batch_idx, call.dataloader_idx)
         found, all_are_last = self._meet(call, is_last)
-        program = None if found == TURNS else self._program(call, found)
-        if program is None:
+        captured = None if found == TURNS else self._captured_step(call, found)
+        if captured is None:
             output = self._take_turns(call)
         else:
-            output = self._finish(call, program, self._values(call, program), self._run.metrics)
+            output = self._finish(call, captured, self._values(call, captured), self._run.metrics)
         while is_last and not all_are_last:  # those of other ranks that have some left
             _, all_are_last = self._meet(None, True)
             self._take_turns(None)
@@ -187,7 +193,7 @@ class Evaluation:
     def _take_turns(self, own: Call | None) -> Any:
         """What each rank's call returns on its rank, computed by all; `own` is this rank's, if it has one."""
         self._run.metrics.make_local()
-        mine: tuple[Program, dict[int, Tensor]] | None = None
+        mine: tuple[CapturedStep, dict[int, Tensor]] | None = None
         steps: list[StepGraph] = []
         for rank in range(world_size()):
             is_mine = rank == dist.get_rank()
@@ -198,12 +204,12 @@ class Evaluation:
                 continue
             name, batch, batch_idx, dataloader_idx = given
             call = Call(name, batch, batch_idx, dataloader_idx, in_turn=True)
-            program = self._program(call, self._meet(call, True)[0])
-            assert program is not None
-            values = self._values(call, program)
-            steps.append(program.step)
+            captured = self._captured_step(call, self._meet(call, True)[0])
+            assert captured is not None
+            values = self._values(call, captured)
+            steps.append(captured.step)
             if is_mine:
-                mine = program, values
+                mine = captured, values
         if len(steps) < world_size():
             for step in steps:
                 _check_logs_of_some_ranks(step)
@@ -218,7 +224,7 @@ class Evaluation:
         """
         found = ABSENT
         if call is not None:
-            index, _ = self._programs.fitting(call.key, self._counters(call), call.batch)
+            index, _ = self._captured.fitting(call.key, self._counters(call), call.batch)
             found = CAPTURE if index is None else index
         if world_size() == 1:
             return found, is_last
@@ -236,14 +242,14 @@ class Evaluation:
     def _counters(self, call: Call) -> dict[str, int]:
         return step_counters(self._run.module.trainer, call.batch_idx)
 
-    def _program(self, call: Call, index: int) -> Program | None:
+    def _captured_step(self, call: Call, index: int) -> CapturedStep | None:
         """The program of that index, or a new one; None where ranks must take turns, as their own values are seen."""
         is_joint = not call.in_turn and world_size() > 1 and self._job.options.batch_scope == "rank"
         if is_joint and (self._outputs_are_seen or call.step in self._appending):
             return None
         if index != CAPTURE:
-            self._programs.use(call.key)
-            return self._programs.of(call.key)[index]
+            self._captured.use(call.key)
+            return self._captured.of(call.key)[index]
         run, module, job = self._run, self._run.module, self._job
         if call.in_turn:  # every rank has been given the same rows
             job = replace(job, options=replace(job.options, batch_scope="global"))
@@ -256,30 +262,32 @@ class Evaluation:
                 return None
             # Nobody sees what a joint step returns: its rows need not be gathered on every rank.
             step = _only_what_is_read(replace(step, output=None) if is_joint else step)
-            program = Program(step, run.lower_evaluation(step), AttributeCheck(module, step.attributes))
+            captured = CapturedStep(step, run.lower_evaluation(step), AttributeCheck(module, step.attributes))
         except AlpaError as error:
             raise NotCapturable(error.problem) from error
         finally:
             self._is_capturing = False
-        self._programs.add(call.key, program)
-        return program
+        self._captured.add(call.key, captured)
+        return captured
 
-    def _values(self, call: Call, program: Program) -> dict[int, Tensor]:
+    def _values(self, call: Call, captured: CapturedStep) -> dict[int, Tensor]:
         """What the step computes, whole on every rank."""
         with torch.inference_mode(False), torch.no_grad():
-            values = program.lowered(call.batch, self._counters(call))
-            write_buffers(self._run.module, program.step, values)
-        verify(program.step, values)
+            values = captured.program(call.batch, self._counters(call))
+            write_buffers(self._run.module, captured.step, values)
+        verify(captured.step, values)
         return values
 
-    def _finish(self, call: Call, program: Program, values: dict[int, Tensor], metrics: MetricStates | None) -> Any:
+    def _finish(
+        self, call: Call, captured: CapturedStep, values: dict[int, Tensor], metrics: MetricStates | None
+    ) -> Any:
         """What the step does besides computing, and its output.
 
         metrics: None where the values are those of this rank's rows.
         """
-        module, step, counters = self._run.module, program.step, self._counters(call)
+        module, step, counters = self._run.module, captured.step, self._counters(call)
         with self._job.context():
-            replay_records(module, step, values, counters, metrics, is_training=False)
+            update_metrics_and_log(module, step, values, counters, metrics, is_training=False)
         append_to_lists(module, step, values, call.batch, counters)
         return output_of(step, values, call.batch, counters)
 

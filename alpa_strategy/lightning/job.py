@@ -53,7 +53,7 @@ class Job:
     say: Say
 
 
-def voice(shows: bool) -> tuple[Progress, Say]:
+def make_console(shows: bool) -> tuple[Progress, Say]:
     """A Job's `progress` and `say`; silent ones load nothing."""
     if not shows:
         return _silent, lambda _: None

@@ -1,4 +1,4 @@
-"""Room: whether whole tensors fit into this device beside the parts that a training keeps."""
+"""MemoryHeadroom: whether whole tensors fit into this device beside the parts that a training keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.units import format_bytes
 
 
-class Room:
+class MemoryHeadroom:
     """Each answer is None where they fit, else why they do not, for a message.
 
     Args:

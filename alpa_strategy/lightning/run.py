@@ -22,11 +22,12 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.async_loss import allows_async_loss, as_in_training_step
+from alpa_strategy.lightning.captured_steps import CapturedStep, CapturedSteps
 from alpa_strategy.lightning.checks import clears_gradients_unseen
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks, shapes_only
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import Room
+from alpa_strategy.lightning.memory_headroom import MemoryHeadroom
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.planning import (
     Prepared,
@@ -37,12 +38,11 @@ from alpa_strategy.lightning.planning import (
     prepare,
     running_pins,
 )
-from alpa_strategy.lightning.programs import Program, Programs
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, SameSteps, shape_key
 from alpa_strategy.lightning.step_effects import (
     append_to_lists,
     output_of,
-    replay_records,
+    update_metrics_and_log,
     verify,
     write_buffers,
 )
@@ -143,13 +143,15 @@ class Run:
             )
             self.store: ParameterStore = self._placed.store
             self._placed.shard(optimizer, whole)
-            lowered = self._lowered(step)
+            program = self._program(step)
         self.whole = FullParameters(self.store)
         self._hooks: UnshardForHooks | None = None
-        self.room = Room(self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes))
+        self.headroom = MemoryHeadroom(
+            self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes)
+        )
         self._same = SameSteps(rank_zero, MAX_SHAPES)
-        self._programs: Programs[Program] = Programs(MAX_SHAPES, MAX_PROGRAMS, self.drop)
-        self._programs.add(shape_key(batch), Program(step, lowered, AttributeCheck(module, step.attributes)))
+        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self.drop)
+        self._captured.add(shape_key(batch), CapturedStep(step, program, AttributeCheck(module, step.attributes)))
         self.metrics = MetricStates()
         self._step_starts: list[float] = []
         self._unfinished: _Unfinished | None = None
@@ -165,19 +167,19 @@ class Run:
         """
         self._measure()
         is_async = allows_async_loss(self.module.trainer, self.module)
-        program = self._program(batch, batch_idx)
-        if program.lowered.makes_gradients:
+        captured = self._captured_step(batch, batch_idx)
+        if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
         pending: list[Pending] | None = [] if is_async else None
         counters = step_counters(self.module.trainer, batch_idx)
-        values = program.lowered(batch, counters, pending)
+        values = captured.program(batch, counters, pending)
         self._placed.random.num_steps += 1
-        unfinished = _Unfinished(program.step, values, batch, counters, pending or [])
+        unfinished = _Unfinished(captured.step, values, batch, counters, pending or [])
         if is_async:
             self._unfinished = unfinished
         else:
             self._finish_step(unfinished)
-        return output_of(program.step, values, batch, counters)
+        return output_of(captured.step, values, batch, counters)
 
     def finish_backward(self) -> None:
         """After the Trainer's backward: complete gradients, and what the step logs if that had to wait. Collective."""
@@ -195,7 +197,7 @@ class Run:
         verify(done.step, done.values)
         write_buffers(self.module, done.step, done.values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            replay_records(self.module, done.step, done.values, done.counters, self.metrics)
+            update_metrics_and_log(self.module, done.step, done.values, done.counters, self.metrics)
         append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
 
     @contextmanager
@@ -223,32 +225,32 @@ class Run:
         scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    # Programs: one per shape and content of a step
+    # What runs a step: captured once per shape and content
 
-    def _program(self, batch: Any, batch_idx: int) -> Program:
+    def _captured_step(self, batch: Any, batch_idx: int) -> CapturedStep:
         """What runs this batch; captured, planned and lowered now where nothing fits. Collective."""
         key = shape_key(batch)
-        if len(self._programs) > 1:  # each shape is known to all ranks, but it must be the same one now
+        if len(self._captured) > 1:  # each shape is known to all ranks, but it must be the same one now
             self._same.check_shapes(batch)
-        programs = self._programs.of(key)
-        index, changed = self._programs.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
+        known = self._captured.of(key)
+        index, changed = self._captured.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
         if index is not None:
-            self._programs.use(key)
-            return programs[index]
-        if not programs:
+            self._captured.use(key)
+            return known[index]
+        if not known:
             self._same.meet_for_shape(batch)
         elif changed is not None:
             self._same.meet_for_change(changed)
         with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)
-        lowered = next((p.lowered for p in programs if p.step.graph_digest == step.graph_digest), None)
-        if lowered is None:
-            lowered = self._lowered(step)
-        program = Program(step, lowered, AttributeCheck(self.module, step.attributes))
-        self._programs.add(key, program)
-        return program
+        program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
+        if program is None:
+            program = self._program(step)
+        captured = CapturedStep(step, program, AttributeCheck(self.module, step.attributes))
+        self._captured.add(key, captured)
+        return captured
 
-    def _lowered(self, step: StepGraph) -> StepProgram:
+    def _program(self, step: StepGraph) -> StepProgram:
         """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
         if is_for(self.plan, step):
             return self._placed.training_program(step, self.plan)
@@ -268,9 +270,9 @@ class Run:
         running = Running(self.plan, pins)
         return find_or_make_plan(step, self._job, self._cluster, optimizer, self._rank_zero, running)
 
-    def drop(self, lowered: StepProgram) -> None:
+    def drop(self, program: StepProgram) -> None:
         """A program is not used any more. No communication."""
-        self._placed.drop(lowered)
+        self._placed.drop(program)
 
     def changed_parameters(self) -> str | None:
         """What happened to the module's parameters since the plan was made, None when nothing did that matters.
@@ -296,11 +298,7 @@ class Run:
         plugin clip by the norm of all shards."""
         use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
         if self.store.sharded_parameters:
-            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.room.for_whole)
-
-    def whole_parameters(self) -> FullParameters:
-        """Context: the module with its whole parameters, for checkpoints and user code. Collective on entry."""
-        return self.whole
+            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.headroom.for_whole)
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""

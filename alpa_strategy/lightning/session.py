@@ -197,7 +197,7 @@ class Session:
 
     def whole_parameters(self) -> AbstractContextManager[Any]:
         """Context in which the module's parameters are whole; changes are kept."""
-        return nullcontext() if self.run is None else self.run.whole_parameters()
+        return nullcontext() if self.run is None else self.run.whole
 
     def as_training_holds_it(self) -> AbstractContextManager[Any]:
         """Context: parameters in parts, also within a hook that sees them whole and saves."""

@@ -69,7 +69,7 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
                 resolve(module, buffer.name).copy_(values[buffer.update])
 
 
-def replay_records(
+def update_metrics_and_log(
     module: Any,
     step: StepGraph,
     values: Mapping[int, Tensor],
