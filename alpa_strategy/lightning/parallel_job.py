@@ -150,6 +150,10 @@ class ParallelJob(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would share one, where a
+        # receive that waits for another rank holds up what that rank waits for. Read when the device is first used.
+        if self.root_device.type == "cuda":
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
