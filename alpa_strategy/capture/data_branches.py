@@ -12,7 +12,7 @@ import ast
 import dis
 import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
@@ -182,28 +182,27 @@ def _passing(statement: ast.If | ast.Assert) -> bool | None:
 
 def _answer_at_jump(frame: FrameType, statement: ast.If | ast.Assert, position: _Position) -> bool | None:
     """The same for the operand of the statement's test that the frame has come to: each ends in a jump, in order."""
-    wanted = _passing(statement)
-    if wanted is None:
-        return None
-    answers = _operand_answers(statement.test, wanted)
+    operands = list(_operands(statement.test))
     jumps = [
         each.offset
         for each in dis.get_instructions(frame.f_code)
         if "JUMP" in each.opname and "IF" in each.opname and _in_our_order(each.positions) == position
     ]
-    return answers[jumps.index(frame.f_lasti)] if len(jumps) == len(answers) and frame.f_lasti in jumps else None
+    if len(jumps) != len(operands) or frame.f_lasti not in jumps:
+        return None
+    operand, parents = _places(frame.f_code.co_filename)[_place_of(operands[jumps.index(frame.f_lasti)])]
+    return _answer_of(operand, parents) if isinstance(operand, ast.expr) else None
 
 
-def _operand_answers(test: ast.expr, wanted: bool) -> list[bool | None]:
-    """What the operands of a test must be, in order; None where an operand alone does not decide."""
+def _operands(test: ast.expr) -> Iterator[ast.expr]:
+    """What a test asks for its truth, in order."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _operand_answers(test.operand, not wanted)
-    if not isinstance(test, ast.BoolOp):
-        return [wanted]
-    found = [_operand_answers(value, wanted) for value in test.values]
-    if isinstance(test.op, ast.And) != wanted:  # the last operand decides, where the others have not
-        found[:-1] = [[None] * len(each) for each in found[:-1]]
-    return [answer for each in found for answer in each]
+        yield from _operands(test.operand)
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _operands(value)
+    else:
+        yield test
 
 
 def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
@@ -241,6 +240,10 @@ def _in_our_order(position: Any) -> _Position | None:
     return line, column, last, end
 
 
+def _place_of(node: ast.expr | ast.stmt) -> _Position:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+
+
 @lru_cache(maxsize=32)
 def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Assert, tuple[ast.AST, ...]]]:
     """Position -> the test or expression that stands there (the outermost), and what it stands in, innermost first."""
@@ -252,8 +255,7 @@ def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Asse
 
     def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
         if isinstance(node, ast.expr | ast.If | ast.Assert):
-            place = (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
-            found.setdefault(place, (node, parents))
+            found.setdefault(_place_of(node), (node, parents))
         for child in ast.iter_child_nodes(node):
             visit(child, (node, *parents[:8]))  # more than a condition is deep
 

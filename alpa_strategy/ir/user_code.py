@@ -40,23 +40,23 @@ def _describe(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line}: {text}" if text else f"{code.co_filename}:{line}"
 
 
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost user frame at or above `frame`."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def user_position(frame: FrameType | None) -> tuple[str, int] | None:
     """File and line of the innermost user frame at or above `frame`."""
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
+    found = _user_frame(frame)
+    return None if found is None else (found.f_code.co_filename, found.f_lineno)
 
 
 def user_frame() -> str:
     """`file:line: code` of the innermost user frame of the running stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return _describe(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-    return "line unknown"
+    found = _user_frame(sys._getframe(1))
+    return "line unknown" if found is None else _describe(found.f_code, found.f_lineno)
 
 
 def user_line(traceback: TracebackType | None) -> str:

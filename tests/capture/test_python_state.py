@@ -175,7 +175,7 @@ LOGGER = """
 import sys; sys.path[:0] = {path!r}
 import torch
 from functools import partial
-from test_attributes import Logs, own_mean
+from test_python_state import Logs, own_mean
 from alpa_strategy.capture.capture import capture_step
 steps = [capture_step(Logs(f), torch.randn(6, 4)) for f in ("mean", torch.mean, own_mean, partial(own_mean), max)]
 print(*[s.graph_digest for s in steps])

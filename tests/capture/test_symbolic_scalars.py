@@ -231,7 +231,9 @@ def turns(self: Step, x: Tensor, i: int) -> Tensor:
 
 @pytest.mark.parametrize("form", [by_item, as_shape, as_size, as_index, as_scale, in_a_set, turns])
 def test_other_places_are_refused_with_the_line(form: Form) -> None:
-    with pytest.raises(CaptureError, match=r"made of it stands where.*test_numbers\.py:\d+: return .*\n.*element by"):
+    with pytest.raises(
+        CaptureError, match=r"made of it stands where.*test_symbolic_scalars\.py:\d+: return .*\n.*element by"
+    ):
         capture_step(Step(form), torch.randn(6, 4, dtype=torch.float64))
     assert "float" not in globals()
     assert type(cos) is type(math.cos) is type(len)
