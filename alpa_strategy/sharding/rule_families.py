@@ -3,7 +3,8 @@
 The first three read as index notation with broadcasting: every dim of the (broadcast) operands that the op does not
 work along is parallel; a dim that is summed is contracted. A view only rearranges elements: it pairs groups of operand
 dims with groups of result dims that hold the same elements in the same order. A group of one dim on each side may be
-cut anyhow; of a larger group only the leading dims, and only into equal chunks."""
+cut anyhow; of a larger group only the leading dims, and only into equal chunks.
+"""
 
 from __future__ import annotations
 

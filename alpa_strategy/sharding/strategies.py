@@ -1,13 +1,18 @@
 """axis_strategies and op_strategies: every valid way to run an op on one mesh axis, and on a whole mesh.
 
-And what ops without any way to divide their work cost: the note in the plan that names them."""
+And what ops without any way to divide their work cost: the note in the plan that names them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
+
+import torch
 
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, OpCall
 from alpa_strategy.sharding.discovery import discover
@@ -75,8 +80,10 @@ def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[
 
 
 def rule_origin(call: OpCall) -> str:
-    """Where the op's strategies come from: registered, notation, view, pointwise, reduction, discovered, or replicated
-    (none)."""
+    """Where the op's strategies come from.
+
+    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), `discovered`, or `replicated`: it has none.
+    """
     found = _found(call, 2)
     if found is not None:
         return found.origin
@@ -99,5 +106,11 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
     calls = "1 call" if len(ops) == 1 else f"{len(ops)} calls"
     return (
         f"no rule for {name} ({calls}{f', {where}' if where else ''}): run whole on every device, "
-        f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of results"
+        f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of results{_advice(ops[0].call.target)}"
     )
+
+
+def _advice(target: Any) -> str:
+    if not isinstance(target, torch._ops.OpOverload) or custom_op(target) is not None:
+        return ""  # a module or autograd.Function that was captured as one op: there is no name to register
+    return f'; if its work can be divided, register_sharding("{target._schema.name}", ...) says how'

@@ -85,7 +85,8 @@ def op_table(pattern: str = "*") -> Table:
     if not names:
         raise OptionError(
             f"no op matches {pattern!r}",
-            "ops are named as in aten.linear.default; ops that are not listed get their rules by experiment",
+            "ops are named as in aten.linear.default; ops that are not listed get their rules by experiment, or from "
+            "register_sharding",
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
     table.caption = "PyTorch's operator database: " + "\n".join(figures(tuple(verdicts.values())))

@@ -50,6 +50,16 @@ def backwards(x: Tensor) -> Tensor:
     return x.flip(0)
 
 
+@torch.library.custom_op("alpa_outside::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 class Outside(pl.LightningModule):
     """Two of the custom op, with a pointwise op between them."""
 
@@ -113,6 +123,16 @@ def test_a_registered_rule_divides_the_op(rule):
     plan = plan_for_four()
     assert any("S" in way for way in ways(plan)), plan.stages[0].strategies
     assert not any("no rule for alpa_outside" in note for note in plan.notes)
+
+
+class Noisy(Outside):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0] + noise(batch[0])], batch_idx)
+
+
+def test_the_plan_says_which_op_could_have_a_rule(rule):
+    plan = make_plan(Noisy(64, torch.float32), (torch.randn(32, 64),), ClusterSpec.load("pcie_8gpu").with_devices(4))
+    assert any('register_sharding("alpa_outside::noise", ...)' in note for note in plan.notes), plan.notes
 
 
 def test_a_changed_rule_is_planned_again(rule):
