@@ -355,7 +355,7 @@ class AlpaStrategy(ParallelJob):
         for optimizer, stored in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._checkpoints.load_optimizer(optimizer, stored)
 
-    def whole_parameters(self) -> Any:
+    def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
         return self._session.whole_parameters()
 

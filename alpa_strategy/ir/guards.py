@@ -7,7 +7,7 @@ recorded; where it depends on an attribute, the value. The strategy captures aga
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,9 @@ class AttributeCheck:
         guards = tuple(guards)
         found = [(module.get_submodule(guard.module), guard) for guard in guards if isinstance(guard, AttributeGuard)]
         # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
-        self._rows = [(vars(m), g.name, g.value, g) for m, g in found if not g.is_class_attribute]
+        self._rows: list[tuple[Mapping[str, Any], str, Any, AttributeGuard | ValueGuard]] = [
+            (vars(m), g.name, g.value, g) for m, g in found if not g.is_class_attribute
+        ]
         self._rows += [(g.namespace, g.name, g.value, g) for g in guards if not isinstance(g, AttributeGuard)]
         self._class_rows = [(m, g) for m, g in found if g.is_class_attribute]
 
