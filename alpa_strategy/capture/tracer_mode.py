@@ -152,7 +152,8 @@ class TracerMode(TorchFunctionMode):
             value = [again(torch.full, (), v, **like) if type(v) is StepCounter else v for v in args[2:]]
             return again(func, args[0], index, *value)
         if func is torch.functional.broadcast_tensors:  # of torch.distributions, which takes a StepCounter for a tensor
-            like = next({"dtype": x.dtype, "device": x.device} for x in args if type(x) is not StepCounter)
+            beside = next((x for x in args if type(x) is not StepCounter), None)
+            like = {"device": self.device} if beside is None else {"dtype": beside.dtype, "device": beside.device}
             return again(func, *(again(torch.full, (), x, **like) if type(x) is StepCounter else x for x in args))
         position = _CREATIONS.get(func, len(args))
         if position < len(args):  # made empty, then filled: an op that takes a number

@@ -85,6 +85,10 @@ def created(self: Step, x: Tensor, i: int) -> Tensor:
     return (self.a(x) * a + b * c).sum()
 
 
+def distribution(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * torch.distributions.Normal(self.global_step / 7, 1 + self.ramp()).log_prob(x).sum()
+
+
 def stacked(self: Step, x: Tensor, i: int) -> Tensor:
     parts = torch.stack([self.a(x).sum(), x.sum() * self.ramp()])
     return parts.pow(2).sum() + torch.distributions.Normal(self.a(x), 1 + self.ramp()).log_prob(x).sum()
@@ -127,6 +131,7 @@ FORMS: dict[str, Form] = {
     "in place": changes_in_place,
     "created": created,
     "stacked": stacked,
+    "distribution": distribution,
     "noise": lambda self, x, i: (self.a(x) + 0.0 * torch.randn_like(x) * (1 - self.global_step / 40)).sum(),
     "noise left out": lambda self, x, i: F.dropout(self.a(x), self.global_step / 100, training=False).sum(),
     "slope": lambda self, x, i: F.leaky_relu(self.a(x), 1 / (1 + self.global_step)).sum(),
