@@ -1,4 +1,4 @@
-"""Files that people edit and other jobs write: read within limits, written whole or not at all.
+"""Files that people edit and other jobs write: read within limits, written whole or not at all; shipped ones by name.
 
 A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off, nested a million
 deep or hold `1e999`. `read_json` and `check_yaml` say so in a line (`BadFileError`) before anything is made of it.
@@ -21,6 +21,9 @@ MAX_DEPTH = 64
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_NODES = 100_000  # with what aliases repeat: a few lines can stand for a billion
 MAX_DIGITS = 19  # of a whole number: 64 bits
+# The folders of a checkout, as package data in a wheel (see setup.py).
+RECIPES = "recipes"
+CLUSTERS = "configs/clusters"
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]{%d,}" % (MAX_DIGITS + 1))  # noqa: UP031
 
@@ -147,3 +150,27 @@ def _count_nodes(node: yaml.Node | None, known: dict[int, int], depth: int) -> i
         raise BadFileError(f"stands for more than {MAX_YAML_NODES} values")
     known[id(node)] = count
     return count
+
+
+def shipped_folder(folder: str) -> Path:
+    """Where `RECIPES` or `CLUSTERS` lies: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def find_named(name: str | Path, folder: str) -> Path | None:
+    """The YAML file that `name` means: a path as given, else the shipped one of that name; None where there is neither.
+
+    A name has no folder and may come without `.yaml`. A file of the user's own goes first.
+    """
+    given = Path(name)
+    places = [given] if given.suffix in (".yaml", ".yml") else []
+    if len(given.parts) == 1:
+        places.append(shipped_folder(folder) / f"{given.name.removesuffix('.yaml')}.yaml")
+    return next((place for place in [*places, given] if place.is_file()), None)
+
+
+def shipped_names(folder: str) -> list[str]:
+    """The names that `find_named` knows."""
+    return sorted(file.stem for file in shipped_folder(folder).glob("*.yaml"))

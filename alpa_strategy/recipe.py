@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError, OptionError, check_names, did_you_mean
-from alpa_strategy.files import BadFileError, check_yaml
-from alpa_strategy.shipped_files import RECIPES, find_named, shipped_names
+from alpa_strategy.files import RECIPES, BadFileError, check_yaml, find_named, shipped_names
 
 if TYPE_CHECKING:
     import lightning

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import ClusterError
-from alpa_strategy.files import check_yaml
-from alpa_strategy.shipped_files import CLUSTERS, find_named, shipped_names
+from alpa_strategy.files import CLUSTERS, check_yaml, find_named, shipped_names
 
 
 def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:

@@ -21,7 +21,7 @@ from alpa_strategy.cluster.spec import (
     without_outliers,
 )
 from alpa_strategy.errors import ClusterError
-from alpa_strategy.shipped_files import CLUSTERS, shipped_folder, shipped_names
+from alpa_strategy.files import CLUSTERS, shipped_folder, shipped_names
 
 DATA = {
     "name": "two by four",

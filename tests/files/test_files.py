@@ -7,7 +7,7 @@ import os
 import stat
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.files import BadFileError, check_yaml, parse_json, read_json, write_json
@@ -20,6 +20,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_what_is_written_is_read(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "value.json"
@@ -47,6 +48,7 @@ def test_bad_json_is_one_sentence(text, words):
         parse_json(text)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_json_or_refused(text):
     try:
