@@ -18,13 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.deferred.script import (
-    DeviceArgument,
     Given,
     RecordedOp,
     Script,
     View,
     current_states,
-    real_argument,
 )
 from alpa_strategy.errors import CaptureError
 
@@ -122,7 +120,7 @@ class Recorder:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             if not self._makes_big_tensor(func, args, kwargs):
-                return func(*args, **_on_device(kwargs, self.script.device))
+                return func(*args, **_on_real_device(kwargs, self.script.device))
         elif func is torch.ops.aten._local_scalar_dense.default:
             return func(self.whole(tensors[0]))
         return self._record(func, args, kwargs)
@@ -157,8 +155,7 @@ class Recorder:
     def _line(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
     ) -> RecordedOp:
-        described = pytree.tree_map(self._argument, (args, {**kwargs}))
-        described = described[0], {**described[1], **_device_arguments(kwargs)}
+        described = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.script.device)))
         views = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, View)]
         writes: dict[int, bool] = {}
         unread: set[int] = set()
@@ -168,7 +165,7 @@ class Recorder:
             writes[view.storage] = only_target and view.num_bytes == self.script.num_bytes[view.storage]
             if only_target:
                 unread.add(view.storage)
-        device = self._result_device(kwargs, views)
+        device = described[1].get("device") or self._device_of_first(views)
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -191,13 +188,8 @@ class Recorder:
         given = leaf.detach().clone() if is_copy else leaf
         return Given(given, given._version, is_copy)
 
-    def _result_device(self, kwargs: dict[str, Any], views: list[View]) -> torch.device:
-        asked = _device_arguments(kwargs).get("device")
-        if asked is not None:
-            return real_argument(asked, self.script.device)
-        if views:
-            return self.script.devices[views[0].storage]
-        return torch.device("cpu")
+    def _device_of_first(self, views: list[View]) -> torch.device:
+        return self.script.devices[views[0].storage] if views else torch.device("cpu")
 
     def _draw(self, line: RecordedOp) -> None:
         """Draw a random op's numbers as a single device would, into memory that is freed at once."""
@@ -207,7 +199,7 @@ class Recorder:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, View):
                 return contents[leaf] if leaf in contents else self._scratch(leaf)
-            return real_argument(leaf, self.script.device)
+            return leaf.value() if isinstance(leaf, Given) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
         with torch.no_grad():
@@ -225,7 +217,7 @@ class Recorder:
                     "change the parameter after it was made, by an op that is known for the meta device",
                 )
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
-        return func(*args, **_on_device(kwargs, self.script.device))
+        return func(*args, **_on_real_device(kwargs, self.script.device))
 
 
 class _Mode(TorchDispatchMode):
@@ -290,14 +282,12 @@ def _asks_for_meta(kwargs: dict[str, Any]) -> bool:
     return asked is not None and torch.device(asked).type == "meta"
 
 
-def _on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Keyword arguments with `device` where they say meta."""
-    return {**kwargs, "device": device} if _asks_for_meta(kwargs) else kwargs
-
-
-def _device_arguments(kwargs: dict[str, Any]) -> dict[str, DeviceArgument]:
     asked = kwargs.get("device")
-    return {} if asked is None else {"device": DeviceArgument(torch.device(asked))}
+    if asked is None:
+        return kwargs
+    return {**kwargs, "device": device if _asks_for_meta(kwargs) else torch.device(asked)}
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:

@@ -56,13 +56,6 @@ class Given:
 
 
 @dataclass(frozen=True)
-class DeviceArgument:
-    """A device argument of an op."""
-
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class RandomStates:
     """Where the generators stood when a random op ran: the default ones, or the one that was passed to it."""
 
@@ -96,7 +89,7 @@ class RecordedOp:
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
         plain = pytree.tree_map_only(Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs))
-        plain = pytree.tree_map_only(DeviceArgument, lambda d: d.device.type, plain)
+        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)  # not which GPU of its node
         plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
         return f"{self.func}{plain}{self.results}{self.default_dtype}"
 
@@ -185,9 +178,9 @@ class Script:
                 if leaf.storage not in storages:  # this op overwrites all of it
                     storages[leaf.storage] = self._allocate(leaf.storage)
                 return _view_of(storages[leaf.storage], leaf)
-            return real_argument(leaf, self.device)
+            return leaf.value() if isinstance(leaf, Given) else leaf
 
-        args, kwargs = _map((line.args, line.kwargs), real)
+        args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
         made = [leaf for leaf in pytree.tree_leaves(self._call(line, args, kwargs)) if isinstance(leaf, Tensor)]
         for result, tensor in zip(line.results, made, strict=True):
             if result is None or result.storage in storages:
@@ -246,8 +239,8 @@ class Script:
         for line, (random, tensors) in zip(lines, rank_dependent, strict=True):
             line.random = random
             fresh = iter([Given(tensor, tensor._version) for tensor in tensors])
-            line.args, line.kwargs = _map(
-                (line.args, line.kwargs), lambda leaf, fresh=fresh: next(fresh) if _is_copy(leaf) else leaf
+            line.args, line.kwargs = pytree.tree_map(
+                lambda leaf, fresh=fresh: next(fresh) if _is_copy(leaf) else leaf, (line.args, line.kwargs)
             )
 
     def _varies(self, line: RecordedOp) -> bool:
@@ -272,15 +265,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def real_argument(leaf: Any, device: torch.device) -> Any:
-    """What stands in a line's arguments, views apart, as the op takes it."""
-    if isinstance(leaf, Given):
-        return leaf.value()
-    if isinstance(leaf, DeviceArgument):
-        return device if leaf.device.type == "meta" else leaf.device
-    return leaf
-
-
 def current_states(generator: torch.Generator | None, device: torch.device) -> RandomStates:
     """Where the generators that a random op may draw from stand."""
     if generator is not None:
@@ -303,7 +287,3 @@ def _set_states(states: RandomStates, generator: torch.Generator | None, device:
 def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
     empty = torch.empty(0, dtype=view.dtype, device=storage.device)
     return empty.set_(storage, view.offset, view.size, view.stride)
-
-
-def _map(tree: Any, change: Any) -> Any:
-    return pytree.tree_map(change, tree)
