@@ -37,7 +37,7 @@ from gpu_exam_models import (
     Exam,
     Losses,
     alpa,
-    compile_step,
+    compile_blocks,
     deterministic,
     difference,
     fit,
@@ -160,19 +160,17 @@ def speed(exam: Exam, add: Add) -> None:
     can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
     names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
     for precision in ("bf16-mixed", "32-true"):
-        order = names if precision == "bf16-mixed" else names[:2]
-        rates: dict[str, list[float]] = {name: [] for name in order}
-        for turn in range(1 if exam.small else 2):
-            for name in order if turn == 0 else order[::-1]:
+        rates: dict[str, list[float]] = {name: [] for name in (names if precision == "bf16-mixed" else names[:2])}
+        rounds = [list(rates)] if exam.small or precision == "32-true" else [list(rates), ["alpa", "plain"]]
+        for turn, order in enumerate(rounds):
+            for name in order:
                 with each(add, f"{name} {precision}, round {turn + 1}"):
                     found = _timed(exam, name, precision)
                     rates[name].append(found["tokens_per_second"])
-                    if turn == 0 or name != "plain + compile":
-                        add(None, "ok", _speed_text(found), **found)
-        plain = rates["plain"]
-        for name in order[1:]:
-            if plain and len(rates[name]) == len(plain):
-                ratio = statistics.median(a / b for a, b in zip(rates[name], plain, strict=True))
+                    add(None, "ok", _speed_text(found), **found)
+        for name, found in rates.items():
+            if name != "plain" and found and rates["plain"]:
+                ratio = statistics.mean(found) / statistics.mean(rates["plain"])
                 is_ours = name == "alpa" and exam.on_gpu
                 add(f"{name} / plain, {precision}", verdict(not is_ours or ratio > 0.97), f"{ratio:.3f}", ratio=ratio)
 
@@ -184,7 +182,7 @@ def _timed(exam: Exam, name: str, precision: str) -> Row:
     options: Row = {"compile": True} if name == "alpa + compile" else {}
     strategy = alpa(cluster=None, **options) if name.startswith("alpa") else "auto"
     if name == "plain + compile":
-        compile_step(model)
+        compile_blocks(model)
     started = time.perf_counter()
     fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
     figures = {**clock.figures, "wall_seconds": time.perf_counter() - started}

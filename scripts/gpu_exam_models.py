@@ -161,14 +161,10 @@ def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
     return alpa_strategy.AlpaStrategy(**{"verbose": False, "cluster": str(COSTS), **options})
 
 
-def compile_step(model: Any) -> None:
-    """The step of a GPT as one compiled function: forward and loss (`torch.compile(module)` trips over the Trainer)."""
-
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    compiled = torch.compile(loss_of)
-    model.training_step = lambda batch, batch_idx: compiled(*batch)
+def compile_blocks(model: Any) -> None:
+    """A GPT's blocks, compiled: one compilation serves all (`torch.compile(module)` trips over the Trainer)."""
+    for block in model.blocks:
+        block.compile()
 
 
 def weights(model: Any) -> dict[str, Tensor]:
