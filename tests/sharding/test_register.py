@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alpa_strategy import AlpaError, AlpaStrategy, ClusterSpec, make_plan, prove_sharding, register_sharding
+from alpa_strategy import (
+    AlpaError,
+    AlpaStrategy,
+    ClusterSpec,
+    PlanOptions,
+    make_plan,
+    prove_sharding,
+    register_sharding,
+)
 
 ROWS, WIDTH = 8, 16
 
@@ -109,9 +117,10 @@ def rule():
     register_sharding("alpa_outside::scaled_linear", RULE)
 
 
-def plan_for_four(width: int = 2048):
-    module = Outside(width, torch.float32)
-    return make_plan(module, (torch.randn(4096, width),), ClusterSpec.load("pcie_8gpu").with_devices(4))
+def plan_for_four(width: int = 2048, kind: type[Outside] = Outside):
+    cluster = ClusterSpec.load("pcie_8gpu").with_devices(4)
+    options = PlanOptions(num_stages=1, num_microbatches=1)
+    return make_plan(kind(width, torch.float32), (torch.randn(4096, width),), cluster, options)
 
 
 def ways(plan) -> set[str]:
@@ -131,7 +140,7 @@ class Noisy(Outside):
 
 
 def test_the_plan_says_which_op_could_have_a_rule(rule):
-    plan = make_plan(Noisy(64, torch.float32), (torch.randn(32, 64),), ClusterSpec.load("pcie_8gpu").with_devices(4))
+    plan = plan_for_four(64, Noisy)
     assert any('register_sharding("alpa_outside::noise", ...)' in note for note in plan.notes), plan.notes
 
 
