@@ -198,6 +198,7 @@ class AlpaStrategy(ParallelJob):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self.take_signals(trainer)
         deferred_init = self._session.deferred_init
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_precision(self.precision_plugin)

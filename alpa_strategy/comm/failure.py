@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 3.0
 LOST_SECONDS = 20.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
-_CAUSE, _SEEN = "alpa/failure/cause", "alpa/failure/seen"
+_CAUSE, _SEEN, _TOLD = "alpa/failure/cause", "alpa/failure/seen", "alpa/failure/told"
 
 
 class FailureWatch:
@@ -57,7 +57,9 @@ class FailureWatch:
         self._ending = threading.Lock()
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
         run = self._main_store.add(f"alpa/failure/runs/{rank}", 1)
-        self._cause_key, self._seen_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}"
+        self._cause_key, self._seen_key, self._told_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}", f"{_TOLD}/{run}"
+        self._word: str | None = None
+        self.on_told: Callable[[str], None] | None = None  # called once, in the watch's thread
         self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
 
     def start(self) -> None:
@@ -94,6 +96,19 @@ class FailureWatch:
         if rank != self._rank and first_message != message:
             self._end_because_of(first, self._main_store)
 
+    def tell(self, word: str) -> None:
+        """Tell all ranks a word (the first one counts): `on_told` is called with it on each. From a handler, too."""
+        self._word = word
+
+    def _pass_on(self) -> None:
+        """In the watch's thread: what this rank has to tell, and what it is told."""
+        if self._word is not None:
+            self._watch_store.compare_set(self._told_key, "", self._word)
+            self._word = None
+        if self.on_told is not None and self._watch_store.check([self._told_key]):
+            on_told, self.on_told = self.on_told, None
+            on_told(self._watch_store.get(self._told_key).decode())
+
     def _sign(self, rank: int) -> str:
         """Key of a rank's sign of life."""
         return f"{self._seen_key}/{rank}"
@@ -116,6 +131,7 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             try:
+                self._pass_on()
                 failed = self._watch_store.check([self._cause_key])
                 first = self._watch_store.get(self._cause_key).decode() if failed else ""
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it

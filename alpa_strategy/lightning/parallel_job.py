@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_object
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
+from alpa_strategy.lightning.signals import JobSignals, install_signals
 
 CHILD_POLL_SECONDS = 0.5
 REPORT_SECONDS = 15.0  # that the other ranks have to say what they know and to end by themselves
@@ -116,6 +117,7 @@ class ParallelJob(ParallelStrategy):
         self.interrupted = False
         self._timeout_seconds = timeout_seconds
         self._watch: FailureWatch | None = None
+        self._signals: JobSignals | None = None
 
     @property
     @override
@@ -211,8 +213,15 @@ class ParallelJob(ParallelStrategy):
         if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
             self._watch.publish(exception)
 
+    def take_signals(self, trainer: Any) -> None:
+        """Before the Trainer registers its handlers: what signals do concerns all ranks."""
+        children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
+        self._signals = install_signals(trainer, self._watch, children)
+
     def stop_watching(self) -> None:
-        """Nobody else's end concerns this rank any more. No communication."""
+        """Nobody else's end, and no signal, concerns this rank any more. No communication."""
+        if self._signals is not None:
+            self._signals.remove()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
