@@ -28,9 +28,10 @@ from alpa_strategy.errors import LostRankError
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 3.0
-LOST_SECONDS = 20.0
+LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
 _CAUSE, _SEEN, _TOLD = "alpa/failure/cause", "alpa/failure/seen", "alpa/failure/told"
+_ENDED = "alpa/failure/ended"
 
 
 class FailureWatch:
@@ -58,6 +59,7 @@ class FailureWatch:
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
         run = self._main_store.add(f"alpa/failure/runs/{rank}", 1)
         self._cause_key, self._seen_key, self._told_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}", f"{_TOLD}/{run}"
+        self._ended_key = f"{_ENDED}/{run}"
         self._word: str | None = None
         self.on_told: Callable[[str], None] | None = None  # called once, in the watch's thread
         self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
@@ -66,9 +68,12 @@ class FailureWatch:
         """Begin to watch, in a thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Normal end: nothing fires any more."""
+    def stop(self, ends_well: bool = True) -> None:
+        """This rank is done: nothing fires any more."""
         self._stopped.set()
+        if self._rank == 0 and ends_well:  # its store ends with it: slower ranks are not lost
+            with contextlib.suppress(RuntimeError):
+                self._main_store.set(self._ended_key, "")
 
     def publish(self, error: BaseException) -> None:
         """Called where `error` is about to end this rank: tell the others, and give them time to read it.
@@ -132,6 +137,8 @@ class FailureWatch:
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 self._pass_on()
+                if self._watch_store.check([self._ended_key]):
+                    return
                 failed = self._watch_store.check([self._cause_key])
                 first = self._watch_store.get(self._cause_key).decode() if failed else ""
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it

@@ -223,5 +223,5 @@ class ParallelJob(ParallelStrategy):
         if self._signals is not None:
             self._signals.remove()
         if self._watch is not None:
-            self._watch.stop()
+            self._watch.stop(ends_well=not self.interrupted)
             self._watch = None

@@ -1,4 +1,4 @@
-"""Signals that schedulers and people send: every rank is gone in 10 seconds, whatever it was doing; no process stays."""
+"""Signals of schedulers and people: every rank is gone in 10 seconds, whatever it was doing, and no process stays."""
 
 from __future__ import annotations
 
