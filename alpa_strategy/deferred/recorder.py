@@ -177,7 +177,8 @@ class Recorder:
                 if is_new:
                     writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
-        return RecordedOp(func, *described, reads, writes, tuple(results), torch.get_default_dtype())
+        given, named = described
+        return RecordedOp(func, given, named, reads, writes, tuple(results), torch.get_default_dtype())
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
