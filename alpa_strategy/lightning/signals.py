@@ -53,8 +53,8 @@ class JobSignals:
         """Take the place of what Lightning would do. Before it registers its handlers."""
         if threading.current_thread() is not threading.main_thread():
             return  # nor does Lightning get signals there
-        self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign]
-        self._connector._slurm_sigusr_handler_fn = self._on_requeue  # type: ignore[method-assign]
+        self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
+        self._connector._slurm_sigusr_handler_fn = self._on_requeue  # type: ignore[method-assign,assignment]
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.meet  # type: ignore[method-assign]
         self._watch.on_told = self._told
         self._ends = socket.socketpair()
