@@ -154,7 +154,10 @@ class DeferredInit:
     def _finish(self) -> None:
         """Make what nobody has taken (no plan, or parameters that the step does not use), and forget the record."""
         for parameter in self._waiting:
-            if parameter.data_ptr() != self._placeholders[parameter]:
+            is_untouched = parameter.data_ptr() == self._placeholders[parameter]
+            # Taken whole while it was still to be read (`_whole`): one element that stands for all.
+            is_unread = parameter.numel() > 1 and not any(parameter.stride())
+            if not (is_untouched or is_unread):
                 continue
             whole = self._whole(parameter)
             if parameter in self._loaded:
