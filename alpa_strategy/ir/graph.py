@@ -279,7 +279,7 @@ class StepGraph:
             visit(record.value)
         for metric in self.metrics:
             visit(metric.args)
-            visit(tuple(value for _, value in record.kwargs))
+            visit(tuple(value for _, value in metric.kwargs))
         return tuple(sorted(found))
 
     @cached_property
