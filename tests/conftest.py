@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # silences DeepSpeed's probe on machines without GPUs
 sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import WorkerPool
+
+# Times are no law: a loaded machine takes five times as long.
+settings.register_profile("alpa", deadline=None)
+settings.load_profile("alpa")
 
 # Tests without process groups that take seconds each all the same: scripts/test.sh runs them, test_quick.sh does not.
 NOT_QUICK = {
