@@ -51,6 +51,7 @@ class FailureWatch:
         world_size: int,
         children: Callable[[], Sequence[subprocess.Popen]] = tuple,
     ) -> None:
+        # A connection each: a store's calls wait for each other, and the main thread may hang in one of its own.
         self._watch_store, self._main_store = store.clone(), store.clone()
         self._rank, self._world_size = rank, world_size
         self._children = children

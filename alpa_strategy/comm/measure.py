@@ -238,7 +238,7 @@ def measure_slowdown(mesh: MeshComm, device: torch.device | str = "cpu", seconds
             count += 1
         return count / (time.perf_counter() - started)
 
-    first = not any(mesh.coordinate)
+    first = not any(mesh.coordinate)  # one device alone, then all together
     alone, together = 0.0, 0.0
     for _ in range(2):  # the better of two: a burst of other load passes
         alone = max(alone, _agreed_max(mesh, [rate() if first else 0.0], device)[0])

@@ -171,6 +171,7 @@ def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backen
         for line in itertools.product(*others):
             index: tuple[Any, ...] = (*line[:axis], slice(None), *line[axis:])
             members = tuple(grid[index].tolist())
+            # Every rank makes every group: `new_group` waits for the whole job.
             group = whole_group if members == ranks else _new_group(members)
             if rank in members:
                 axes.append(TorchAxisComm(size, members.index(rank), group, backend))
@@ -226,7 +227,7 @@ class TorchAxisComm:
         if sizes[self.index] < sizes[0]:  # the collective wants equal chunks: pad to the largest
             padding = tensor.new_zeros((*tensor.shape[:dim], sizes[0] - sizes[self.index], *tensor.shape[dim + 1 :]))
             tensor = torch.cat([tensor, padding], dim)
-        gathered = tensor.new_empty((self.size, *tensor.shape))
+        gathered = tensor.new_empty((self.size, *tensor.shape))  # [devices, *chunk]
         own = tensor.contiguous()
         work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
 
@@ -266,7 +267,7 @@ class TorchAxisComm:
             return tensor
         tensor = tensor.detach()
         split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
-        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]
+        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]  # flat: chunks may be uneven
         shapes = []
         for size in gather_sizes:
             shape = [*tensor.shape]

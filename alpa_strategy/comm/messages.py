@@ -162,7 +162,7 @@ class Transfer:
                 peer = peer_of(piece)
                 if peer is None or peer == self._rank:
                     continue
-                offset, size = ends.get(peer, 0), piece.num_elements * dtype.itemsize
+                offset, size = ends.get(peer, 0), piece.num_elements * dtype.itemsize  # bytes
                 messages.setdefault(peer, []).append(_Slot(value, piece, offset, size))
                 ends[peer] = offset + -(-size // ALIGNMENT) * ALIGNMENT
         return dict(sorted(messages.items()))
@@ -265,6 +265,7 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor]]], tag: int) -
 
     Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).
     """
+    # All receives and sends start before the first is waited for: any order among the ranks would do.
     receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
     sends = [op for i, (transfer, tensors) in enumerate(transfers) for op in transfer.send_ops(tensors, tag + i)]
     ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
@@ -272,7 +273,7 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor]]], tag: int) -
         for op, work in [(op, _begin(op)) for op in ops]:
             _named(op.peer, _direction(op), work.wait)
     elif ops:
-        for work in dist.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops):  # one NCCL group: alone, a send could wait for its receive for ever
             work.wait()
     return [
         transfer.assemble([op.tensor for op in receipt.ops], tag + i)

@@ -86,7 +86,7 @@ class _View:
         whole = self.gathered.whole()
         if whole.dtype != self.dtype:
             num_elements = whole.untyped_storage().nbytes() // whole.dtype.itemsize
-            whole = whole.as_strided((num_elements,), (1,), 0).view(self.dtype)
+            whole = whole.as_strided((num_elements,), (1,), 0).view(self.dtype)  # all of its memory, flat
         view = whole.as_strided(self.size, self.stride, self.offset)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view

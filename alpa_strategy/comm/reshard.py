@@ -52,6 +52,7 @@ class Reshard:
             forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
             backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
             current[step.axis] = step.dst
+        # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
         self.forward_steps = _without_idle(forward)
         self.backward_steps = _without_idle(backward[::-1])
         self._sums_over = _summed_axis(self.forward_steps, mesh)
@@ -164,7 +165,7 @@ def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
             return axis.all_gather(tensor, dim, step.shape[dim])
         case Partial(), Replicate():
             return axis.all_reduce(tensor)
-        case Partial(), Shard(dim=dim):
+        case Partial(), Shard(dim=dim):  # the sum and the cut at once: half of an all_reduce's bytes
             return axis.reduce_scatter(tensor, dim)
         case Replicate(), Shard(dim=dim):
             start, stop = chunk_range(step.shape[dim], axis.size, axis.index)

@@ -168,6 +168,7 @@ def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
 
     def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        # offsets [groups] are where each group's rows end; bounds [own groups + 1] are the edges of ours.
         bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
         return groups_between(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
 
@@ -204,11 +205,12 @@ class _BatchNormSync(torch.autograd.Function):
             variance, mean = torch.var_mean(x.to(dtype), dims, correction=0)
         else:
             variance, mean = x.new_zeros(2, channels, dtype=dtype)
+        # One exchange for all three: [2 C + 1] holds the means, the sums of squared deviations, the number of values.
         part = torch.cat([mean, variance * count, mean.new_tensor([count])])
         for comm in comms:
-            parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)
+            parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
             means, squares, counts = parts.split([channels, channels, 1], dim=1)
-            total = counts.sum(0)
+            total = counts.sum(0)  # clamped below: devices may hold no rows at all
             mean = (means * counts).sum(0) / total.clamp(min=1.0)
             square = squares.sum(0) + ((means - mean).square() * counts).sum(0)
             part = torch.cat([mean, square, total])
@@ -224,9 +226,9 @@ class _BatchNormSync(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         shape = [-1 if d == 1 else 1 for d in range(x.dim())]
-        normal = (x.to(mean.dtype) - mean.view(shape)).mul_(inverse_std.view(shape))
+        normal = (x.to(mean.dtype) - mean.view(shape)).mul_(inverse_std.view(shape))  # [n, C, ...]
         grad_y = grad_y.to(mean.dtype)
-        sums = torch.stack([grad_y.sum(ctx.dims), (grad_y * normal).sum(ctx.dims)])
+        sums = torch.stack([grad_y.sum(ctx.dims), (grad_y * normal).sum(ctx.dims)])  # [2, C]
         grad_bias, grad_weight = sums.unbind()  # this device's summands: weight and bias are R* on the axes
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -262,7 +264,7 @@ def batch_norm_sync(
     y, mean, square, total = _BatchNormSync.apply(x, weight, bias, eps, tuple(comms))
     if running_mean is None or running_var is None:
         return (y,)
-    unbiased = square / (total - 1.0)
+    unbiased = square / (total - 1.0)  # as torch: running_var is unbiased, the variance that normalises is not
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
     new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
     return y, new_mean, new_var

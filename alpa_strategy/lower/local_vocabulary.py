@@ -30,7 +30,7 @@ class _VocabEmbedding(torch.autograd.Function):
     ) -> Tensor:
         num_rows = weight.shape[0]
         if num_rows == 0:
-            result = weight.new_zeros(*rows.shape, weight.shape[1])
+            result = weight.new_zeros(*rows.shape, weight.shape[1])  # [..., width]
         else:
             result = torch.embedding(weight, rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         # Ids of other devices and padding go to one row past the end in the backward, which skips that row: they
@@ -57,7 +57,7 @@ def vocab_embedding(
     `padding_idx` is the whole table's (negative: none). IndexError when an id is outside the whole vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
-    rows = ids - first_id
+    rows = ids - first_id  # [...], of the local weight; outside it where another device holds the id
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding_row = padding_idx - first_id if padding_idx >= 0 else -1
     return _VocabEmbedding.apply(weight, rows, elsewhere, padding_row, scale_grad_by_freq)
@@ -80,7 +80,7 @@ def vocab_bags(
     rows = ids - first_id
     here = (rows >= 0) & (rows < weight.shape[0])
     counted = ids != padding_idx
-    share = (here & counted).to(weight.dtype)
+    share = (here & counted).to(weight.dtype)  # [n, k]: what each id adds to its bag on this device
     if per_sample_weights is not None:
         share = share * per_sample_weights
     if mean:
@@ -137,16 +137,17 @@ class _VocabCrossEntropy(torch.autograd.Function):
         dim = min(1, logits.dim() - 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         weight = None if weight is None else _local_weight(weight, logits, dim, dtype, classes)
+        # [N, c, d1, ...], c classes of this device; what is exchanged is [N, 1, d1, ...]
         shifted = logits.detach().to(dtype) - classes.over_all(_highest(logits, dim, dtype), "max")
         shares = _target_shares(logits, target, weight, classes, dtype)
         # Without class weights the a_c of a row add up to 1 whatever the smoothing: nothing to exchange.
         needs_total = weight is not None or shares.kept is None
         amounts = _row_amounts(shifted, shares, dim, needs_total)
 
-        log_probs_needed = ctx.needs_input_grad[1]
+        log_probs_needed = ctx.needs_input_grad[1]  # targets that are probabilities may be differentiated
         centred = shifted if log_probs_needed else None
         exponentials = shifted.exp() if log_probs_needed else shifted.exp_()
-        sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))
+        sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))  # [2 or 3, N, 1, d1, ...]
         denominator, weighted = sums[0], sums[1]
         total = sums[2] if needs_total else torch.ones_like(denominator)
         row_loss = total * denominator.log() - weighted
@@ -235,7 +236,7 @@ def _target_shares(
     kept = target != classes.ignore_index
     _check_ids(~kept | (target >= 0) & (target < classes.num_classes), "cross entropy target")
     local = target - classes.first
-    ours = (kept & (local >= 0) & (local < logits.shape[dim])).unsqueeze(dim)
+    ours = (kept & (local >= 0) & (local < logits.shape[dim])).unsqueeze(dim)  # [N, 1, d1, ...]
     index = torch.where(ours, local.unsqueeze(dim), 0)
     amount = ours.to(dtype) * (1.0 - classes.smoothing)
     if weight is not None and logits.shape[dim]:

@@ -108,6 +108,7 @@ def build_pipeline(
         if mesh is None:
             continue
         program, per_step = _program(index, graph, stage, places, stores[index])
+        # A stage hands over gradients of shared parameters that its own ops do not use here, too.
         names = {p.name for p in stage_graph.parameters} | {use[1] for s in shared for use in s.uses if use[0] == index}
         own[index] = OwnStage(
             program=program,
@@ -142,7 +143,7 @@ def _program(
         used |= trained
     if stage.remat:
         return Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None), per_step
-    (span,) = spans
+    (span,) = spans  # without recomputation nothing is cut
     return lambda inputs: span.program(inputs)[:2], per_step
 
 

@@ -34,7 +34,7 @@ class Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                shape = (tensor.meta.shape[0] // spec.num_microbatches, *tensor.meta.shape[1:])
+                shape = (tensor.meta.shape[0] // spec.num_microbatches, *tensor.meta.shape[1:])  # [rows, ...]
                 start = MeshSide((world,), everyone, Layout.parse("R" if tensor.on_every_rank else "S0"))
                 plan = plan_transfer(shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
                 plans += [plan] * spec.num_microbatches
@@ -73,6 +73,7 @@ class SharedSum:
     ) -> None:
         uses = list({spec.stages[use[0]].ranks: use for use in shared.uses}.values())
         sides = [spec.stages[stage].side(layout) for stage, _, layout in uses]
+        # Few meshes share a parameter (two, where embeddings are tied): all to all is one message each way.
         self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
         self.transfers = [
             Transfer(

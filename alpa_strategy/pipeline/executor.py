@@ -68,9 +68,11 @@ class _Order:
         sends: dict[tuple[int, str], list[int]] = defaultdict(list)
         for action in (action for order in orders for action in order if action.kind != "W"):
             sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
-        last = {
-            id(stores[a.stage]): (place, stores[a.stage]) for place, a in enumerate(own) if a.kind in "BW" and stores
-        }
+        last: dict[int, tuple[int, StageParameters]] = {}  # by the store's identity: stages may share one
+        for place, action in enumerate(own):
+            if action.kind in "BW":
+                store = stores[action.stage]
+                last[id(store)] = place, store
         return cls(own, tuple(map(tuple, posted)), sends, dict(last.values()))
 
 
@@ -148,6 +150,7 @@ class Pipeline:
             RuntimeMismatchError: the batch has other shapes than planned.
             LostRankError: another rank is gone or hangs.
         """
+        # `.grad` may hold what earlier batches have accumulated: it is put aside while this step makes its own.
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -214,6 +217,7 @@ class Pipeline:
         for store in order.last_backward.values():
             store.sync(False)
         for place, action in enumerate(order.actions):
+            # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
             for ahead in order.posted[place]:
                 self._workers[ahead.stage].post(ahead)
             store = order.last_backward.get(place)
@@ -295,7 +299,7 @@ class Pipeline:
 
     def _broadcast(self, stage: StageSpec, own: Values) -> Values:
         """All of a stage's values in one message."""
-        is_source = self._rank == stage.ranks[0]
+        is_source = self._rank == stage.ranks[0]  # what escapes is whole on all of the stage's devices: one sends
         pieces = []
         for value in stage.escaping:
             meta = self.spec.metas[value]
@@ -309,7 +313,7 @@ class Pipeline:
                     "plan again for this step",
                 )
             pieces.append(tensor.contiguous())
-        flat = torch.cat([piece.view(-1).view(torch.uint8) for piece in pieces])
+        flat = torch.cat([piece.view(-1).view(torch.uint8) for piece in pieces])  # of any dtypes
         try:
             dist.broadcast(flat, src=stage.ranks[0])
         except RuntimeError as error:

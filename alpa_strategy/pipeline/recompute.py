@@ -67,7 +67,7 @@ class Recompute:
         kept = Kept(dict(inputs.buffers), inputs.batch, dict(inputs.received), [], set(wanted))
         escaping: Values = {}
         sent: Values = {}
-        with torch.no_grad():
+        with torch.no_grad():  # nothing is saved for a backward: the spans run again for it
             for span in self.spans:
                 kept.replays.append(self._bookmark())
                 handed = _picked(kept.values, span.reads)
@@ -121,7 +121,7 @@ class Again:
             for value, leaf in opened.leaves.items():
                 if leaf.grad is not None:
                     inside[value] = inside[value] + leaf.grad if value in inside else leaf.grad
-            del opened
+            del opened  # the span's activations, before the next is recomputed
         hold(())
         return {value: inside.get(value) for value in self._kept.wanted}
 

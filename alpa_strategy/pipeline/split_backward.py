@@ -41,6 +41,7 @@ class SplitBackward:
         try:
             if not graph.reaches_inputs:
                 return [None] * len(self._inputs)
+            # The graph stays: its other half is run by `run_weights`.
             return list(
                 torch.autograd.grad(self._roots, self._inputs, self._root_grads, retain_graph=True, allow_unused=True)
             )
@@ -126,11 +127,12 @@ class _Graph:
         group_of: dict[Node | int, _Group] = {}
         groups: list[_Group] = []
         for leaf in self._order:
-            if not hasattr(leaf, "variable") or leaf in self._is_input:
+            if not hasattr(leaf, "variable") or leaf in self._is_input:  # only AccumulateGrad nodes have a variable
                 continue
             group = _Group()
             groups.append(group)
             self._collect(leaf, group)
+            # Leaves below one start get their gradients in one backward: what lies between is run once.
             for key in [*group.starts, *group.roots]:
                 other = group_of.get(key)
                 if other is not None and other is not group:
@@ -162,7 +164,7 @@ class _Graph:
 
 def _reachable(roots: list[Node]) -> list[Node]:
     """All nodes below `roots`, in an order that depends on the graph alone."""
-    found: dict[Node, None] = {}
+    found: dict[Node, None] = {}  # a set that keeps its order: torch's own split iterates sets, by memory address
     stack = list(reversed(roots))
     while stack:
         node = stack.pop()
