@@ -164,13 +164,14 @@ def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -
     """Every mesh's actions in order.
 
     Raises:
-        PlanError: the schedule cannot run these, or leaves work out.
+        PlanError: the schedule cannot run these, leaves work out, or locks up.
     """
     _check(schedule, num_meshes, num_microbatches)
     orders = SCHEDULES[schedule].orders(num_meshes * v, num_microbatches, num_meshes)
     found = tuple(tuple(order) for order in orders)
     if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
         _check_work(schedule, found, num_meshes, num_microbatches, v)
+        _check_waiting(schedule, found, num_meshes * v)
     return found
 
 
@@ -194,6 +195,42 @@ def _check_work(
                 f"{done[stage, part, microbatch]} times instead of {wanted[stage, part, microbatch]}",
                 fix,
             )
+
+
+def _check_waiting(schedule: str, orders: tuple[tuple[Action, ...], ...], num_stages: int) -> None:
+    """PlanError where all meshes stand still, though each does its next action as soon as those that it needs are done.
+
+    Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
+    """
+    done: set[tuple[int, str, int]] = set()
+    left = [list(reversed(order)) for order in orders]
+    moved = True
+    while moved:
+        moved = False
+        for order in left:
+            while order and done.issuperset(_needed(order[-1], num_stages)):
+                action = order.pop()
+                done.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
+                moved = True
+    heads = [(mesh, order[-1]) for mesh, order in enumerate(left) if order]
+    if heads:
+        stuck = ", ".join(f"mesh {mesh} before {a.stage}{a.kind}{a.microbatch}" for mesh, a in heads)
+        raise PlanError(
+            f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
+            "let every action come after those that it waits for",
+        )
+
+
+def _needed(action: Action, num_stages: int) -> list[tuple[int, str, int]]:
+    """(stage, `F` or `B`, micro-batch) that are done before. A value that skips stages is there earlier still."""
+    stage, m = action.stage, action.microbatch
+    match action.kind:
+        case "F":
+            return [(stage - 1, "F", m)] if stage > 0 else []
+        case "W":
+            return [(stage, "B", m)]
+        case _:
+            return [(stage, "F", m), *([(stage + 1, "B", m)] if stage + 1 < num_stages else [])]
 
 
 def timeline(
@@ -248,11 +285,7 @@ def timeline(
                 timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
                 position[mesh] += 1
                 waiting -= 1
-        if waiting == before:
-            raise PlanError(
-                f"the schedule {schedule!r} locks up on {meshes} meshes with {num_microbatches} micro-batches",
-                "let every action come after those that it waits for",
-            )
+        assert waiting < before, f"{schedule} locks up on {meshes} meshes with {num_microbatches} micro-batches"
     return sorted(timed, key=lambda s: (s.mesh, s.start))
 
 

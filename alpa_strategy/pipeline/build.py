@@ -27,7 +27,6 @@ from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.pipeline.orders import Orders
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Recompute, Span
 from alpa_strategy.pipeline.spec import (
@@ -69,7 +68,7 @@ def build_pipeline(
     module: nn.Module,
     micro: MicroStep,
     stages: Sequence[StagePlan],
-    schedule: str | Orders | None,
+    schedule: str | None,
     places: StagePlaces,
     stores: Mapping[int, StageParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
-from alpa_strategy.errors import LostRankError, RuntimeMismatchError
+from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.exchange import Delivery, SharedSum
-from alpa_strategy.pipeline.orders import Orders, checked_orders, forward_orders
 from alpa_strategy.pipeline.spec import PipelineSpec, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters, StageWorker
-from alpa_strategy.schedules import Action
+from alpa_strategy.schedules import SCHEDULES, Action, Orders, actions
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec, plan_channels
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
@@ -73,7 +72,7 @@ class _Order:
             if action.kind in "BW":
                 store = stores[action.stage]
                 last[id(store)] = place, store
-        return cls(own, tuple(map(tuple, posted)), sends, dict(last.values()))
+        return cls(tuple(own), tuple(map(tuple, posted)), sends, dict(last.values()))
 
 
 class Pipeline:
@@ -104,11 +103,11 @@ class Pipeline:
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
         count, mesh = spec.num_microbatches, stage_meshes[min(own)]
-        self._forwards = _Order.of(forward_orders(stage_meshes, count), mesh, {})
+        self._forwards = _Order.of(_forward_orders(stage_meshes, count), mesh, {})
         self._training = None
         if spec.schedule is not None:
             stores = {index: own[index].store for index in self._workers}
-            self._training = _Order.of(checked_orders(spec.schedule, stage_meshes, count), mesh, stores)
+            self._training = _Order.of(_training_orders(spec.schedule, stage_meshes, count), mesh, stores)
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
@@ -333,3 +332,32 @@ class Pipeline:
         """End what runs beside the main thread."""
         for outbox in (self._outbox, *self._abandoned):
             outbox.close()
+
+
+def _forward_orders(stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
+    """Every mesh's actions without backward: all micro-batches of a stage, then those of its next."""
+    stages = [[s for s, mesh in enumerate(stage_meshes) if mesh == wanted] for wanted in range(max(stage_meshes) + 1)]
+    return [[Action(s, "F", m) for s in own for m in range(num_microbatches)] for own in stages]
+
+
+def _training_orders(schedule: str, stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
+    """Every mesh's actions under a schedule. PlanError where it cannot run these stages on these meshes."""
+    num_stages, num_meshes = len(stage_meshes), max(stage_meshes) + 1
+    name = {known.lower(): known for known in SCHEDULES}.get(schedule.lower(), schedule)
+    try:
+        orders = actions(name, num_meshes, num_microbatches, num_stages // num_meshes)
+    except PlanError as error:
+        reason = error.problem
+    else:
+        mesh_of = {action.stage: mesh for mesh, order in enumerate(orders) for action in order}
+        found = [mesh_of[stage] for stage in sorted(mesh_of)]
+        if found == list(stage_meshes):
+            return orders
+        reason = f"it puts stages on meshes {found}, the plan on {list(stage_meshes)}"
+        if len(found) == num_meshes < num_stages:
+            reason = "it runs one stage per mesh"
+    raise PlanError(
+        f"schedule {name} cannot run {num_stages} stages on {num_meshes} meshes with {num_microbatches} "
+        f"micro-batches: {reason}",
+        f"choose another of {', '.join(SCHEDULES)}, or other numbers",
+    )

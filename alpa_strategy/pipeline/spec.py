@@ -14,7 +14,6 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Combine, Cut
-from alpa_strategy.pipeline.orders import Orders
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
@@ -58,7 +57,7 @@ class PipelineSpec:
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
         batch: tensors of the global batch.
         num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: a name of `schedules.py`, any case, or every mesh's actions; None: forward only.
+        schedule: a name of `schedules.SCHEDULES`, any case; None: forward only, stage by stage.
         loss: value index of the loss, a summand of each micro-batch.
         combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
         cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
@@ -71,7 +70,7 @@ class PipelineSpec:
     metas: Mapping[int, TensorMeta]
     batch: tuple[BatchTensor, ...]
     num_microbatches: int
-    schedule: str | Orders | None
+    schedule: str | None
     loss: int
     combine: Mapping[int, Combine] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)

@@ -6,8 +6,16 @@ import pytest
 from pipeline_net import StageCase, check_steps
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.pipeline.orders import checked_orders, forward_orders
-from alpa_strategy.schedules import SCHEDULES, Action, actions, why_not
+from alpa_strategy.pipeline.executor import _forward_orders, _training_orders
+from alpa_strategy.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    _check_waiting,
+    actions,
+    register_schedule,
+    why_not,
+)
 
 
 def order(text):
@@ -15,33 +23,35 @@ def order(text):
     return tuple(Action(int(word[0]), word[1], int(word[2])) for word in text.split())
 
 
-def gpipe_backward_first_in_last_out(num_stages, num_microbatches):
+def last_in_first_out(num_stages, num_microbatches, num_meshes):
     """GPipe, but the last micro-batch's backward comes first."""
-    return tuple(
-        (
+    return [
+        [
             *(Action(stage, "F", m) for m in range(num_microbatches)),
             *(Action(stage, "B", m) for m in reversed(range(num_microbatches))),
-        )
+        ]
         for stage in range(num_stages)
-    )
+    ]
 
 
-# Micro-batches overtake each other: stage 0 sends 0, 1, 2 and stage 1 takes 2, 0, 1; backwards likewise.
-OVERTAKING = (order("0F0 0F1 0F2 0I2 0B0 0W2 0B1"), order("1F2 1F0 1B0 1F1 1B1 1I2 1W2"))
+def overtaking(num_stages, num_microbatches, num_meshes):
+    """Stage 0 sends 0, 1, 2 and stage 1 takes 2, 0, 1; backwards likewise."""
+    return order("0F0 0F1 0F2 0I2 0B0 0W2 0B1"), order("1F2 1F0 1B0 1F1 1B1 1I2 1W2")
 
 
-def run_orders(orders, num_microbatches):
-    stages = tuple(StageCase((rank,), (2 * rank, 2 * rank + 1)) for rank in range(len(orders)))
-    return check_steps(stages, orders, num_microbatches, 2 * len(orders))
+def run_own(orders, num_stages, num_microbatches):
+    register_schedule(orders)
+    stages = tuple(StageCase((rank,), (2 * rank, 2 * rank + 1)) for rank in range(num_stages))
+    check_steps(stages, orders.__name__, num_microbatches, 2 * num_stages)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_schedule_of_ones_own_is_run(pool, num_stages):
-    pool.run(num_stages, run_orders, gpipe_backward_first_in_last_out(num_stages, 4), 4)
+    pool.run(num_stages, run_own, last_in_first_out, num_stages, 4)
 
 
 def test_micro_batches_may_overtake_each_other(pool):
-    pool.run(2, run_orders, OVERTAKING, 3)
+    pool.run(2, run_own, overtaking, 2, 3)
 
 
 BAD = {
@@ -55,34 +65,39 @@ BAD = {
     "elsewhere": (order("1F0 1B0 1F1 1B1"), order("0F0 0B0 0F1 0B1")),
 }
 REASONS = {
-    "lock up": "its actions wait for each other: mesh 0 before 0B0, mesh 1 before 1F1",
+    "lock up": "wait for each other: mesh 0 before 0B0, mesh 1 before 1F1",
     "backward first": "wait for each other: mesh 0 before 0B1, mesh 1 before 1B1",
     "weights first": "wait for each other: mesh 0 before 0W0, mesh 1 before 1F1",
-    "no backward": "stage 0 does F with micro-batch 1",
-    "twice": "stage 0 does FFB with micro-batch 1",
-    "half": "stage 0 does FI with micro-batch 0",
-    "unknown": "there is no 0F9",
-    "elsewhere": r"it puts stages on meshes \[1, 0\], the plan on \[0, 1\]",
+    "no backward": "does the backward of micro-batch 1 in stage 0 on mesh 0 0 times instead of 1",
+    "twice": "does the forward of micro-batch 1 in stage 0 on mesh 0 2 times instead of 1",
+    "half": "does the weights' backward of micro-batch 0 in stage 0 on mesh 0 0 times instead of 1",
+    "unknown": "does the forward of micro-batch 9 in stage 0 on mesh 0 1 times instead of 0",
+    "elsewhere": "in stage 0 on mesh 0 0 times instead of 1",
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_orders_that_cannot_be_run_are_refused(case):
-    with pytest.raises(PlanError, match=REASONS[case]):
-        checked_orders(BAD[case], (0, 1), 2)
+    register_schedule(Schedule(f"bad: {case}", lambda num_stages, num_microbatches, num_meshes: BAD[case]))
+    try:
+        with pytest.raises(PlanError, match=REASONS[case]):
+            _training_orders(f"bad: {case}", (0, 1), 2)
+    finally:
+        del SCHEDULES[f"bad: {case}"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_passes_its_own_check(schedule):
+def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
     for v in SCHEDULES[schedule].stages_per_mesh:
         for num_meshes in range(1, 5):
             folded = [min(s, 2 * num_meshes - 1 - s) for s in range(2 * num_meshes)]
             looped = [s % num_meshes for s in range(v * num_meshes)]
             for count in range(1, 13):
                 if why_not(schedule, num_meshes, count) is None:
-                    orders = checked_orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
+                    orders = _training_orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
                     assert orders == actions(schedule, num_meshes, count, v)
+                    _check_waiting(schedule, orders, num_meshes * v)
 
 
 def test_evaluation_runs_stage_by_stage():
-    assert forward_orders((0, 1, 0), 2) == (order("0F0 0F1 2F0 2F1"), order("1F0 1F1"))
+    assert list(map(tuple, _forward_orders((0, 1, 0), 2))) == [order("0F0 0F1 2F0 2F1"), order("1F0 1F1")]
