@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -71,9 +70,9 @@ class AxisComm(Protocol):
         return Pending(lambda: result)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum `tensor`, which may be overwritten, over the axis; without waiting where the axis can."""
-        result = self.all_reduce(tensor)
-        return Pending(lambda: result)
+        """Sum `tensor` over the axis in place; without waiting where the axis can."""
+        tensor.copy_(self.all_reduce(tensor))
+        return Pending(lambda: tensor)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
         """Sum `rows` [size, ...] over the axis, this device keeps row `index`; without waiting where the axis can."""
@@ -167,10 +166,8 @@ def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backen
     whole_group = _new_group(ranks)
     axes: list[TorchAxisComm] = []
     for axis, size in enumerate(shape):
-        others = [range(n) for a, n in enumerate(shape) if a != axis]
-        for line in itertools.product(*others):
-            index: tuple[Any, ...] = (*line[:axis], slice(None), *line[axis:])
-            members = tuple(grid[index].tolist())
+        for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
+            members = tuple(line.tolist())
             # Every rank makes every group: `new_group` waits for the whole job.
             group = whole_group if members == ranks else _new_group(members)
             if rank in members:

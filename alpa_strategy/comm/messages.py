@@ -260,7 +260,7 @@ class Receipt:
         return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
 
 
-def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor]]], tag: int) -> list[list[Tensor]]:
+def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag: int) -> list[list[Tensor]]:
     """Carry out several transfers at once; every rank of the job calls with the same list. Tags from `tag` on.
 
     Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).

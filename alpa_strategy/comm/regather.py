@@ -65,7 +65,7 @@ class _View:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     is_conj: bool
     is_neg: bool
 
@@ -116,7 +116,7 @@ class Regather:
         """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a view)."""
         if id(tensor) in self._parameters:
             return True
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         for _ in range(MAX_DERIVATIONS + 1):
             if (variable := getattr(node, "variable", None)) is not None:
                 return id(variable) in self._parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +52,6 @@ class LoweredStep:
     source: str
     function: Callable[..., tuple[Tensor, ...]] = field(repr=False)
     parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...]
     escaping: tuple[int, ...]
     sent: tuple[int, ...] = ()
     made: tuple[int, ...] = ()
@@ -76,29 +75,12 @@ class LoweredStep:
         pending: list[Pending] | None = None,
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
         """(what leaves the step, what later stages get, what later spans of the stage get), by value index."""
-        results = self.function(
-            _ByIndex(parameters, self.parameter_names),
-            [buffers[name] for name in self.buffer_names],
-            batch,
-            received,
-            pending,
-            buffers.get(COUNTERS),
-        )
+        results = self.function(parameters, buffers, batch, received, pending, buffers.get(COUNTERS))
         left = iter(results)
         escaping, sent, made = (
             {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
         )
         return escaping, sent, made
-
-
-class _ByIndex:
-    """Parameters by their number in the program; each is asked for where it is used first: it may yet be on its way."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._parameters[self._names[index]]
 
 
 def lower(
@@ -304,9 +286,9 @@ class _Writer:
         given = {p.value: p.name for p in self.step.parameters}
         given |= {value: per_step_name(value) for value in sorted(self.per_step_values)}
         inputs = [
-            *_unpacked("buffers", [buffer.value for buffer in self.step.buffers]),
-            *_unpacked("batch", [leaf.value for leaf in self.step.batch]),
-            *_unpacked("received", self.step.received),
+            *_unpacked("buffers", {buffer.value: buffer.name for buffer in self.step.buffers}),
+            *_unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
+            *_unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
         ]
         body = prefetch_first(self.prefetches, [*inputs, *self.lines])
         # Parameters may yet be on their way: each is asked for where it is used first.
@@ -320,7 +302,6 @@ class _Writer:
             source,
             self.namespace["step"],
             tuple(given.values()),
-            tuple(b.name for b in self.step.buffers),
             self.step.escaping,
             self.step.sent,
             made,
@@ -372,9 +353,9 @@ class Line:
         return f"{self.code}  # {self.note}" if self.note else self.code
 
 
-def _unpacked(source: str, values: Iterable[int]) -> list[Line]:
-    """A line per value that takes it out of `source`, by its place there."""
-    return [Line(f"v{value} = {source}[{i}]", (f"v{value}",)) for i, value in enumerate(values)]
+def _unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
+    """A line per value that takes it out of `source`. values: value -> its place or name there."""
+    return [Line(f"v{value} = {source}[{key!r}]", (f"v{value}",)) for value, key in values.items()]
 
 
 def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:

@@ -145,7 +145,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         amounts = _row_amounts(shifted, shares, dim, needs_total)
 
         log_probs_needed = ctx.needs_input_grad[1]  # targets that are probabilities may be differentiated
-        centred = shifted if log_probs_needed else None
         exponentials = shifted.exp() if log_probs_needed else shifted.exp_()
         sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))  # [2 or 3, N, 1, d1, ...]
         denominator, weighted = sums[0], sums[1]
@@ -162,8 +161,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
             gradient = _gradient(exponentials.mul_(total / denominator), shares, dim)
             if logits.dtype == torch.bfloat16:  # fp16 would lose the small probabilities
                 gradient = gradient.to(logits.dtype)
-        if centred is not None:
-            log_probs = centred - denominator.log()
+        if log_probs_needed:
+            log_probs = shifted - denominator.log()
             if weight is not None:
                 log_probs = log_probs * weight
         ctx.save_for_backward(gradient, log_probs)

@@ -125,7 +125,9 @@ def _program(
 ) -> tuple[StageProgram | Recompute, PerStepValues]:
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random = places.randoms[index]
-    lowered = lower_stage(graph, stage, places.meshes[index], places.device, random)
+    mesh = places.meshes[index]
+    assert mesh is not None
+    lowered = lower_stage(graph, stage, mesh, places.device, random)
     per_step = PerStepValues(lowered.per_step_programs)
     spans: list[Span] = []
     used: set[str] = set()

@@ -213,8 +213,8 @@ class Pipeline:
 
     def _run_actions(self, order: _Order) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
-        for store in order.last_backward.values():
-            store.sync(False)
+        for reduced in order.last_backward.values():
+            reduced.sync(False)
         for place, action in enumerate(order.actions):
             # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
             for ahead in order.posted[place]:

@@ -133,8 +133,8 @@ class Again:
             escaping, sent, made = span.program(
                 StageInputs(self._parameters, kept.buffers, kept.batch, handed | leaves)
             )
-        is_made_here = self._loss is not None and self._loss not in span.reads  # a record may hold it once more
-        loss = escaping.get(self._loss) if is_made_here else None
+        is_made_here = self._loss not in span.reads  # a record may hold it once more
+        loss = escaping.get(self._loss) if self._loss is not None and is_made_here else None
         return _Open(
             leaves,
             {v: get_gradient_edge(made[v]) for v in span.differentiable if made[v].requires_grad},

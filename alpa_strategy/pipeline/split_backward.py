@@ -133,7 +133,8 @@ class _Graph:
             groups.append(group)
             self._collect(leaf, group)
             # Leaves below one start get their gradients in one backward: what lies between is run once.
-            for key in [*group.starts, *group.roots]:
+            shared: list[Node | int] = [*group.starts, *group.roots]
+            for key in shared:
                 other = group_of.get(key)
                 if other is not None and other is not group:
                     other.starts.update(group.starts)
@@ -142,13 +143,12 @@ class _Graph:
                     groups.remove(group)
                     group = other
                 group_of[key] = group
-            for key in [*group.starts, *group.roots]:
-                group_of[key] = group
+            group_of |= dict.fromkeys([*group.starts, *group.roots], group)
         return groups
 
     def _collect(self, leaf: Node, group: _Group) -> None:
         """Walk up from `leaf` to the first nodes on the inputs' paths."""
-        group.leaves.append(leaf.variable)
+        group.leaves.append(leaf.variable)  # type: ignore[attr-defined]  # of AccumulateGrad, see `groups`
         seen, stack = {leaf}, [leaf]
         while stack:
             node = stack.pop()

@@ -226,6 +226,7 @@ class StageWorker:
         flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
         loss = None if self._loss is None else escaping[self._loss]
         if loss is not None and loss.requires_grad:
+            assert self._loss_scale is not None
             flight.loss = get_gradient_edge(loss), self._loss_scale.to(loss).expand_as(loss)
 
     # Backward
@@ -284,6 +285,7 @@ class StageWorker:
         kept, flight.kept, flight.inputs = flight.kept, None, {}
         assert kept is not None
         assert isinstance(self._own.program, Recompute)
+        assert self._loss_scale is not None
         again = self._own.program.again(kept, self._own.store.step_inputs())  # while gradients are on their way
         grads = again.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
         self._send_grads(microbatch, grads)
