@@ -63,7 +63,7 @@ class Recompute:
         return self.forward(inputs, ())[:2]
 
     def forward(self, inputs: StageInputs, wanted: Collection[int]) -> tuple[Values, Values, Kept]:
-        """(escaping, sent, what `Again` needs); `wanted`: received values that want a gradient."""
+        """(escaping, sent, what its backward needs); `wanted`: received values that want a gradient."""
         kept = Kept(dict(inputs.buffers), inputs.batch, dict(inputs.received), [], set(wanted))
         escaping: Values = {}
         sent: Values = {}
@@ -77,9 +77,9 @@ class Recompute:
                 kept.values |= made
         return escaping, sent, kept
 
-    def again(self, kept: Kept, parameters: Mapping[str, Tensor]) -> Again:
+    def start_backward(self, kept: Kept, parameters: Mapping[str, Tensor]) -> RecomputedBackward:
         """The backward of a micro-batch; the last span is recomputed at once, before any gradient is there."""
-        return Again(self.spans, kept, parameters, self._loss)
+        return RecomputedBackward(self.spans, kept, parameters, self._loss)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Open:
     loss: tuple[GradientEdge, Tensor] | None
 
 
-class Again:
+class RecomputedBackward:
     """One micro-batch's recomputation and backward."""
 
     def __init__(self, spans: tuple[Span, ...], kept: Kept, parameters: Mapping[str, Tensor], loss: int | None) -> None:

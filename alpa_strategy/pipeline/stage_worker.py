@@ -286,8 +286,9 @@ class StageWorker:
         assert kept is not None
         assert isinstance(self._own.program, Recompute)
         assert self._loss_scale is not None
-        again = self._own.program.again(kept, self._own.store.step_inputs())  # while gradients are on their way
-        grads = again.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
+        # The last span is recomputed while gradients are on their way.
+        recomputed = self._own.program.start_backward(kept, self._own.store.step_inputs())
+        grads = recomputed.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
         self._send_grads(microbatch, grads)
 
     def _send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
