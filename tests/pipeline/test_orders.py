@@ -39,19 +39,19 @@ def overtaking(num_stages, num_microbatches, num_meshes):
     return order("0F0 0F1 0F2 0I2 0B0 0W2 0B1"), order("1F2 1F0 1B0 1F1 1B1 1I2 1W2")
 
 
-def run_own(orders, num_stages, num_microbatches):
-    register_schedule(orders)
+def run_own(name, num_stages, num_microbatches):
+    register_schedule(globals()[name])
     stages = tuple(StageCase((rank,), (2 * rank, 2 * rank + 1)) for rank in range(num_stages))
-    check_steps(stages, orders.__name__, num_microbatches, 2 * num_stages)
+    check_steps(stages, name, num_microbatches, 2 * num_stages)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_schedule_of_ones_own_is_run(pool, num_stages):
-    pool.run(num_stages, run_own, last_in_first_out, num_stages, 4)
+    pool.run(num_stages, run_own, "last_in_first_out", num_stages, 4)
 
 
 def test_micro_batches_may_overtake_each_other(pool):
-    pool.run(2, run_own, overtaking, 2, 3)
+    pool.run(2, run_own, "overtaking", 2, 3)
 
 
 BAD = {
