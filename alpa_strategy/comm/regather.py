@@ -122,7 +122,9 @@ class Regather:
                 return id(variable) in self._parameters
             if getattr(node, "is_made_of_parameters", False):  # pipeline/per_step_values.py
                 return True
-            if node is None or len(node.next_functions) != 1 or _keeps_tensors(type(node)):
+            if node is None or len(node.next_functions) != 1:
+                return False
+            if _keeps_tensors(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
                 return False
             node = node.next_functions[0][0]
         return False
