@@ -184,6 +184,8 @@ def _check_work(
         raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix)
     for mesh, order in enumerate(orders):
         parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+        if odd := [a for a in order if not isinstance(a, Action) or a.kind not in parts]:
+            raise PlanError(f"the schedule {schedule!r} has {odd[0]!r} on mesh {mesh}, which is no action", fix)
         done = Counter((a.stage, part, a.microbatch) for a in order for part in parts[a.kind])
         stages = [s for s in range(num_meshes * v) if mesh_of(schedule, num_meshes, s) == mesh]
         wanted = Counter((s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches))

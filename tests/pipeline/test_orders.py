@@ -62,6 +62,7 @@ BAD = {
     "twice": (order("0F0 0B0 0F1 0B1 0F1"), order("1F0 1B0 1F1 1B1")),
     "half": (order("0F0 0I0 0F1 0B1"), order("1F0 1B0 1F1 1B1")),
     "unknown": (order("0F0 0B0 0F1 0B1 0F9"), order("1F0 1B0 1F1 1B1")),
+    "no action": (order("0X0"), order("1F0 1B0 1F1 1B1")),
     "elsewhere": (order("1F0 1B0 1F1 1B1"), order("0F0 0B0 0F1 0B1")),
 }
 REASONS = {
@@ -72,6 +73,7 @@ REASONS = {
     "twice": "does the forward of micro-batch 1 in stage 0 on mesh 0 2 times instead of 1",
     "half": "does the weights' backward of micro-batch 0 in stage 0 on mesh 0 0 times instead of 1",
     "unknown": "does the forward of micro-batch 9 in stage 0 on mesh 0 1 times instead of 0",
+    "no action": "on mesh 0, which is no action",
     "elsewhere": "in stage 0 on mesh 0 0 times instead of 1",
 }
 
