@@ -287,7 +287,11 @@ def timeline(
                 timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
                 position[mesh] += 1
                 waiting -= 1
-        assert waiting < before, f"{schedule} locks up on {meshes} meshes with {num_microbatches} micro-batches"
+        if waiting == before:  # stages of a plan file that lie where the schedule does not have them
+            raise PlanError(
+                f"{schedule} locks up on {meshes} meshes with {num_microbatches} micro-batches",
+                "place the stages as the schedule does, or take another one",
+            )
     return sorted(timed, key=lambda s: (s.mesh, s.start))
 
 

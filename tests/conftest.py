@@ -22,6 +22,7 @@ settings.load_profile("alpa")
 # Tests without process groups that take seconds each all the same: scripts/test.sh runs them, test_quick.sh does not.
 NOT_QUICK = {
     "test_a_broken_contract_fails",
+    "test_damaged_files_are_refused",
     "test_a_crash_counts_as_a_refusal",
     "test_a_loop_over_time_in_two_stages",
     "test_a_loop_over_time_is_priced_at_or_just_above_its_ilp",

@@ -115,7 +115,7 @@ class CostStore:
         data = self._known.get(key)
         try:
             return None if data is None else _runs_from_data(data)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             logger.warning("stage costs in %s cannot be used (%r): they are worked out again", self.path, error)
             del self._known[key]
             return None
