@@ -133,11 +133,12 @@ def _count_nodes(node: yaml.Node | None, known: dict[int, int], depth: int) -> i
     """Nodes that `node` stands for, aliases repeated; `known`: id -> count, so that each is counted once."""
     if depth > MAX_DEPTH:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
+    if node is None:
+        return 1
     if isinstance(node, yaml.ScalarNode):
         _check_values(node.value, 1)
-    if isinstance(node, yaml.ScalarNode) and _WHOLE_NUMBER.fullmatch(node.value):
-        raise BadFileError(f"holds a number of {len(node.value)} digits")
-    if node is None or isinstance(node, yaml.ScalarNode):
+        if _WHOLE_NUMBER.fullmatch(node.value):
+            raise BadFileError(f"holds a number of {len(node.value)} digits")
         return 1
     if id(node) in known:
         if known[id(node)] == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -266,7 +265,6 @@ def _plan_on_rank_zero(
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
-        _check_devices(plan, job)
         _check_computes(plan, step, job)
         if plan.stages[0].steps_in_backward and against is not None:
             raise PlanError(
@@ -321,15 +319,6 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
         return check_plan(plan, step, num_devices)
     micro = microbatch(step, plan.num_microbatches, num_devices)
     return check_plan(plan, micro.graph, num_devices, micro.given)
-
-
-def _check_devices(plan: Plan, job: Job) -> None:
-    planned = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
-    if planned != job.num_nodes * job.devices_per_node:
-        raise PlanError(
-            f"the plan {job.plan_file} is for {planned} devices, the job has {job.num_nodes * job.devices_per_node}",
-            "start the job with as many devices, or leave `plan` out",
-        )
 
 
 def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, str], ...]:

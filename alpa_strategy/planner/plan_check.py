@@ -81,7 +81,10 @@ def _check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
     ends = sorted(shapes)
     if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
         shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
-        raise PlanError(f"the stages lie on devices {shown}, the job has {num_devices}", _FIX)
+        raise PlanError(
+            f"the stages lie on devices {shown}, the job has {num_devices}",
+            "start the job with as many devices, or leave the file out",
+        )
 
 
 def _check_schedule(plan: Plan) -> None:
