@@ -10,6 +10,6 @@ setup(
     package_data={
         "alpa_strategy.recipes": ["*.yaml"],
         "alpa_strategy.configs": ["clusters/*.yaml"],
-        "alpa_strategy.tools": ["*.json"],
+        "alpa_strategy.display": ["*.json"],
     },
 )

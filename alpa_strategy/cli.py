@@ -68,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="plan a recipe for a cluster; no devices and no weights are needed")
     plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
+    plan.add_argument(
+        "--search",
+        choices=("mcmc", "greedy", "exhaustive", "megatron"),
+        help="find stages by this instead, on the same costs: for comparison",
+    )
+    plan.add_argument(
+        "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
+    )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
     plan.add_argument(
         "overrides",
@@ -155,8 +163,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     context = _apply_precision(recipe, model)
     optimizer = optimizer_info_of(model, _trainer_settings(recipe))
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
+    choose = None
+    if arguments.search:
+        from alpa_strategy.planner.baseline_search import plan_by
+
+        choose = partial(plan_by, name=arguments.search, seconds=arguments.search_seconds)
     with _rare_collections():
-        plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store)
+        plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store, choose=choose)
     store.done()
     console = Console()
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
@@ -202,7 +215,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _ops(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from alpa_strategy.tools.op_report import op_table
+    from alpa_strategy.display.op_table import op_table
 
     Console().print(op_table(arguments.pattern))
     return 0
@@ -263,6 +276,7 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
     data.setup("fit")
     loader = data.train_dataloader()
     try:
+        # Not by iterating the loader, which would start its workers.
         rows = [loader.dataset[i] for i in range(loader.batch_size)]
     except (AttributeError, TypeError, NotImplementedError):
         raise OptionError(

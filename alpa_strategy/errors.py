@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-class AlpaError(Exception):
+
+class AlpaError(RuntimeError):
     """Base of every error that this package raises for a user.
 
     Args:
@@ -20,7 +22,11 @@ class AlpaError(Exception):
         super().__init__(f"{problem}\n  What to do: {fix}" if fix else problem)
 
 
-class OptionError(AlpaError):
+class SetupError(AlpaError, MisconfigurationException):
+    """The Trainer, module or options are put together in a way that cannot train: Lightning's kind of error as well."""
+
+
+class OptionError(SetupError):
     """An option, recipe or YAML key is unknown or has a value that it cannot have."""
 
 
@@ -30,6 +36,10 @@ class ClusterError(AlpaError):
 
 class CaptureError(AlpaError):
     """The training step cannot be captured as a graph."""
+
+
+class NotRowsError(CaptureError):
+    """The batches of all ranks are no one batch: a leaf that has no row per sample differs between them."""
 
 
 class ShardingError(AlpaError):
@@ -46,6 +56,10 @@ class DoesNotFitError(PlanError):
 
 class RuntimeMismatchError(AlpaError):
     """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
+
+
+class UnlikeStepsError(CaptureError, RuntimeMismatchError):
+    """The ranks' batches or steps differ: there is no one step of all of them to be captured."""
 
 
 class LostRankError(AlpaError):

@@ -24,6 +24,7 @@ MAX_DIGITS = 19  # of a whole number: 64 bits
 # The folders of a checkout, as package data in a wheel (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
+# The last ranges turn the direction of text: what a terminal shows then is not what is there.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]{%d,}" % (MAX_DIGITS + 1))  # noqa: UP031
 
@@ -94,6 +95,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def _text(path: Path, max_bytes: int) -> str:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BadFileError("is no ordinary file")  # opening a pipe waits for somebody to write into it
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

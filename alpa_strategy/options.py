@@ -13,8 +13,11 @@ from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
-BATCH_SCOPES = ("rank", "global")
+BATCH_SCOPES = ("auto", "rank", "global", "replica")
+CAPTURES = ("auto", "require", "never")
+COMPILE_NAMES = ("backend", "mode", "options")  # of torch.compile's arguments; the others follow from what is compiled
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
+CHECK_REPLICAS_EVERY = 50  # steps: a digest of a training's parameters costs a thousandth of them or less
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
@@ -40,8 +43,10 @@ class PlanOptions:
             (see `ParameterPlan`). Later patterns win.
         memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches the limit off.
         memory_fraction: share of the device's memory that a plan may use when `memory_limit` is None.
-        batch_scope: `rank`: every rank loads its own rows (as under DDP); `global`: the loader yields the whole batch
-            on every rank.
+        batch_scope: whose batch a step computes. `rank`: every rank loads its own rows (as under DDP), and the step is
+            that of one device on all of them; `global`: the same, and the loader yields the whole batch on every rank;
+            `replica`: every rank steps on its own batch, and gradients are averaged (DDP's contract); `auto`: `rank`
+            where the step can be captured, else `replica`.
         solver_seconds: time limit of one ILP solve; the gap is reported when it strikes.
         accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer step is shared by
             them (the Trainer's own setting, filled in by the strategy).
@@ -50,6 +55,8 @@ class PlanOptions:
         schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
+        compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
+            AlpaStrategy's `compile`.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
             measured, else the roofline of its device.
     """
@@ -59,7 +66,7 @@ class PlanOptions:
     placements: tuple[tuple[str, str], ...] = ()
     memory_limit: float | None = None
     memory_fraction: float = 0.9
-    batch_scope: str = "rank"
+    batch_scope: str = "auto"
     solver_seconds: float = 20.0
     accumulate_grad_batches: int = 1
     baselines: bool = False
@@ -68,6 +75,7 @@ class PlanOptions:
     num_stages: int | None = None
     remat: bool | None = None
     costs: NamedCosts | None = None
+    compile: bool = False
 
     @classmethod
     def from_user(
@@ -107,16 +115,47 @@ class PlanOptions:
             or self.remat is True
         )
 
+    @property
+    def rows(self) -> str:
+        """Which rows of a captured step a rank brings: its own (`rank`), or all (`global`)."""
+        return "global" if self.batch_scope == "global" else "rank"
+
     def usable_bytes(self, device_bytes: float) -> float:
         """Bytes of a device of `device_bytes` that a plan may use."""
         return device_bytes * self.memory_fraction if self.memory_limit is None else self.memory_limit
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
-        rows = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "costs"]
-        if self.costs is not None:  # plans without a model of the user's keep the digest that they had
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "compile")}
+        rows = list({**given, "batch_scope": self.rows}.items())  # a plan is for rows, whatever else may come
+        # Plans of those who use neither keep the digest that they had.
+        if self.costs is not None:
             rows.append(("costs", self.costs.name))
+        if self.compile:
+            rows.append(("compile", True))
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def compile_options(value: object) -> dict[str, Any] | None:
+    """What `compile=` says as keyword arguments of `torch.compile`, None where nothing is to be compiled.
+
+    Raises:
+        OptionError: it is neither true, false, None nor a dict of such arguments.
+    """
+    if value is None or isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"compile={value!r} is not known",
+            "write true, false, or arguments of torch.compile: {'mode': 'max-autotune-no-cudagraphs'}",
+        )
+    check_names(value, COMPILE_NAMES, "unknown option of compile")
+    if value.get("mode") in ("reduce-overhead", "max-autotune"):  # a replay may overwrite what is still being sent
+        raise OptionError(
+            f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive the next call",
+            "use 'max-autotune-no-cudagraphs', or none",
+        )
+    return dict(value)
 
 
 def waiting_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
@@ -274,6 +313,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "num_stages": _maybe_count,
     "remat": _maybe_bool,
     "costs": _costs,
+    "compile": lambda name, value: compile_options(value) is not None,
 }
 
 
@@ -291,6 +331,7 @@ class OptimizerInfo:
         against_early_step: what stands against a plan that updates each parameter as soon as its gradient is there,
             within the backward; None where nothing does: such a plan is made where no other fits.
         steps_in_backward: True while such a plan is made (and run).
+        gradient_itemsize: bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own.
     """
 
     state_bytes: float = 8.0
@@ -299,12 +340,19 @@ class OptimizerInfo:
     parameter_wise: bool = True
     against_early_step: str | None = "it is not known what looks at gradients before the optimizer's step"
     steps_in_backward: bool = False
+    gradient_itemsize: int | None = None
+
+    def gradient_scale(self, itemsize: int) -> float:
+        """Bytes of a gradient per byte of its parameter, whose elements have `itemsize`."""
+        return 1.0 if self.gradient_itemsize is None else self.gradient_itemsize / itemsize
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Runtime knobs that no plan depends on."""
+    """Runtime knobs that no plan depends on: see `AlpaStrategy`."""
 
     plan_timeout_seconds: float = 3600.0
     collective_timeout_seconds: float = 1800.0
     bucket_bytes: int = BUCKET_BYTES
+    capture: str = "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
+    check_replicas_every: int = CHECK_REPLICAS_EVERY

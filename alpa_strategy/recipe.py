@@ -146,6 +146,7 @@ def resolve_target(target: str, folder: Path) -> Any:
     module_name, _, name = str(target).rpartition(".")
     if not module_name:
         raise OptionError(f"{TARGET}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")
+    # `text.py` beside the recipe is meant, not an installed package of that name.
     file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
     try:
         module = _import_file(module_name, file.resolve()) if file.is_file() else importlib.import_module(module_name)
@@ -211,6 +212,7 @@ def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known:
                     f"override {text!r}: {parent} is {node!r} and has no parts", f"override {parent} itself"
                 )
         try:
+            # As OmegaConf reads a file: `1e-3` is a number there, `null` is None.
             parsed = OmegaConf.from_dotlist([f"value={value}"])
             OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
         except Exception as error:  # OmegaConf and YAML each have their own family of errors

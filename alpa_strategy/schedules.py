@@ -131,6 +131,7 @@ def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, spl
     _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
+        # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
         return Terms(1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes)
     bubble = bubble if splits else 1.0
     return Terms(bubble / v, total - bubble)
@@ -139,6 +140,7 @@ def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, spl
 @lru_cache(maxsize=256)
 def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int) -> float:
     """Of a step whose stages all take one second of a micro-batch."""
+    # A backward takes twice its forward.
     each = num_meshes * v
     return max(done.end for done in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_meshes))
 
@@ -183,6 +185,7 @@ def _check_work(
     if len(orders) != num_meshes:
         raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix)
     for mesh, order in enumerate(orders):
+        # A whole backward is both of its halves.
         parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
         if odd := [a for a in order if not isinstance(a, Action) or a.kind not in parts]:
             raise PlanError(f"the schedule {schedule!r} has {odd[0]!r} on mesh {mesh}, which is no action", fix)
@@ -357,6 +360,7 @@ def _looped_bfs(S: int, B: int, v: int, mesh: int) -> list[Action]:
 
 def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> list[Action]:
     """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh` micro-batches (ZB1P)."""
+    # So many micro-batches go through a stage before the mesh's next stage has its turn.
     per_round = B // max(1, B // S)
     warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))
     count: dict[tuple[str, int], int] = defaultdict(int)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,18 +27,28 @@ from typing_extensions import override
 from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.lightning import checks
+from alpa_strategy.lightning.batch_rows import watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
-from alpa_strategy.lightning.job import Job, make_console
+from alpa_strategy.lightning.job import Job, compiled_by_user, make_console
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
-from alpa_strategy.options import BUCKET_BYTES, Limits, NamedCosts, PlanOptions
+from alpa_strategy.lightning.step_effects import GLOBAL
+from alpa_strategy.options import (
+    BUCKET_BYTES,
+    CAPTURES,
+    CHECK_REPLICAS_EVERY,
+    Limits,
+    NamedCosts,
+    PlanOptions,
+    compile_options,
+)
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.run import Run
+    from alpa_strategy.lightning.placed_module import PlacedModule
     from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -50,11 +62,17 @@ class AlpaStrategy(ParallelJob):
             None: measured on the job's devices, once.
         parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
             num_microbatches, schedule, num_stages, remat, costs: see `PlanOptions`.
+        capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
+            averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
+        compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
+            `options`); None: where the module, or a part of it, was given to `torch.compile`.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank 0 writes (whole
             tensors in every rank's memory); `auto`: sharded on several devices.
         async_checkpoint: training goes on while a sharded checkpoint is written (as with AsyncCheckpointIO).
+        check_replicas_every: steps between checks that what several ranks hold copies of (parameters, buffers) is the
+            same in all of them, besides the first steps and checkpoints; 0: never.
         plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: show phases, the plan, and predicted against measured step time (on rank 0).
@@ -71,7 +89,8 @@ class AlpaStrategy(ParallelJob):
         placements: Mapping[str, str] | None = None,
         memory_limit: float | str | None = None,
         memory_fraction: float = 0.9,
-        batch_scope: str = "rank",
+        batch_scope: str = "auto",
+        capture: str = "auto",
         solver_seconds: float = 20.0,
         baselines: bool = False,
         num_microbatches: int | None = None,
@@ -79,10 +98,12 @@ class AlpaStrategy(ParallelJob):
         num_stages: int | None = None,
         remat: bool | None = None,
         costs: NamedCosts | None = None,
+        compile: bool | Mapping[str, Any] | None = None,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         checkpoint: str = "auto",
         async_checkpoint: bool = False,
+        check_replicas_every: int = CHECK_REPLICAS_EVERY,
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
@@ -94,6 +115,7 @@ class AlpaStrategy(ParallelJob):
         **unknown: Any,
     ) -> None:
         check_names(unknown, _OPTION_NAMES, "unknown option of AlpaStrategy")
+        self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
             accelerator=accelerator,
@@ -116,11 +138,18 @@ class AlpaStrategy(ParallelJob):
             num_stages=num_stages,
             remat=remat,
             costs=costs,
+            compile=compile,
         )
+        self._compile = compile
         for name, value in (("plan_timeout_seconds", plan_timeout_seconds), ("bucket_bytes", bucket_bytes)):
             if not value > 0:
                 raise OptionError(f"{name}={value!r} cannot be", "give a number above 0")
-        self.limits = Limits(plan_timeout_seconds, collective_timeout_seconds, bucket_bytes)
+        if capture not in CAPTURES:
+            raise OptionError(f"capture={capture!r} is not known", f"use one of {', '.join(CAPTURES)}")
+        every = check_replicas_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise OptionError(f"check_replicas_every={every!r} cannot be", "give a number of steps; 0: no checks")
+        self.limits = Limits(plan_timeout_seconds, collective_timeout_seconds, bucket_bytes, capture, every)
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
         self._cluster = cluster
@@ -140,7 +169,7 @@ class AlpaStrategy(ParallelJob):
         return self._session.process_bytes
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> PlacedModule | None:
         """What runs the module's steps while its parameters lie in shards, None while they are whole."""
         return self._session.run
 
@@ -148,6 +177,19 @@ class AlpaStrategy(ParallelJob):
     def store(self) -> ParameterStore | None:
         """The parameters of `run`."""
         return None if self.run is None else self.run.store
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._own_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        """The Trainer refuses modules that went through `torch.compile` for strategies it does not know: here the
+        captured step is what is compiled, so the module goes back to what was written."""
+        if module is not None and module._compiler_ctx is not None:
+            self._compiled_in = module._compiler_ctx["dynamo_ctx"]
+            to_uncompiled(module)
+        self._own_module = module
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -159,11 +201,18 @@ class AlpaStrategy(ParallelJob):
         folder = Path(trainer.default_root_dir) / ".alpa"
         shows = self._verbose and self.global_rank == 0
         progress, say = make_console(shows)
+        compiled = compile_options(self._compile)
+        if self._compile is None:
+            compiled = compiled_by_user(self._module, self._compiled_in)
+        options = replace(
+            self.options, accumulate_grad_batches=trainer.accumulate_grad_batches, compile=compiled is not None
+        )
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
             device=self.root_device,
-            options=replace(self.options, accumulate_grad_batches=trainer.accumulate_grad_batches),
+            options=options,
+            compile=compiled,
             limits=self.limits,
             backend=self._backend,
             folder=folder,
@@ -243,7 +292,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
-        return self._session.training_step(batch, batch_idx)
+        as_written = partial(super().training_step, *args, **kwargs)
+        return self._session.training_step(batch, batch_idx, as_written)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -254,8 +304,8 @@ class AlpaStrategy(ParallelJob):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        self._session.after_backward()
+        with self._session.in_backward():
+            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
@@ -266,35 +316,34 @@ class AlpaStrategy(ParallelJob):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._session.after_optimizer_step()
-        return result
+        with self._session.stepping(closure) as closure:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    # Evaluation: captured steps on the parameters as they lie (alpa_strategy.lightning.evaluation)
+    # Evaluation: steps as they are written, on parameters that are gathered for them
 
     @override
     def on_validation_start(self) -> None:
-        self._session.start_evaluation(self._module, "validation")
+        self._session.start_evaluation(self._module)
 
     @override
     def on_test_start(self) -> None:
-        self._session.start_evaluation(self._module, "test")
+        self._session.start_evaluation(self._module)
 
     @override
     def on_predict_start(self) -> None:
-        self._session.start_evaluation(self._module, "predict")
+        self._session.start_evaluation(self._module)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._session.evaluate(self._module, "validation_step", super().validation_step, args, kwargs)
+        return self._session.evaluate(args, partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._session.evaluate(self._module, "test_step", super().test_step, args, kwargs)
+        return self._session.evaluate(args, partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._session.evaluate(self._module, "predict_step", super().predict_step, args, kwargs)
+        return self._session.evaluate(args, partial(super().predict_step, *args, **kwargs))
 
     @override
     def on_validation_end(self) -> None:
@@ -317,7 +366,7 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._checkpoints.process_dataloader(dataloader)
+        return self._checkpoints.process_dataloader(watch(dataloader))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -370,9 +419,28 @@ class AlpaStrategy(ParallelJob):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same value already."""
-        if not isinstance(tensor, Tensor) or (self.options.batch_scope == "global" and group is None):
+        is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
+        if is_global or not isinstance(tensor, Tensor):
             return tensor
+        if group is None:
+            self._session.meet()
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if group is None:
+            self._session.meet()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._session.meet()
+        super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._session.meet()
+        return super().broadcast(obj, src)
 
     # The end
 

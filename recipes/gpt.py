@@ -6,12 +6,32 @@ Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H hea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+class KeyValues:
+    """Keys and values of the tokens that one attention has seen: [B, H, S, D / H] each. Fill it from the first token
+    on, then add one token at a time."""
+
+    def __init__(self) -> None:
+        self.k_BHSK: Tensor | None = None
+        self.v_BHSK: Tensor | None = None
+
+    def extend(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        if self.k_BHSK is not None and self.v_BHSK is not None:
+            k_BHTK, v_BHTK = torch.cat([self.k_BHSK, k_BHTK], 2), torch.cat([self.v_BHSK, v_BHTK], 2)
+        self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
+        return k_BHTK, v_BHTK
+
+    @property
+    def length(self) -> int:
+        return 0 if self.k_BHSK is None else self.k_BHSK.shape[2]
 
 
 class Attention(nn.Module):
@@ -24,12 +44,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cache: KeyValues | None = None) -> Tensor:
         B, T, D = x_BTD.shape
         heads = (B, T, self.num_heads, D // self.num_heads)
         q_BHTK, k_BHTK, v_BHTK = (part.view(heads).transpose(1, 2) for part in self.qkv(x_BTD).split(D, dim=-1))
+        if cache is not None:
+            k_BHTK, v_BHTK = cache.extend(k_BHTK, v_BHTK)  # S >= T keys
         dropout = self.dropout if self.training else 0.0
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        is_causal = cache is None or T > 1  # one new token sees all that were before it
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=is_causal)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 
@@ -56,8 +79,8 @@ class Block(nn.Module):
         self.mlp = MLP(hidden)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.drop(self.attn(self.norm1(x_BTD)))
+    def forward(self, x_BTD: Tensor, cache: KeyValues | None = None) -> Tensor:
+        x_BTD = x_BTD + self.drop(self.attn(self.norm1(x_BTD), cache))
         return x_BTD + self.drop(self.mlp(self.norm2(x_BTD)))
 
 
@@ -117,12 +140,13 @@ class GPT(lightning.LightningModule):
         self.head.weight = self.embed.weight  # tied
         init_weights(self, num_layers, init_std)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, T, V]."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    def forward(self, tokens_BT: Tensor, caches: Sequence[KeyValues] | None = None) -> Tensor:
+        """Logits [B, T, V]. With `caches`, one a block, `tokens_BT` go on where these end."""
+        start = 0 if caches is None else caches[0].length
+        positions_T = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.drop(self.embed(tokens_BT) + self.position(positions_T))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x_BTD = block(x_BTD, cache)
         return self.head(self.norm(x_BTD))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from plan_process import run_plan
 
 PAIRS = (
     "gpt_350m:p3_16xlarge_x8:1", "gpt_1_3b:p3_16xlarge_x8:1", "gpt_1_3b:dgx_h100:1", "gpt_2_6b:p3_16xlarge_x8:1",
@@ -43,21 +43,11 @@ class Made:
 def plan(checkout: Path, pair: str) -> Made:
     """`alpa plan` of one recipe on one cluster, by the code of `checkout`."""
     recipe, cluster, nodes = (pair + "::").split(":")[:3]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "alpa_strategy", "plan", str(checkout / "recipes" / f"{recipe}.yaml")]
-        command += ["--cluster", cluster or "p3_16xlarge_x8", f"cluster.num_nodes={nodes or 1}", "-o", str(out)]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        with (Path(folder) / "output").open("w+") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            output.seek(0)
-            text = output.read()
-        cpu, rss = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
-        if process.returncode:
-            return Made(float("inf"), 0.0, cpu, rss, error=text[-2000:])
-        data = json.loads(out.read_text())
+    path = str(checkout / "recipes" / f"{recipe}.yaml")
+    made = run_plan(checkout, path, cluster or "p3_16xlarge_x8", f"cluster.num_nodes={nodes or 1}")
+    data, cpu, rss = made.plan, made.cpu_seconds, made.peak_gib
+    if data is None:
+        return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
     stages = " + ".join("x".join(map(str, stage["logical_mesh"])) for stage in data["stages"])
     chosen = f"{stages}, {data['num_microbatches']} micro-batches, {data['schedule']}"
     return Made(data["predicted"]["step_seconds"], data["predicted"]["peak_bytes"], cpu, rss, chosen)

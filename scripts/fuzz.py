@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Throw damaged files at everything that reads one: plans, clusters, recipes, stores of measured times.
+"""Throw damaged files at everything that reads one: plans, clusters, recipes, stores of measured times, checkpoints.
 
 Each case is a good file with a few things changed, as text (bytes flipped, cut, repeated) or as data (fields removed,
 replaced by odd values, nested), given to the public reader and, where it passes, shown as `alpa show` does. A case is
@@ -42,7 +42,7 @@ from alpa_strategy.display import plan_html, plan_svg, plan_table
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.recipe import load_recipe
 
-SECONDS = 2.0  # of one case
+SECONDS = 2.0  # of one case: processor time
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "alpa_fuzz_canary"  # a file that only code run from a damaged file would write
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**30, 10**400, 0.5, -0.5, 1e308, 1e-320, float("nan"), float("inf"))
@@ -74,15 +74,14 @@ def main() -> int:
         formats = {each: FORMATS[each](folder) for each in arguments.formats}
         for case in track(range(arguments.cases), "damaged files", console=Console(stderr=True)):
             kind = arguments.formats[case % len(arguments.formats)]
-            good, suffix, read = formats[kind]
-            path = folder / f"case{suffix}"
-            path.write_bytes(damaged(random_numbers.choice(good), suffix, random_numbers))
+            write, read = formats[kind]
+            path = write(random_numbers)
             outcome = outcome_of(read, path)
             if (folder / CANARY).exists() or Path(CANARY).exists():
                 outcome = "RAN CODE"
             counts[kind, outcome.splitlines()[0]] += 1
             if outcome.isupper() or "\n" in outcome:
-                bad.append((kind, case, outcome, path.read_bytes()[:400]))
+                bad.append((kind, case, outcome, path.read_bytes()[:400] if path.is_file() else b"a folder"))
     table = Table("format", "outcome", "cases", title=f"{arguments.cases} damaged files, seed {arguments.seed}")
     for (kind, outcome), count in sorted(counts.items()):
         table.add_row(kind, outcome, str(count))
@@ -95,7 +94,7 @@ def main() -> int:
 
 def outcome_of(read: Callable[[Path], None], path: Path) -> str:
     """A word, or (bad) several lines or capitals."""
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with limited(SECONDS):
             read(path)
@@ -107,7 +106,7 @@ def outcome_of(read: Callable[[Path], None], path: Path) -> str:
     except BaseException:
         return "traceback\n" + traceback.format_exc(limit=-6)
     finally:
-        elapsed = time.perf_counter() - started
+        elapsed = time.process_time() - started
     return "read" if elapsed < SECONDS else "SLOW"
 
 
@@ -117,16 +116,30 @@ def limited(seconds: float) -> Iterator[None]:
         raise Hang
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of this process's own: the machine may do other things beside
+    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-# What is damaged, and who reads it. Each: folder -> (good files as text, suffix, reader).
+# What is damaged, and who reads it. Each: folder -> (what writes a damaged file, its reader).
 
-Format = tuple[list[str], str, Callable[[Path], None]]
+Format = tuple[Callable[[random.Random], Path], Callable[[Path], None]]
+
+
+def texts(folder: Path, good: list[str], suffix: str, read: Callable[[Path], None]) -> Format:
+    """The format of files that are text."""
+
+    def write(random_numbers: random.Random) -> Path:
+        path = folder / f"case{suffix}"
+        path.write_bytes(damaged(random_numbers.choice(good), suffix, random_numbers))
+        return path
+
+    return write, read
 
 
 def plans(folder: Path) -> Format:
@@ -144,7 +157,7 @@ def plans(folder: Path) -> Format:
         with contextlib.redirect_stdout(io.StringIO()):
             alpa([*command, "-o", str(folder / "good.json")])
         good.append((folder / "good.json").read_text())
-    return good, ".json", read
+    return texts(folder, good, ".json", read)
 
 
 def clusters(folder: Path) -> Format:
@@ -153,7 +166,8 @@ def clusters(folder: Path) -> Format:
         if cluster.num_devices <= 64:
             cluster.logical_shapes()
 
-    return [path.read_text() for path in sorted((ROOT / "configs" / "clusters").glob("*.yaml"))], ".yaml", read
+    good = [path.read_text() for path in sorted((ROOT / "configs" / "clusters").glob("*.yaml"))]
+    return texts(folder, good, ".yaml", read)
 
 
 def recipes(folder: Path) -> Format:
@@ -163,7 +177,8 @@ def recipes(folder: Path) -> Format:
     def read(path: Path) -> None:
         load_recipe(path)
 
-    return [path.read_text() for path in sorted((ROOT / "recipes").glob("*tiny.yaml"))], ".yaml", read
+    good = [path.read_text() for path in sorted((ROOT / "recipes").glob("*tiny.yaml"))]
+    return texts(folder, good, ".yaml", read)
 
 
 def op_times(folder: Path) -> Format:
@@ -174,7 +189,7 @@ def op_times(folder: Path) -> Format:
     def read(path: Path) -> None:
         OpTable.load(path)
 
-    return [json.dumps(good)], ".json", read
+    return texts(folder, [json.dumps(good)], ".json", read)
 
 
 def measured_clusters(folder: Path) -> Format:
@@ -188,7 +203,7 @@ def measured_clusters(folder: Path) -> Format:
         path.write_bytes(saved.read_bytes())
         store.load("x", good.device.name, good.num_nodes, good.devices_per_node)
 
-    return [saved.read_text()], ".json", read
+    return texts(folder, [saved.read_text()], ".json", read)
 
 
 def stage_costs(folder: Path) -> Format:
@@ -199,7 +214,16 @@ def stage_costs(folder: Path) -> Format:
     def read(path: Path) -> None:
         CostStore(path).get("k")
 
-    return [json.dumps(good) + "\n" + json.dumps({**good, "key": "l"}) + "\n"], ".jsonl", read
+    text = json.dumps(good) + "\n" + json.dumps({**good, "key": "l"}) + "\n"
+    return texts(folder, [text], ".jsonl", read)
+
+
+def checkpoints(folder: Path) -> Format:
+    """Folders and files, by every loader; see fuzz_checkpoints.py."""
+    from fuzz_checkpoints import Checkpoints
+
+    made = Checkpoints(folder, CANARY)
+    return made.write, made.read
 
 
 FORMATS: dict[str, Callable[[Path], Format]] = {
@@ -209,6 +233,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "op times": op_times,
     "measured cluster": measured_clusters,
     "stage costs": stage_costs,
+    "checkpoint": checkpoints,
 }
 
 

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from alpa_strategy.tools.op_report import STORED, load
+from alpa_strategy.display.op_table import STORED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from proofs.judge import judge, merged, save, summary
 from proofs.samples import NotCaptured, captured_calls, database
+from proofs.verdicts import load
 
 
 def main(given: Sequence[str] | None = None) -> int:

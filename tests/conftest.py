@@ -23,7 +23,6 @@ settings.load_profile("alpa")
 NOT_QUICK = {
     "test_a_broken_contract_fails",
     "test_damaged_files_are_refused",
-    "test_a_crash_counts_as_a_refusal",
     "test_a_loop_over_time_in_two_stages",
     "test_a_loop_over_time_is_priced_at_or_just_above_its_ilp",
     "test_a_pipeline_where_the_network_binds",

@@ -2,7 +2,7 @@
 
 Such a list is replaced by a stand-in while the step is traced: what is appended becomes an output of the graph, and
 nothing can be read, so the list's content does not matter to the graph. Dicts and lists around it (`self.outputs[
-dataloader_idx]`) hand out their items, and what was handed out is guarded.
+name]`) hand out their items, and what was handed out is guarded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Standin:
         raise CaptureError(
             f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured step does not see "
             "what earlier steps left there",
-            "read the list in a hook such as on_validation_epoch_end",
+            "read the list in a hook such as on_train_epoch_end",
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -28,7 +28,7 @@ from alpa_strategy.capture.functionalize import (
     write_of,
 )
 from alpa_strategy.capture.graph_builder import Builder, check_loss, finish, frozen, loss_of
-from alpa_strategy.capture.trace import TRAINING, TensorLeaf, Trace, TracedInput
+from alpa_strategy.capture.trace import TensorLeaf, Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest
 from alpa_strategy.ir.op import TensorMeta
@@ -186,8 +186,6 @@ class _Converter:
         if (bags := rewrites.rewrite_bags(self.builder, node, args, kwargs)) is not None:
             self.views[node] = (self.memory.new(bags), None, None, None)  # offsets, sizes, indices: for no one
             return
-        if self._inlined(node, target, args, kwargs):
-            return
         args, kwargs = self.autocast.operands(target, args, kwargs)
         if target is aten.embedding.default:
             args = args[:4]  # no `sparse`: reductions know dense gradients only
@@ -328,35 +326,6 @@ class _Converter:
         for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
             self.memory.write(self.views[given[name]], new)
 
-    # Autocast
-
-    def _inlined(
-        self, node: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Under autocast, put the ops of a composite op (einsum, ...) in its place when casts happen inside it."""
-        inside = self.autocast.ops_inside(target, args, kwargs)
-        if inside is None:
-            return False
-        graph, operands = inside
-        rest = iter(operands)
-        # The inner graph was traced under autocast: its casts are ops already.
-        around, self.autocast = self.autocast, Autocast(self.builder, self.trace.device.type, self.parameters)
-        for inner in graph.nodes:
-            if inner.op == "placeholder":
-                self.views[inner] = self.memory.new(next(rest))
-            elif inner.op == "call_function":
-                self._call(inner)
-            elif inner.op == "output":
-                out = inner.args[0]
-                many = isinstance(out, tuple | list)
-                self.views[node] = tuple(self.views[n] for n in out) if many else self.views[out]
-            else:
-                raise CaptureError(
-                    f"{target} under autocast ({self.builder.source}) holds a constant", "leave it out of autocast"
-                )
-        self.autocast = around
-        return True
-
     def _check_dtype(self, node: fx.Node, target: Any, result: Any) -> None:
         traced = node.meta["val"]
         if (
@@ -372,20 +341,18 @@ class _Converter:
 
     # The end
 
-    def finish(self, step: str) -> StepGraph:
+    def finish(self) -> StepGraph:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         found = pytree.tree_unflatten(leaves, self.trace.spec)
-        loss, updates = self._loss(found["output"], step), self._buffer_updates(found.pop("buffers"))
+        loss, updates = self._loss(found["output"]), self._buffer_updates(found.pop("buffers"))
         return finish(self.trace, self.builder, self.inputs, self.constants, found, loss, updates)
 
-    def _loss(self, output: Any, step: str) -> int:
-        """Value index of the loss; -1 where the step makes none."""
-        if step != TRAINING:
-            return -1
-        loss = loss_of(output, step)
+    def _loss(self, output: Any) -> int:
+        """Value index of the loss."""
+        loss = loss_of(output)
         trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
-        check_loss(self.builder.meta(loss), trainable, step)
+        check_loss(self.builder.meta(loss), trainable)
         return loss.index
 
     def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
@@ -399,9 +366,9 @@ class _Converter:
         return updates
 
 
-def convert(trace: Trace, step: str) -> StepGraph:
+def convert(trace: Trace) -> StepGraph:
     """The frozen graph of a trace."""
     converter = _Converter(trace)
     converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
     converter.run()
-    return converter.finish(step)
+    return converter.finish()

@@ -130,9 +130,6 @@ class Memory:
                 return self._place(aten.slice_scatter.default, before, changed, dim, start, start + length)
             case "diagonal":
                 return emit(aten.diagonal_scatter.default, before, changed, *rest)
-            # Pieces lie one behind the other along the dim.
-            case "split" | "split_with_sizes" | "chunk" | "tensor_split":
-                return self._scatter_piece(step, before, changed)
             case "unbind":
                 return self._place(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
             case "detach" if self.builder.meta(before).requires_grad:
@@ -161,19 +158,6 @@ class Memory:
             f"a tensor is changed in place while a view of it made by {target} is in use ({self.builder.source})",
             "use the op that returns a new tensor (without the trailing underscore), or clone() before changing",
         )
-
-    def _scatter_piece(self, step: ViewStep, before: ValueRef, changed: ValueRef) -> ValueRef:
-        """A piece of split or chunk: its offset is the sum of the sizes before it."""
-        assert step.position is not None
-        args = list(step.args)
-        args[step.position] = before
-        pieces = self.builder.emit(step.target, *args, **dict(step.kwargs))
-        dim_names = [a.name for a in step.target._schema.arguments]
-        at = dim_names.index("dim")
-        dim = args[at] if at < len(args) else dict(step.kwargs).get("dim", 0)
-        sizes = [self.builder.meta(p).shape[dim] for p in pieces]
-        start = sum(sizes[: step.item])
-        return self._place(aten.slice_scatter.default, before, changed, dim, start, start + sizes[step.item or 0])
 
 
 def storage_of(value: Tensor) -> int:

@@ -131,23 +131,26 @@ def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
     return pytree.tree_map_only(ValueRef, fn, tree)
 
 
-def loss_of(output: Any, step: str) -> ValueRef:
-    """The loss in what `step` returned: the tensor itself or `["loss"]`."""
+def loss_of(output: Any) -> ValueRef:
+    """The loss in what `training_step` returned: the tensor itself or `["loss"]`."""
     if output is None:
-        raise CaptureError(f"{step} returned None: skipping a batch is not supported", "return a loss for every batch")
+        raise CaptureError(
+            "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
+        )
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, ValueRef):
         raise CaptureError(
-            f"{step} returned {type(output).__name__} without a loss tensor", 'return the loss, or a dict with "loss"'
+            f"training_step returned {type(output).__name__} without a loss tensor",
+            'return the loss, or a dict with "loss"',
         )
     return loss
 
 
-def check_loss(meta: TensorMeta, is_trainable: bool, step: str) -> None:
+def check_loss(meta: TensorMeta, is_trainable: bool) -> None:
     """CaptureError unless the loss is one number that depends on a parameter. is_trainable: some parameter is."""
     if meta.num_elements != 1:
         raise CaptureError(
-            f"{step} returned a loss of shape {list(meta.shape)}; a loss is one number",
+            f"training_step returned a loss of shape {list(meta.shape)}; a loss is one number",
             "reduce it: loss.mean() or loss.sum()",
         )
     if not is_trainable:
@@ -157,7 +160,7 @@ def check_loss(meta: TensorMeta, is_trainable: bool, step: str) -> None:
         )
     if not meta.requires_grad:
         raise CaptureError(
-            f"the loss that {step} returned depends on no parameter that requires grad",
+            "the loss that training_step returned depends on no parameter that requires grad",
             "look for .detach(), no_grad or frozen parameters on the way to the loss",
         )
 
@@ -176,11 +179,12 @@ def finish(
     Args:
         inputs: with their values.
         found: what the step left behind besides buffers ({"output", "logs", ...}, see `Trace`), with ValueRefs.
-        loss: its value, -1 where the step makes none.
+        loss: its value.
         updates: value of a buffer -> its new value.
     """
+    # Backwards from what leaves the step: an op counts if something needs one of its results.
     needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
-    needed |= {*updates.values()} | ({loss} if loss >= 0 else set())
+    needed |= {*updates.values(), loss}
     kept: list[Op] = []  # backwards, so that an op's users are seen before it
     for op in reversed(builder.ops):
         if needed.intersection(op.results):
@@ -227,7 +231,7 @@ def finish(
         batch=tuple(batch),
         constants=tuple(constants),
         ops=tuple(ops),
-        loss=new_index[loss] if loss >= 0 else -1,
+        loss=new_index[loss],
         output=found["output"],
         logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
         metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
-from alpa_strategy.capture.opaque_ops import apply_as_op
+from alpa_strategy.capture.autograd_functions import apply_as_op
 from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,

@@ -54,6 +54,7 @@ _OPERATIONS = (
     "str repr format bytes len iter next contains getitem setitem delitem call enter exit round trunc floor ceil "
     "divmod rdivmod reversed fspath dir length_hint array copy deepcopy reduce reduce_ex"
 )
+# Python looks for special methods on the class, past `__getattribute__`.
 for _name in _OPERATIONS.split():
     setattr(UnreadLeaf, f"__{_name}__", _look)
 

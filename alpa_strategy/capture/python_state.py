@@ -233,6 +233,7 @@ def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[Value
         for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
             value = values[name]
             add(f"{where}.{name}", name, values, value, id(values))
+            # `settings.scale`, `Config.scale`: what the code may read inside of what it names.
             if isinstance(value, type) or _is_user_module(value):
                 inside = vars(value)
                 for inner in sorted(names & inside.keys()):
@@ -420,6 +421,7 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
     nothing but numbers, texts and flags, these go to `stored` instead: it may be what a first call does once
     (`initialized`). Lists that only grew go to `appended`.
     """
+    # What Lightning and nn.Module keep for themselves changes in every step.
     skipped = framework_attributes()
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     owners: list[tuple[str, nn.Module, dict[str, Any]]] = []

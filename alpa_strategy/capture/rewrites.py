@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import ops
 from alpa_strategy.capture.graph_builder import Builder, map_refs
 from alpa_strategy.capture.ops import segmented_linear
+from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 
@@ -146,36 +147,17 @@ def rewrite_norm(
         return None
     a = bound_arguments(target, args, kwargs)
     if target is aten.instance_norm.default:
-        return _instance_norm(builder, a) if a["use_input_stats"] and a["running_mean"] is not None else None
+        if a["use_input_stats"] and a["running_mean"] is not None:  # written into without saying so in the schema
+            raise CaptureError(
+                f"an InstanceNorm updates running statistics in the step ({builder.source})",
+                "leave out track_running_stats, or normalise by BatchNorm or GroupNorm",
+            )
+        return None
+    # With given statistics it is an op like any other, and keeps its own rule.
     if not a["training"]:
         return None
     names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
     return builder.emit(ops.batch_norm_train, *(a[name] for name in names))
-
-
-def _instance_norm(builder: Builder, a: dict[str, Any]) -> tuple[ValueRef, ...]:
-    """x [N, C, *d] is normalised sample by sample, without the statistics.
-
-    They follow the mean over samples of each sample's mean and unbiased variance: means over rows, which split.
-    """
-    x, momentum = a["input"], a["momentum"]
-    y = builder.emit(
-        aten.instance_norm.default, x, a["weight"], a["bias"], None, None, True, momentum, a["eps"], a["cudnn_enabled"]
-    )
-    x = builder.emit(aten.detach.default, x) if builder.meta(x).requires_grad else x
-    places = tuple(range(2, len(builder.meta(x).shape)))
-    statistics = []
-    for name in ("running_mean", "running_var"):
-        old = a[name]
-        dtype = builder.meta(old).dtype
-        sample = builder.emit(aten.to.dtype, x, dtype) if builder.meta(x).dtype != dtype else x
-        if name == "running_mean":
-            sample = builder.emit(aten.mean.dim, sample, places)  # [N, C]
-        else:
-            sample = builder.emit(aten.var.correction, sample, places, correction=1)
-        new = builder.emit(aten.mul.Tensor, builder.emit(aten.mean.dim, sample, (0,)), momentum)  # [C]
-        statistics.append(builder.emit(aten.add.Tensor, builder.emit(aten.mul.Tensor, old, 1 - momentum), new))
-    return y, *statistics
 
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)

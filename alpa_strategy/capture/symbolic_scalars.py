@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.errors import CaptureError
+from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.counters import CounterRef, SymbolicScalar, calculate, symbolic
 from alpa_strategy.ir.guards import Guard, compare
 from alpa_strategy.ir.user_code import is_user_file, user_frame
@@ -144,6 +144,7 @@ def _set_operators() -> None:
     for name, op in {"ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
         setattr(StepCounter, f"__{name}__", lambda self, other, op=op: self._compare(op, other))
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
+        # `and` and `or` are keywords: `operator` has them with an underscore.
         function = getattr(operator, name, None) or getattr(operator, f"{name}_")
         setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))
         setattr(StepCounter, f"__r{name}__", lambda self, other, function=function: number_of(function, other, self))
@@ -262,6 +263,8 @@ class TraceNumbers:
         try:
             result = call(*pytree.tree_map_only(StepCounter, self._example, (args, kwargs)))
             is_traced = True
+        except AlpaError:
+            raise
         except (TypeError, ValueError, IndexError, RuntimeError):  # it fits in no place, or the user erred
             is_traced = False
         nodes = list(takewhile(lambda node: node is not last, _backwards(root)))

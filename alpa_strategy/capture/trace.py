@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,6 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
-from alpa_strategy.capture.opaque_ops import DataShapeError, NotAloneError, opaque_modules
 from alpa_strategy.capture.python_state import (
     attribute_guards,
     attribute_reads,
@@ -47,11 +46,9 @@ from alpa_strategy.capture.python_state import (
 )
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
-from alpa_strategy.errors import CaptureError
+from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.graph import LeafRef, ListPlace
 from alpa_strategy.ir.user_code import user_line
-
-TRAINING = "training_step"  # every other step is an evaluation
 
 
 @dataclass(frozen=True)
@@ -92,51 +89,32 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class StepCall:
-    """Which call is captured: `module.<step>(batch, batch_idx)`, and under what.
+    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what.
 
     Attributes:
         rows_factor: batched leaves are so many times as long in the graph.
-        dataloader_idx: what an evaluation step gets after batch_idx; None: nothing.
-        context: see `capture_step`.
+        context, rows: see `capture_step`.
         appended: lists of which it is known that the step appends to them.
-        opaque: paths of submodules that become one op each.
         namespaces: globals of code that computes with counters, see `functions_of_counters`.
     """
 
     module: LightningModule
     batch: Any
-    step: str
     rows_factor: int
     batch_idx: int
-    dataloader_idx: int | None
     context: Callable[[], AbstractContextManager[Any]]
+    rows: tuple[bool, ...] | None = None
     appended: tuple[ListPlace, ...] = ()
-    opaque: tuple[str, ...] = ()
     namespaces: tuple[dict[str, Any], ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
-    """Trace the call; leaves of the batch that are no tensors enter with their values only where the step looks.
-
-    A submodule in which shapes depend on data becomes an op, or else the next one around it.
-    """
-    around: dict[str, tuple[str, ...]] = {}  # path of a submodule that is an op -> those around it
-    refused: DataShapeError | None = None
+    """Trace the call; leaves of the batch that are no tensors enter with their values only where the step looks."""
     while True:
         try:
-            return traced_with_leaves(call.batch, partial(_trace_once, replace(call, opaque=tuple(around))))
+            return traced_with_leaves(call.batch, partial(_trace_once, call))
         except FunctionsAsked as asked:
             call = replace(call, namespaces=(*call.namespaces, asked.namespace))
-            continue
-        except DataShapeError as error:
-            candidates = tuple(path for path in error.modules if path not in around)
-            refused = error
-        except NotAloneError as error:
-            candidates = around.pop(error.path)
-        if not candidates:
-            assert refused is not None
-            raise refused
-        around[candidates[0]] = candidates[1:]
 
 
 def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
@@ -144,11 +122,12 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     module = call.module
     device = _capture_device(module, call.context)
     leaves, batch_spec = pytree.tree_flatten(call.batch)
-    batch_size = _batch_size(leaves)
+    rows_flags = likely_rows(leaves) if call.rows is None else call.rows
+    batch_size = _batch_size(leaves, rows_flags)
     names = _names_by_tensor(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of the step are real tensors
     with mode:
-        inputs, fakes = _fake_inputs(call, names, leaves, batch_size, device)
+        inputs, fakes = _fake_inputs(call, names, leaves, rows_flags, device)
 
     origins: dict[fx.Node, tuple[str, str]] = {}
     made: dict[str, Any] = {}
@@ -165,41 +144,35 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         with (
             torch.nn.utils.stateless._reparametrize_module(module, state),
             call.context(),
-            TracerMode(module, origins, device, known, record) as watching,
-            opaque_modules(module, call.opaque, watching.paused),
+            TracerMode(module, origins, device, known, record),
         ):
             arguments = _step_arguments(call, rows, record)
             with attribute_reads() as reads:
-                output = getattr(module, call.step)(*arguments)
+                output = module.training_step(*arguments)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
-        result = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
+        result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result["checks"] = record.checks
         result["appended"] = record.stand_ins.appended()
         result_leaves, made["spec"] = pytree.tree_flatten(result)
         made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
         return [x for x in result_leaves if is_tensor(x)]
 
-    grad_mode = torch.enable_grad() if call.step == TRAINING else torch.no_grad()
     with (
         recording(module, device, call.appended, call.namespaces) as record,
-        generators_kept(call.step),
-        clear_errors(call.step),
+        generators_kept(),
+        clear_errors(),
         uncompiled(),
         mode,
-        grad_mode,
+        torch.enable_grad(),
     ):
         buffers = {i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"}
         known = ConstantValues(buffers, record.numbers.is_symbolic)
         # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear stays one op.
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
         check_no_collectives(module_graph.graph, origins)
+        # After the trace: while it runs, ops must see plain numbers.
         record.numbers.put()
-    for path in call.opaque:
-        record.note(
-            f"{path} ({type(module.get_submodule(path)).__name__}) runs as it is written, whole on every device: the "
-            "shapes of tensors in it depend on their data"
-        )
     record.attributes = (
         *attribute_guards(module, made["reads"], record.stand_ins.snapshots()),
         *buffer_guards(module, known.asked_buffers),
@@ -224,7 +197,7 @@ def _fake_inputs(
     call: StepCall,
     names: list[tuple[Tensor, tuple[str, ...]]],
     leaves: list[Any],
-    batch_size: int,
+    rows_flags: tuple[bool, ...],
     device: torch.device,
 ) -> tuple[list[TracedInput], list[Tensor]]:
     """What the traced function takes: parameters and buffers as `names` has them, then the batch's tensors."""
@@ -233,13 +206,14 @@ def _fake_inputs(
     for tensor, tensor_names in names:
         is_parameter = isinstance(tensor, nn.Parameter)
         fake = torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device)
-        requires_grad = bool(tensor.requires_grad) and call.step == TRAINING
+        requires_grad = bool(tensor.requires_grad)
         fakes.append(nn.Parameter(fake, requires_grad) if is_parameter else fake)
         kind = "parameter" if is_parameter else "buffer"
         inputs.append(TracedInput(kind, tensor_names, -1, requires_grad, tuple(tensor.shape), tensor.dtype))
+    flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            batched = leaf.ndim >= 1 and leaf.size(0) == batch_size  # [rows, ...]: one row per sample
+            batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
             inputs.append(TracedInput("batch", (), index, False, shape, leaf.dtype, 0 if batched else None))
@@ -265,16 +239,16 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _step_arguments(call: StepCall, rows: Any, record: Recording) -> tuple[Any, ...]:
     """What the Trainer would pass, by position as it does: users name these arguments as they like."""
-    function = getattr(call.module, call.step)
+    function = call.module.training_step
     parameters = list(inspect.signature(function).parameters)
     if "dataloader_iter" in parameters:  # Lightning's name for it, by which it knows such steps
         raise CaptureError(
-            f"{call.step} takes dataloader_iter: it pulls its own batches", f"write {call.step}(self, batch, batch_idx)"
+            "training_step takes dataloader_iter: it pulls its own batches",
+            "write training_step(self, batch, batch_idx)",
         )
-    more = () if call.dataloader_idx is None else (call.dataloader_idx,)
     if is_param_in_hook_signature(function, "batch_idx", min_args=2):
-        return rows, record.counter(call.batch_idx, "batch_idx"), *more
-    return rows, *more
+        return rows, record.counter(call.batch_idx, "batch_idx")
+    return (rows,)
 
 
 def _one_name_per_owner(module: nn.Module, entry: TracedInput) -> list[str]:
@@ -325,18 +299,27 @@ def _names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
     return [(tensor, tuple(names)) for tensor, names in found.values()]
 
 
-def _batch_size(leaves: list[Any]) -> int:
-    """The size(0) that most tensor leaves share; the first leaf's among equals."""
-    sizes = [leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim >= 1]
+def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Where nobody knows: the leaves that have the size(0) that most of them share, the first leaf's among equals."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
+    most = max(sizes, key=sizes.count, default=0)  # weights of classes, a shared mask, ... are outvoted
+    return tuple(leaf.ndim >= 1 and leaf.size(0) == most for leaf in tensors)
+
+
+def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
+    """The rows of the first leaf that has some."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
     if not sizes:
         raise CaptureError(
             "the batch holds no tensor with a batch dim", "let the loader yield tensors with one row per sample"
         )
-    return max(sizes, key=sizes.count)  # weights of classes, a shared mask, ... are outvoted
+    return sizes[0]
 
 
 @contextmanager
-def generators_kept(step: str) -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -355,7 +338,8 @@ def generators_kept(step: str) -> Iterator[None]:
             numpy_random.set_state(numpy_state)
     if drawn:
         raise CaptureError(
-            f"{step} draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones forever",
+            f"training_step draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones "
+            "forever",
             "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in the dataset",
         )
 
@@ -395,27 +379,27 @@ _CLEARER = {
 
 
 @contextmanager
-def clear_errors(step: str) -> Iterator[None]:
+def clear_errors() -> Iterator[None]:
     """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay the user's own."""
     try:
         yield
     except DataDependentOutputException as error:
         raise CaptureError(
-            f"{step} cannot be captured: a tensor's value is needed by Python (a branch on it, .item(), .tolist(), "
-            f"int() or float())\n  at {user_line(error.__traceback__)}",
+            "training_step cannot be captured: a tensor's value is needed by Python (a branch on it, .item(), "
+            f".tolist(), int() or float())\n  at {user_line(error.__traceback__)}",
             "torch.where chooses between values, register_buffer keeps state, callbacks and hooks may look at numbers",
         ) from error
     except DynamicOutputShapeException as error:
-        refusal = DataShapeError(
-            f"{step} cannot be captured: the shape of a tensor depends on its data ({error.func})\n"
+        raise CaptureError(
+            f"training_step cannot be captured: the shape of a tensor depends on its data ({error.func})\n"
             f"  at {user_line(error.__traceback__)}",
-            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, pad instead of "
-            "packing; or move this part into a submodule that returns fixed shapes: it then runs as it is written",
-        )
-        refusal.modules = getattr(error, "modules", ())
-        raise refusal from error
+            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, do not pack",
+        ) from error
+    except AlpaError:
+        raise
     except (RuntimeError, TypeError) as error:
         what, fix = next((clearer for text, clearer in _CLEARER.items() if text in str(error)), ("", ""))
         if not what:
             raise
-        raise CaptureError(f"{step} cannot be captured: {what}\n  at {user_line(error.__traceback__)}", fix) from error
+        text = f"training_step cannot be captured: {what}\n  at {user_line(error.__traceback__)}"
+        raise CaptureError(text, fix) from error

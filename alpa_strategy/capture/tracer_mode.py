@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -56,21 +53,9 @@ class TracerMode(TorchFunctionMode):
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
         self.last: fx.Node | None = None
-        self.is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs in the block is none of the step's: real tensors, as without capture."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
 
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
-        if self.is_paused:
-            return _TRUTH(tensor)
         answer = self.known.answer(_TRUTH, (tensor,), {})
         if answer is not UNKNOWN:
             return answer
@@ -109,8 +94,6 @@ class TracerMode(TorchFunctionMode):
         self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_paused:
-            return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(arg, torch.Generator) for arg in leaves):
             raise CaptureError(
@@ -184,13 +167,7 @@ class TracerMode(TorchFunctionMode):
             raise CaptureError(
                 f"the step assigns the `.data` of a tensor ({user_frame()})", "write into the tensor: x.copy_(y)"
             )
-        try:
-            return func(*args, **kwargs)
-        except DynamicOutputShapeException as error:
-            # For `trace_step`, which makes the innermost of these an op of its own.
-            paths = dict.fromkeys(path for path in reversed(self.stack) if path)
-            error.modules = tuple(paths)  # type: ignore[attr-defined]
-            raise
+        return func(*args, **kwargs)
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when autograd sees them."""

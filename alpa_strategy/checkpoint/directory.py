@@ -8,13 +8,14 @@ folder (`ckpt_path="last"`, SLURM's `hpc_ckpt_*`) takes it for one.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from alpa_strategy.checkpoint.restricted import RestrictedReader, reading
+from alpa_strategy.checkpoint.restricted import RestrictedReader, check_sum, checksum, is_plain, place_of, reading
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, from_file, put_tensors
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import read_json
@@ -56,10 +58,10 @@ class DirectoryFormat:
 
     def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """See `ShardedFormat.load`."""
-        _check_complete(path)
+        sums = _check_complete(path)
         with reading(path):
             rest, places = from_file(path / REST, weights_only)
-            return put_tensors(rest, places, _Reader(path).tensors())
+            return put_tensors(rest, places, _Reader(path, sums).tensors())
 
     def save(
         self,
@@ -71,7 +73,7 @@ class DirectoryFormat:
         """See `ShardedFormat.save`."""
         writer = _Writer(path, rest)
         try:
-            with warnings.catch_warnings():
+            with writer.lock(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(
                     dict(shards),
@@ -145,7 +147,20 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, target: Path, rest: bytes | Exception) -> None:
         # The same place on every rank, cleared by the next try.
         self._target, self._rest, self._staging = target, rest, _beside(target, "saving")
+        # Its name may not be on disk before its content is.
         super().__init__(self._staging, sync_files=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Around writing. Where it fails, whoever comes here removes what nobody will complete any more."""
+        _LOCKS[self._staging] = None
+        try:
+            yield
+        except BaseException:
+            discard_unfinished()
+            raise
+        finally:
+            _unlock(self._staging)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if isinstance(self._rest, Exception):
@@ -154,20 +169,27 @@ class _Writer(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         _check_replaceable(self._target)
+        _delete_abandoned(self._target.parent)
         _delete(self._staging)
         self._staging.mkdir(parents=True)
+        _LOCKS[self._staging] = _locked(self._staging)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         self._staging.mkdir(parents=True, exist_ok=True)  # a shared file system may show it late
-        return super().write_data(plan, planner)
+        written = super().write_data(plan, planner)
+        return written.then(lambda done: [(result, self._sum(result.storage_data)) for result in done.value()])
+
+    def _sum(self, info: _StorageInfo) -> int:
+        with (self._staging / info.relative_path).open("rb") as file:
+            return checksum(file, info.offset, info.length)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
+        super().finish(metadata, [[result for result, _ in rank] for rank in results])
         assert isinstance(self._rest, bytes)
         _write_synced(self._staging / REST, self._rest)
-        written = {result.storage_data.relative_path for rank in results for result in rank}
-        _mark_complete(self._staging, {*written, REST})
+        sums = {place_of(result.storage_data): crc for rank in results for result, crc in rank}
+        _mark_complete(self._staging, {place.partition("@")[0] for place in sums} | {REST}, sums)
         _put_in_place(self._staging, self._target)
 
 
@@ -177,9 +199,9 @@ class _Writer(dcp.FileSystemWriter):
 class _Reader:
     """Reads parts of the tensors of a complete checkpoint directory; each process for itself."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sums: Mapping[str, int]) -> None:
         self._path = path
-        self._reader = RestrictedReader(path)
+        self._reader = RestrictedReader(path, sums)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -219,18 +241,25 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 FORMAT_VERSION = 1  # of the marker
+METADATA = ".metadata"  # of DCP
 REST = "lightning.pt"  # everything but the tensors
 COMPLETE = "complete.json"  # names and bytes of all other files; written last
+_LOCKS: dict[Path, int | None] = {}  # what this process writes; rank 0: with the folder's lock
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def _check_complete(path: Path) -> None:
-    """CheckpointError unless the directory `path` holds a complete checkpoint of this format."""
+def _check_complete(path: Path) -> dict[str, int]:
+    """CheckpointError unless the directory `path` holds a complete checkpoint of this format.
+
+    Returns:
+        The checksums of what its files hold, by `place_of`; none in checkpoints of before there were any.
+    """
     try:
         marker = read_json(path / COMPLETE)
         files = {str(name): int(size) for name, size in marker["files"].items()}
+        sums = {str(place): int(crc) for place, crc in marker.get("sums", {}).items()}
         version = marker["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is a directory, but not a complete checkpoint ({COMPLETE}: {error})", "load another one"
         ) from None
@@ -239,9 +268,13 @@ def _check_complete(path: Path) -> None:
             f"{path} has format {version}, this version reads {FORMAT_VERSION}", "use the version that wrote it"
         )
     _check_files(path, files)
+    for name in (REST, METADATA) if sums else ():
+        with reading(path), (path / name).open("rb") as file:
+            check_sum(file, _StorageInfo(name, 0, files[name]), sums)
+    return sums
 
 
-def _mark_complete(path: Path, names: set[str]) -> None:
+def _mark_complete(path: Path, names: set[str], sums: dict[str, int]) -> None:
     """Write the marker after all files, which must be there.
 
     Raises:
@@ -249,14 +282,18 @@ def _mark_complete(path: Path, names: set[str]) -> None:
     """
     _check_files(path, dict.fromkeys(names, -1))
     files = {file.name: file.stat().st_size for file in path.iterdir()}
-    _write_synced(path / COMPLETE, json.dumps({"format": FORMAT_VERSION, "files": files}).encode())
+    for name in (REST, METADATA):
+        with (path / name).open("rb") as file:
+            sums[place_of(_StorageInfo(name, 0, files[name]))] = checksum(file, 0, files[name])
+    content = {"format": FORMAT_VERSION, "files": files, "sums": sums}
+    _write_synced(path / COMPLETE, json.dumps(content).encode())
     sync_folder(path)
 
 
 def _check_files(path: Path, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         file = path / name
-        if not file.is_file():
+        if not is_plain(name) or not file.is_file():
             raise CheckpointError(
                 f"{name} is missing in {path}", "write checkpoints to a folder that all nodes share, and copy all of it"
             )
@@ -296,6 +333,42 @@ def _restore_interrupted(target: Path) -> None:
             with suppress(FileNotFoundError):  # another rank was quicker
                 os.rename(candidate, target)
             return
+
+
+def discard_unfinished() -> None:
+    """Remove what this process is in the middle of writing, unless it is rank 0's business, which is still alive."""
+    for staging in list(_LOCKS):
+        _unlock(staging)
+        _delete_abandoned(staging.parent)
+
+
+def _delete_abandoned(folder: Path) -> None:
+    """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any more."""
+    for staging in folder.glob(".alpa.*.saving"):
+        if staging.is_dir() and not (staging / COMPLETE).exists() and (lock := _locked(staging)) is not None:
+            with suppress(OSError):  # other ranks do the same
+                _delete(staging)
+            os.close(lock)
+
+
+def _unlock(staging: Path) -> None:
+    lock = _LOCKS.pop(staging, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor with the folder's lock, None where another process has it or the file system has no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError:
+        os.close(descriptor)
+        return None
 
 
 def _delete(path: Path) -> None:

@@ -6,6 +6,7 @@ in `FORMATS`. Ordinary files are Lightning's own: whoever wants others gives the
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from alpa_strategy.checkpoint.directory import DirectoryFormat
 from alpa_strategy.checkpoint.restricted import reading
 from alpa_strategy.checkpoint.tensors import LocalShards
+from alpa_strategy.errors import CheckpointError
 
 
 class ShardedFormat(Protocol):
@@ -87,9 +89,35 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
     form = next((form for form in FORMATS.values() if form.is_one(place)), None)
     if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if not place.is_dir() and not place.is_file():
+        raise CheckpointError(f"{place} is no ordinary file", "give a checkpoint's path")
     if form is None and not place.is_dir():
         # Only the format of today's `torch.save` can be memory-mapped.
         with reading(place):
-            return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(place))
+            mapped = zipfile.is_zipfile(place)
+            return checked(torch.load(place, map_location="cpu", weights_only=weights_only, mmap=mapped), place)
     place = place.resolve()  # behind a link that may be turned to another one (`save_last="link"`)
-    return (form or FORMATS["sharded"]).load(place, weights_only)
+    return checked((form or FORMATS["sharded"]).load(place, weights_only), place)
+
+
+_PARTS: dict[str, type] = {
+    "state_dict": dict,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+_PARTS |= {"epoch": int, "global_step": int, "pytorch-lightning_version": str}
+
+
+def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
+    """`checkpoint` if it has the parts of a Lightning checkpoint, each of its kind, else a CheckpointError."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} has no `state_dict`: it is no checkpoint of Lightning", "load another one")
+    for name, kind in _PARTS.items():
+        if name in checkpoint and not isinstance(checkpoint[name], kind):
+            found = type(checkpoint[name]).__name__
+            raise CheckpointError(f"the checkpoint {path} has a {found} as its {name!r}", "load another one")
+    if not re.match(r"\d+\.\d+\.\d+", checkpoint.get("pytorch-lightning_version", "0.0.0")):
+        raise CheckpointError(f"the checkpoint {path} does not say which Lightning wrote it", "load another one")
+    return checkpoint

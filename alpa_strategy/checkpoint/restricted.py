@@ -7,9 +7,11 @@ file is made of are found, and it may only name files of its own folder.
 
 from __future__ import annotations
 
+import math
 import pathlib
 import pickle
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.serialization import _get_layout
 
 from alpa_strategy.errors import CheckpointError
@@ -77,11 +79,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class RestrictedReader(dcp.FileSystemReader):
-    """`FileSystemReader` for files that anybody may have written."""
+    """`FileSystemReader` for files that anybody may have written.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        sums: checksums of the tensors' bytes by `place_of`; empty where none were written.
+    """
+
+    def __init__(self, path: Path, sums: Mapping[str, int] | None = None) -> None:
         super().__init__(path)
-        self._folder = path
+        self._folder, self._sums = path, sums or {}
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        if self._sums:  # torch checks none of its own
+            check_sum(file, sinfo, self._sums)
+        return super()._slice_file(file, sinfo)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is stored where.
@@ -92,25 +103,66 @@ class RestrictedReader(dcp.FileSystemReader):
         path = self._folder / ".metadata"
         with reading(path), path.open("rb") as file:
             metadata = _Unpickler(file).load()
-        _check(metadata, path)
+        with reading(path):  # objects made of a damaged pickle lack what theirs have
+            _check(metadata, path)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp_metadata.StorageMeta()
+        # As DCP's own reader does.
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def place_of(info: _StorageInfo) -> str:
+    """Which bytes of a checkpoint's files: their name among the checksums."""
+    return f"{info.relative_path}@{info.offset}"
+
+
+def checksum(file: Any, offset: int, length: int) -> int:
+    """CRC-32 of `length` bytes of an open file: against bytes that have changed or files that were mixed up; whoever
+    means to change a checkpoint can change its checksums, too."""
+    file.seek(offset)
+    crc = 0
+    while length > 0 and (part := file.read(min(length, 1 << 20))):
+        crc, length = zlib.crc32(part, crc), length - len(part)
+    return crc
+
+
+def check_sum(file: Any, info: _StorageInfo, sums: Mapping[str, int]) -> None:
+    """CheckpointError where the bytes are not those that were written there."""
+    if checksum(file, info.offset, info.length) != sums.get(place_of(info)):
+        raise CheckpointError(
+            f"{info.relative_path} does not hold at {info.offset} what was written there", "copy it again"
+        )
 
 
 def _check(metadata: Any, path: Path) -> None:
     stored = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path} is no metadata of a checkpoint", _FIX)
-    for info in stored.values() if isinstance(stored, dict) else (None,):
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path} does not say where its tensors lie", _FIX)
+    for info in stored.values():
         name = getattr(info, "relative_path", None)
-        if not isinstance(info, _StorageInfo) or not isinstance(name, str) or not _is_plain(name):
+        if not isinstance(info, _StorageInfo) or not isinstance(name, str) or not is_plain(name):
             raise CheckpointError(f"{path} says that a tensor lies in {name!r}, which is no file beside it", _FIX)
         if not all(isinstance(n, int) and n >= 0 for n in (info.offset, info.length)):
             raise CheckpointError(f"{path} says that a tensor lies at {info.offset!r} to {info.length!r}", _FIX)
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata) and not _is_covered(key, tensor, stored):
+            raise CheckpointError(f"{path} says more of the tensor {key!r:.80} than its files hold", _FIX)
 
 
-def _is_plain(name: str) -> bool:
+def _is_covered(key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]) -> bool:
+    """Whether its chunks are as many elements as it has, and the files' bytes as many as theirs: what no file holds
+    would be memory as it was found, or more of it than there is."""
+    numels = [math.prod(chunk.sizes) for chunk in tensor.chunks]
+    infos = [stored.get(MetadataIndex(key, chunk.offsets)) for chunk in tensor.chunks]
+    size = tensor.properties.dtype.itemsize
+    return sum(numels) == math.prod(tensor.size) and all(
+        info is not None and numel * size <= info.length for numel, info in zip(numels, infos, strict=True)
+    )
+
+
+def is_plain(name: str) -> bool:
     """Whether a name is that of a file in the folder itself."""
     return name not in ("", ".", "..") and Path(name).name == name

@@ -197,6 +197,7 @@ def _replacing(target: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+        # `mkstemp` makes files that only their owner may read.
         temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, target)
         sync_folder(target.parent)

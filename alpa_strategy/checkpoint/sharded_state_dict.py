@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.runtime.optimizer_state import (
-    numbers_of,
-    state_dict_with,
-)
+from alpa_strategy.runtime.optimizer_state import numbers_of, state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -143,11 +140,18 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Coll
     Raises:
         RuntimeError: as torch does, when `strict` and a name is missing or surplus.
     """
-    if not apart:
-        module.load_state_dict(state_dict, strict=strict)
-        return
     others = {name: tensor for name, tensor in state_dict.items() if name not in apart}
-    result = module.load_state_dict(others, strict=False)
+    try:
+        result = module.load_state_dict(others if apart else state_dict, strict=strict and not apart)
+    except RuntimeError:  # torch makes one text of all that went wrong
+        for name, value in others.items():
+            if isinstance(value, StoredTensor) and value.failure is not None:
+                raise value.failure from None
+            if value is None:
+                raise CheckpointError(f"the checkpoint has no values of {name!r}", "load another one") from None
+        raise
+    if not apart:
+        return
     missing = [name for name in result.missing_keys if name not in state_dict]
     if strict and (missing or result.unexpected_keys):
         raise RuntimeError(

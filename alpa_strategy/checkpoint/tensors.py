@@ -67,6 +67,7 @@ class StoredTensor(Tensor):
     """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of it."""
 
     key: str
+    failure: CheckpointError | None = None  # why it could not be read: `Module.load_state_dict` makes a text of errors
     _fill: Callable[[str, LocalShards], None]
 
     @staticmethod
@@ -80,7 +81,11 @@ class StoredTensor(Tensor):
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Read the chunks' boxes into their tensors."""
-        self._fill(self.key, LocalShards(self.shape, self.dtype, chunks))
+        try:
+            self._fill(self.key, LocalShards(self.shape, self.dtype, chunks))
+        except CheckpointError as error:
+            self.failure = error
+            raise
 
     def whole(self) -> Tensor:
         """All of it, in memory."""

@@ -27,10 +27,14 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"
 
 @dataclass(frozen=True)
 class Link:
-    """latency in seconds per message, bandwidth in bytes/s per direction."""
+    """latency in seconds per message, bandwidth in bytes/s per direction.
+
+    hop: seconds that a collective adds for each further device of a ring, or each further level of a tree.
+    """
 
     latency: float
     bandwidth: float
+    hop: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class DeviceSpec:
     """One kind of device. peak_flops: dtype name (`float32`, `bfloat16`, ...) -> FLOP/s.
 
     efficiency is the share of peak that large matrix products reach (from measurement or experience, 0..1);
-    efficiencies: the same of kinds of products (`matmul`, `convolution`, `attention`) by dtype, where it is another.
+    efficiencies: the same of kinds of products (`PRODUCT_KINDS`) by dtype, where it is another.
+    compute_units: processors among which a product's tiles are dealt out (SMs), 0 where tiles are not looked at.
     slowdown: how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that
     share CPU cores). The other figures are those of one device alone.
     """
@@ -51,10 +56,14 @@ class DeviceSpec:
     efficiency: float = 1.0
     slowdown: float = 1.0
     efficiencies: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+    compute_units: int = 0
 
     def efficiency_of(self, kind: str, dtype: str) -> float:
         """The share of `dtype`'s peak that large products of a kind reach."""
-        return dict(dict(self.efficiencies).get(kind, ())).get(dtype, self.efficiency)
+        own = dict(self.efficiencies)
+        if kind == "attention_backward" and kind not in own:
+            kind = "attention"
+        return dict(own.get(kind, ())).get(dtype, self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,17 @@ class CommTable:
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a logical mesh: its size and what collectives cost on it."""
+    """One axis of a logical mesh: its size and what collectives cost on it.
+
+    `ring`, `tree`: seconds that the further devices of a ring and levels of a tree add to the link's latency.
+    """
 
     size: int
     stride: int
     link: Link
     tables: tuple[CommTable, ...] = ()
+    ring: float = 0.0
+    tree: float = 0.0
 
     def seconds(self, kind: str, num_bytes: float) -> float:
         """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
@@ -87,15 +101,17 @@ class MeshAxis:
         for table in self.tables:
             if table.kind == kind and table.points:
                 return interpolate_seconds(table.points, num_bytes)
-        return self.link.latency + volume_factor(kind, self.size) * num_bytes / self.link.bandwidth
+        hops = {"all_reduce": min(self.tree, 2 * self.ring), "p2p": 0.0}.get(kind, self.ring)
+        return self.link.latency + hops + volume_factor(kind, self.size) * num_bytes / self.link.bandwidth
 
 
 @dataclass(frozen=True)
 class LogicalMesh:
-    """A grid of devices: `shape` and one MeshAxis per mesh axis."""
+    """A grid of devices: `shape` and one MeshAxis per mesh axis; `overlap`: the cluster's."""
 
     shape: tuple[int, ...]
     axes: tuple[MeshAxis, ...]
+    overlap: float = 0.0
 
     @property
     def num_devices(self) -> int:
@@ -107,7 +123,11 @@ class LogicalMesh:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster of `num_nodes` x `devices_per_node` equal devices."""
+    """A cluster of `num_nodes` x `devices_per_node` equal devices.
+
+    overlap: share of the communication beside which devices compute (gradients reduced in buckets) that costs no time;
+    0 where collectives take the devices' own cores, or it is not known.
+    """
 
     name: str
     num_nodes: int
@@ -117,6 +137,7 @@ class ClusterSpec:
     inter_node: Link  # bandwidth per node, shared by the groups that cross nodes at the same time
     tables: tuple[CommTable, ...] = ()
     measured: bool = False
+    overlap: float = 0.0
 
     @property
     def num_devices(self) -> int:
@@ -151,6 +172,7 @@ class ClusterSpec:
             inter_node=_read_link(fields, "inter_node", nominal.inter_node if nominal else None),
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
+            overlap=fields.number("overlap", "a share, 0 to 1", zero=True, maximum=1.0) if "overlap" in fields else 0.0,
         )
 
     @property
@@ -206,8 +228,14 @@ class ClusterSpec:
                     bandwidth = min(bandwidth, self.intra_node.bandwidth)
                 link = Link(self.inter_node.latency, bandwidth)
             found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
-            axes.append(MeshAxis(size, stride, link, found))
-        return LogicalMesh(shape, tuple(axes))
+            axes.append(MeshAxis(size, stride, link, found, *self._hops(size, together if groups else size)))
+        return LogicalMesh(shape, tuple(axes), self.overlap)
+
+    def _hops(self, size: int, together: int) -> tuple[float, float]:
+        """(ring, tree) of `MeshAxis` for groups of `size` devices, of which `together` lie in a node."""
+        nodes, inside, across = -(-size // together), self.intra_node.hop, self.inter_node.hop
+        levels = inside * math.log2(together) + across * math.log2(nodes)
+        return inside * (size - nodes) + across * (nodes - 1), 2 * levels  # up the tree and down again
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:
         """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a, b > 1."""
@@ -243,14 +271,16 @@ class ClusterSpec:
                 "efficiency": device.efficiency,
                 **({"slowdown": device.slowdown} if device.slowdown != 1.0 else {}),
                 **({"efficiencies": efficiencies} if efficiencies else {}),
+                **({"compute_units": device.compute_units} if device.compute_units else {}),
             },
-            "intra_node": {"latency": self.intra_node.latency, "bandwidth": self.intra_node.bandwidth},
-            "inter_node": {"latency": self.inter_node.latency, "bandwidth": self.inter_node.bandwidth},
+            "intra_node": _link_data(self.intra_node),
+            "inter_node": _link_data(self.inter_node),
             "tables": [
                 {"kind": t.kind, "size": t.size, "stride": t.stride, "points": [list(p) for p in t.points]}
                 for t in self.tables
             ],
             "measured": self.measured,
+            **({"overlap": self.overlap} if self.overlap else {}),
         }
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
@@ -273,6 +303,7 @@ CLUSTER_FIELDS = (
     "inter_node",
     "tables",
     "measured",
+    "overlap",
 )
 DEVICE_FIELDS = (
     "name",
@@ -283,8 +314,9 @@ DEVICE_FIELDS = (
     "efficiency",
     "slowdown",
     "efficiencies",
+    "compute_units",
 )
-PRODUCT_KINDS = ("matmul", "convolution", "attention")
+PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 # One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before it is measured.
@@ -318,6 +350,7 @@ def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
         if "slowdown" in device
         else 1.0,
         efficiencies=_read_efficiencies(device) if "efficiencies" in device else (),
+        compute_units=device.integer("compute_units", "how many SMs it has", 0) if "compute_units" in device else 0,
     )
 
 
@@ -334,11 +367,16 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
 def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:
     if nominal is not None and key not in fields:
         return nominal
-    link = fields.section(key, ("latency", "bandwidth"), "a section with latency (s) and bandwidth (bytes/s)")
+    link = fields.section(key, ("latency", "bandwidth", "hop"), "a section with latency (s) and bandwidth (bytes/s)")
     return Link(
         latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
         bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),
+        hop=link.number("hop", "seconds per further device, for example 1e-6", zero=True) if "hop" in link else 0.0,
     )
+
+
+def _link_data(link: Link) -> dict[str, float]:
+    return {"latency": link.latency, "bandwidth": link.bandwidth} | ({"hop": link.hop} if link.hop else {})
 
 
 def _read_table(data: Any, source: str, index: int) -> CommTable:

@@ -54,7 +54,7 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
         report: tuple[Any, tuple[str, str, str] | None] = (summary(result), None)
     except AlpaError as error:
         own_error, report = error, (None, _to_data(error))
-    reports = _of_all_ranks(report)
+    reports = of_all_ranks(report)
     failed = [(rank, error) for rank, (_, error) in enumerate(reports) if error is not None]
     if failed:
         # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
@@ -63,8 +63,8 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
     return cast("T", result), [value for value, _ in reports]
 
 
-def _of_all_ranks(value: T) -> list[T]:
-    """`value` of every rank, by rank."""
+def of_all_ranks(value: T) -> list[T]:
+    """`value` of every rank, by rank (pickled). Collective."""
     if world_size() == 1:
         return [value]
     found: list[Any] = [None] * world_size()
@@ -92,6 +92,7 @@ def all_texts(text: str, max_bytes: int = 256) -> list[str]:
     """`text`, cut to `max_bytes`, of every rank: one small collective."""
     if world_size() == 1:
         return [text]
+    # Of one length on all ranks, so that no collective has to agree on lengths first.
     own = torch.zeros(max_bytes, dtype=torch.uint8)
     data = text.encode()[:max_bytes]
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -107,6 +108,7 @@ class RankZero:
         self._timeout_seconds = timeout_seconds
         self._alone = world_size() == 1
         if not self._alone:
+            # A connection of its own: who waits in it holds up nobody else's calls.
             self._store = job_store().clone()
             self._rank = dist.get_rank()
             self._run = self._store.add(f"alpa/rank_zero/runs/{self._rank}", 1)
@@ -184,12 +186,23 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Which flags are set on at least one rank. Collective."""
+def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Which flags are set on at least one rank. Collective.
+
+    Args:
+        group: of all ranks, with a CPU backend; None: the hosts' own.
+    """
     votes = torch.tensor(flags, dtype=torch.uint8)
     if world_size() > 1:
-        dist.all_reduce(votes, dist.ReduceOp.MAX, host_group())
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group or host_group())
     return [bool(vote) for vote in votes.tolist()]
+
+
+def all_largest(numbers: Sequence[int]) -> list[int]:
+    """The largest of each over all ranks. Collective among the hosts."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(own, dist.ReduceOp.MAX, host_group())
+    return own.tolist()
 
 
 def shared(value: Any, source: int, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from alpa_strategy.errors import LostRankError
+from alpa_strategy.errors import AlpaError, LostRankError
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 3.0
@@ -42,6 +42,7 @@ class FailureWatch:
             block the watch.
         rank, world_size: this process's place in the job.
         children: gives the processes that this one launched; they are ended before this process ends itself.
+        last: called then, before it ends.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class FailureWatch:
         rank: int,
         world_size: int,
         children: Callable[[], Sequence[subprocess.Popen]] = tuple,
+        last: Callable[[], None] = lambda: None,
     ) -> None:
         # A connection each: a store's calls wait for each other, and the main thread may hang in one of its own.
         self._watch_store, self._main_store = store.clone(), store.clone()
         self._rank, self._world_size = rank, world_size
-        self._children = children
+        self._children, self._last = children, last
         self._stopped = threading.Event()
         self._ending = threading.Lock()
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
@@ -86,7 +88,12 @@ class FailureWatch:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, LostRankError):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
-        text = f"{self._rank}\n{message}\n" + "".join(traceback.format_exception(error))
+        trace = (
+            f"{type(error).__name__}: {error}"
+            if isinstance(error, AlpaError)
+            else "".join(traceback.format_exception(error))
+        )
+        text = f"{self._rank}\n{message}\n{trace}"
         try:
             first = self._main_store.compare_set(self._cause_key, "", text).decode()
             self._main_store.set(self._sign(self._rank), "seen")
@@ -129,7 +136,7 @@ class FailureWatch:
         if silent:
             ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
             print(
-                f"\nalpa: rank {self._rank}: no sign of life from {ranks}: killed (out of memory is a common reason)",
+                f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed",
                 file=sys.stderr,
                 flush=True,
             )
@@ -168,6 +175,7 @@ class FailureWatch:
     def _exit(self) -> None:
         """End this process at once: its main thread may hang in a collective for good."""
         end_children(self._children(), GRACE_SECONDS)
+        self._last()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -277,5 +277,6 @@ def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *,
         first, (num_bytes, seconds) = min(time for _, time in table.points), table.points[-1]
         latency = min(latency, first)
         moved = volume_factor("all_reduce", table.size) * num_bytes
+        # Noise can make a large message look as fast as a small one.
         bandwidth = max(bandwidth, moved / max(seconds - first, 0.05 * seconds) * max(groups, 1))
     return Link(latency, bandwidth) if bandwidth else None

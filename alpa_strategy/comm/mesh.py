@@ -1,7 +1,7 @@
 """Meshes of a running job: one process group per mesh axis, and the few collectives that everything else uses.
 
 NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process groups. What other
-rooms use are the protocols `AxisComm` and `MeshComm`; `tools/thread_mesh.py` implements them among threads.
+rooms use are the protocols `AxisComm` and `MeshComm`; `tests/proofs/thread_mesh.py` implements them among threads.
 
 `new_group` is collective over the whole job: every rank makes every group of every mesh, in one order, with ascending
 ranks, and keeps its own.
@@ -64,6 +64,11 @@ class AxisComm(Protocol):
         """Shard(gather_dim) -> Shard(split_dim): own chunk of `split_dim`, all of `gather_dim`."""
         ...
 
+    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Of `flat` [elements], the first `sent[0]` go to device 0, and so on; what comes, `received[i]` elements from
+        device i, one after the other. Without waiting where the axis can."""
+        ...
+
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
         """`all_gather`, without waiting where the axis can."""
         result = self.all_gather(tensor, dim, total)
@@ -114,22 +119,24 @@ class TorchMesh:
     ranks: tuple[int, ...]  # global ranks, ascending
 
 
-def build_mesh(shape: Sequence[int], backend: str = "auto") -> TorchMesh:
+def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False) -> TorchMesh:
     """The logical mesh of `shape` on all ranks. Collective over the job.
 
     Args:
         backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
+        own_group: whether its collectives may come in any order among those of others.
 
     Raises:
         RuntimeMismatchError: the job has not as many ranks.
     """
-    (mesh,) = build_stage_meshes([(shape, range(dist.get_world_size() if dist.is_initialized() else 1))], backend)
+    ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
+    (mesh,) = build_stage_meshes([(shape, ranks)], backend, own_group)
     assert mesh is not None
     return mesh
 
 
 def build_stage_meshes(
-    meshes: Sequence[tuple[Sequence[int], Sequence[int]]], backend: str = "auto"
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]], backend: str = "auto", own_groups: bool = False
 ) -> list[TorchMesh | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
 
@@ -146,7 +153,7 @@ def build_stage_meshes(
                 "give as many ranks as the mesh has devices, each once, ascending",
             )
         if key not in made:
-            made[key] = _build_one(*key, rank, chosen)
+            made[key] = _build_one(*key, rank, chosen, own_groups)
     return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
 
 
@@ -161,9 +168,11 @@ def message_groups(channels: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
     return [(dist.new_group(list(ranks)), dist.new_group(list(ranks))) for ranks in channels]
 
 
-def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backend: Backend) -> TorchMesh | None:
+def _build_one(
+    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backend: Backend, own_groups: bool
+) -> TorchMesh | None:
     grid = np.array(ranks).reshape(shape)
-    whole_group = _new_group(ranks)
+    whole_group = _new_group(ranks, own_groups)
     axes: list[TorchAxisComm] = []
     for axis, size in enumerate(shape):
         for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
@@ -179,9 +188,9 @@ def _build_one(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backen
     return TorchMesh(shape, coordinate, tuple(axes), whole, ranks)
 
 
-def _new_group(ranks: tuple[int, ...]) -> Any:
+def _new_group(ranks: tuple[int, ...], is_own: bool = False) -> Any:
     """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
-    if len(ranks) == 1 or len(ranks) == dist.get_world_size():
+    if len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_own):
         return None
     return dist.new_group(list(ranks))
 
@@ -206,6 +215,7 @@ class TorchAxisComm:
             return tensor
         if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
             return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
+        # A copy: the collective writes where it reads.
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._backend.all_reduce(result, getattr(self._backend, op), self.group, False)
         return result
@@ -249,6 +259,7 @@ class TorchAxisComm:
         shape[dim] = sizes[0]
         rows = tensor.new_empty((self.size, *shape))
         if sizes[0] != sizes[-1]:
+            # What fills up the shorter chunks is sent and summed as well: let it be defined.
             rows.zero_()
         for i, size in enumerate(sizes):
             start, stop = chunk_range(total, self.size, i)
@@ -271,18 +282,24 @@ class TorchAxisComm:
             shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
             shapes.append(shape)
         received = [math.prod(shape) for shape in shapes]
-        output = tensor.new_empty(sum(received))
-        width = tensor.dtype.itemsize
-        self._backend.all_to_all(
-            _as_bytes(output),
-            _as_bytes(torch.cat(sent)),
-            [n * width for n in received],
-            [part.numel() * width for part in sent],
-            self.group,
-            False,
-        )
+        output = self.start_exchange(torch.cat(sent), [part.numel() for part in sent], received).wait()
         parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
         return torch.cat(parts, gather_dim)
+
+    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """See `AxisComm`."""
+        flat = flat.detach()
+        if self.size == 1:
+            return Pending(lambda: flat)
+        output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
+        splits = [n * width for n in received], [n * width for n in sent]
+        work = self._backend.all_to_all(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return output
+
+        return Pending(finish)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` (contiguous) over the axis in place, without waiting."""

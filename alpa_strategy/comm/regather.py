@@ -1,5 +1,7 @@
 """Parameters that are gathered for use are not kept until the backward, but gathered again (ZeRO-3).
 
+Results of ops that the plan recomputes (`StagePlan.recomputed`) are made again in the same way.
+
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
 its place, by `saved_tensors_hooks`: which parameter, which resharding, which view. The registry is keyed by storage, so
 that views are found too.
@@ -55,13 +57,37 @@ class _Gathered:
 
 
 @dataclass
+class _Made:
+    """What an op made, to be made again of what is kept; `uses` are left for which it is not made yet.
+
+    `operands`: the op's tensors as they are saved, in their order.
+    """
+
+    function: Callable[[list[Tensor]], Tensor]
+    operands: list[Any]
+    storage: StorageWeakRef
+    uses: int = 0
+    again: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """Made once for all uses, and gone with the last."""
+        if self.again is None:
+            with torch.no_grad():
+                self.again = self.function([_unpack(saved) for saved in self.operands])
+        whole, self.uses = self.again, self.uses - 1
+        if self.uses <= 0:
+            self.again = None
+        return whole
+
+
+@dataclass
 class _View:
     """What is saved instead of a view of a gathered parameter, which may read its memory as another dtype.
 
     `stride`, `offset`: in elements of `dtype`. `is_conj`, `is_neg`: what a complex view does when it is read.
     """
 
-    gathered: _Gathered
+    gathered: _Gathered | _Made
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -70,7 +96,7 @@ class _View:
     is_neg: bool
 
     @classmethod
-    def of(cls, gathered: _Gathered, tensor: Tensor) -> _View:
+    def of(cls, gathered: _Gathered | _Made, tensor: Tensor) -> _View:
         return cls(
             gathered,
             tensor.dtype,
@@ -100,7 +126,7 @@ class Regather:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
-        self._found: dict[int, _Gathered] = {}
+        self._found: dict[int, _Gathered | _Made] = {}
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
 
@@ -109,8 +135,20 @@ class Regather:
         if not self._is_parameter(tensor):
             return
         storage = result.untyped_storage()
+        # A resharding that moves nothing gives the shard's own memory, which is kept anyway.
         if storage._cdata != tensor.untyped_storage()._cdata:
-            self._found[storage._cdata] = _Gathered(tensor.detach(), reshard, StorageWeakRef(storage), tensor._version)
+            self.know(tensor.detach(), reshard, result)
+
+    def know(self, parameter: Tensor, reshard: _Values, whole: Tensor) -> None:
+        """`whole` is what `reshard` makes of `parameter`."""
+        storage = whole.untyped_storage()
+        self._found[storage._cdata] = _Gathered(parameter, reshard, StorageWeakRef(storage), parameter._version)
+
+    def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:
+        """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""
+        storage = result.untyped_storage()
+        kept = [self._pack(operand.detach()) for operand in operands]
+        self._found[storage._cdata] = _Made(function, kept, StorageWeakRef(storage))
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a view)."""
@@ -145,6 +183,8 @@ class Regather:
         gathered = self._found.get(tensor.untyped_storage()._cdata)
         if gathered is None:
             return tensor
+        if isinstance(gathered, _Made):
+            gathered.uses += 1
         return _View.of(gathered, tensor)
 
 

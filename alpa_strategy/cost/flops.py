@@ -111,6 +111,19 @@ def product_kind(call: OpCall) -> str | None:
     return "matmul" if name in PRODUCTS else None
 
 
+def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
+    """(batches, rows, inner, columns) of a product of matrices; None for other ops, and where they cannot be told."""
+    name = op_base_name(call)
+    if name not in LINEARS and name not in MATRIX_PRODUCTS:
+        return None
+    result, inner = call.results[0].shape, call.operands[0].shape[-1]
+    if len(result) < 2:
+        return None
+    if name in LINEARS:
+        return 1, math.prod(result[:-1]), inner, result[-1]
+    return math.prod(result[:-2]), result[-2], inner, result[-1]
+
+
 def op_work(call: OpCall) -> tuple[Work, Work]:
     """(forward, backward) work of `call` at its own shapes; no backward where nothing requires grad."""
     name = op_base_name(call)
@@ -220,8 +233,9 @@ ATTENTION = _names(
 CONVOLUTIONS = _names(
     "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 )
+LINEARS, MATRIX_PRODUCTS = ("linear", "segmented_linear"), ("mm", "bmm", "matmul")
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
-    **dict.fromkeys(("linear", "segmented_linear"), _linear),
+    **dict.fromkeys(LINEARS, _linear),
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _contract_last_of(1)),
     **dict.fromkeys(CONVOLUTIONS, _convolution),

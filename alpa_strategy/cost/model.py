@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.cost.flops import ATTENTION, DROPOUTS, Work, is_view, op_base_name, op_work, product_kind
+from alpa_strategy.cost.flops import (
+    ATTENTION,
+    DROPOUTS,
+    Work,
+    is_view,
+    op_base_name,
+    op_work,
+    product_kind,
+    product_shape,
+)
 from alpa_strategy.cost.measured import OpTable, call_family
-from alpa_strategy.ir.custom_ops import is_opaque
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import OptimizerInfo
 
@@ -88,13 +96,19 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
         return _attention_saved(call)
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
+    if on_accelerator and name == "rms_norm":  # one kernel there, which keeps a reciprocal per row (in float32)
+        return Saved(tuple(index < 2 for index in range(len(call.operands))), nothing.results, 4 * num_rows(call))
     try:
-        if is_opaque(call.target):
-            raise NotImplementedError("a module that runs as it is written")
         return _run(call, mode)
     except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
         logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
         return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
+
+
+def num_rows(call: OpCall) -> int:
+    """Rows of an op's first operand."""
+    shape = call.operands[0].shape
+    return math.prod(shape[:-1])
 
 
 def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
@@ -192,7 +206,7 @@ def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
     return min(peaks.values())
 
 
-def reached_flops(device: DeviceSpec, call: OpCall) -> float:
+def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> float:
     """FLOP/s that `call` reaches where memory does not bind it: its dtype's peak times the efficiency of its kind.
 
     Products run at the dtype of their first operand; everything else computes in float32 or wider.
@@ -201,7 +215,45 @@ def reached_flops(device: DeviceSpec, call: OpCall) -> float:
     kind = product_kind(call)
     if kind is None and dtype != torch.float64:
         dtype = torch.float32
+    if backward and kind == "attention":
+        kind = "attention_backward"
     return peak_flops(device, dtype) * device.efficiency_of(kind or "matmul", str(dtype).removeprefix("torch."))
+
+
+# Tiles in which kernels compute a product (rows, columns), and the share of the largest one's rate that each reaches
+# (NVIDIA, Matrix Multiplication Background User's Guide, sections 2 and 3: tile and wave quantization).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 64, 0.6))
+# Fitted on published runs (docs/published.md), for devices whose processors are known: of a product's memory traffic
+# what its compute does not hide; the width at which an attention head reaches half of the rate of wide ones. Of the
+# time of pointwise ops, what is left where they are compiled (on any device).
+PRODUCT_BYTES, HALF_WIDTH, FUSED = 0.5, 15, 0.5
+
+
+def tile_shares(device: DeviceSpec, call: OpCall) -> tuple[float, float]:
+    """Shares of its rate at which a product's forward and backward run on a device whose processors are known."""
+    if product_kind(call) == "attention":  # the rate in the cluster file is that of heads of 128
+        width = call.operands[0].shape[-1]
+        share = width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
+        return share, share
+    shape = product_shape(call)
+    if shape is None:
+        return 1.0, 1.0
+    batches, rows, inner, columns = shape
+    # The gradients of both operands are products of their own shapes, of as many FLOPs.
+    left, right = tile_share(device, batches, rows, inner), tile_share(device, batches, inner, columns)
+    return tile_share(device, batches, rows, columns), 2 / (1 / left + 1 / right)
+
+
+def tile_share(device: DeviceSpec, batches: int, rows: int, columns: int) -> float:
+    """Share of its rate at which a product of [rows, columns] runs: its tiles are whole and dealt out in whole waves.
+
+    That of the best of `TILES`.
+    """
+    best, useful = 0.0, batches * rows * columns
+    for height, width, rate in TILES:
+        waves = -(-batches * -(-rows // height) * -(-columns // width) // device.compute_units)
+        best = max(best, rate * useful / (waves * device.compute_units * height * width)) if useful else 1.0
+    return best
 
 
 def roofline_seconds(work: Work, device: DeviceSpec, flops_per_second: float) -> float:
@@ -226,10 +278,14 @@ def optimizer_seconds(
 
 
 class RooflineCosts:
-    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards."""
+    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards.
 
-    def __init__(self, device: DeviceSpec, table: OpTable | None = None) -> None:
+    compiled: pointwise ops run in chains, each chain one kernel (`PlanOptions.compile`).
+    """
+
+    def __init__(self, device: DeviceSpec, table: OpTable | None = None, compiled: bool = False) -> None:
         self.device = device
+        self.compiled = compiled
         self.table = table
         self._seconds: dict[OpCall, tuple[float, float]] = {}
         self._saved: dict[OpCall, Saved] = {}
@@ -239,7 +295,7 @@ class RooflineCosts:
     @property
     def name(self) -> str:
         """The class and the device: a derived class with other costs has another name."""
-        return f"{type(self).__qualname__} of {self.device.name}"
+        return f"{type(self).__qualname__} of {self.device.name}" + (", compiled" if self.compiled else "")
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
@@ -269,9 +325,14 @@ class RooflineCosts:
 
     def roofline(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds without measurements."""
-        rate = reached_flops(self.device, call)
+        device, kind = self.device, product_kind(call)
         forward, backward = op_work(call)
-        return roofline_seconds(forward, self.device, rate), roofline_seconds(backward, self.device, rate)
+        rates = [reached_flops(device, call), reached_flops(device, call, backward=True)]
+        if device.compute_units and kind is not None:
+            forward, backward = (replace(w, num_bytes=PRODUCT_BYTES * w.num_bytes) for w in (forward, backward))
+            rates = [rate * share for rate, share in zip(rates, tile_shares(device, call), strict=True)]
+        found = roofline_seconds(forward, device, rates[0]), roofline_seconds(backward, device, rates[1])
+        return (FUSED * found[0], FUSED * found[1]) if self.compiled and kind is None else found
 
     def _op_seconds(self, call: OpCall) -> tuple[float, float]:
         forward, backward = self.roofline(call)

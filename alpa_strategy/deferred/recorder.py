@@ -17,13 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alpa_strategy.deferred.script import (
-    Given,
-    RecordedOp,
-    Script,
-    View,
-    current_states,
-)
+from alpa_strategy.deferred.script import Given, RecordedOp, Script, View, current_states
 from alpa_strategy.errors import CaptureError
 
 MIN_BYTES = 64 * 2**10
@@ -132,6 +126,7 @@ class Recorder:
             return _asks_for_meta(kwargs) and any(tensor.nbytes >= self.min_bytes for tensor in tensors)
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
+        # On the meta device: how large the result would be, without making it.
         made = pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs)))
         return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made)
 

@@ -161,8 +161,11 @@ def recomputes(stage: StagePlan) -> str:
 
 
 def proof_of(plan: Plan) -> str:
-    """How good the plan is known to be; of a pipeline, the layouts inside of its stages (the cut is searched)."""
-    what = "layouts " if plan.is_pipelined else ""
+    """How good the plan is known to be, and among which plans."""
+    if plan.is_as_written:
+        return "steps as written, a replica on each device"
+    count, of_many = plan.num_microbatches, sum(math.prod(stage.submesh) for stage in plan.stages) > 1
+    among = f" for {count} micro-batch{'es' * (count != 1)}" if plan.is_pipelined else " of one stage" * of_many
     if plan.gap <= 1e-6:
-        return f"{what}proved optimal"
-    return f"{what}within {max(plan.gap, 1e-4):.2%} of the optimum"
+        return f"proved optimal{among}"
+    return f"within {max(plan.gap, 1e-4):.2%} of a bound{among}"

@@ -86,6 +86,7 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
     if most is None or count <= most:
         return count
     least = num_meshes + 1 if SCHEDULES[schedule].has_one_stage_per_mesh else num_meshes
+    # Downwards first: fewer are drawn larger.
     tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
     return next((n for n in tried if n < count and why_not(schedule, num_meshes, n) is None), count)
 

@@ -30,6 +30,7 @@ from alpa_strategy.schedules import (
 from alpa_strategy.sharding.cross_mesh import boundary_seconds
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
+EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
@@ -77,17 +78,28 @@ def solve_schedules(
     searched = [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
     names = schedules or ([job.options.schedule] if job.options.schedule else searched)
     found: list[Candidate] = []
+
+    def best() -> float:
+        return min([known, *(c.seconds for c in found)])
+
+    def irregular(usual: int | None = None) -> None:
+        for schedule in filter(lambda name: SCHEDULES[name].has_one_stage_per_mesh, names):
+            found.extend(_any_meshes(job, runs, tables, schedule, best, usual))
+
+    is_large = job.cluster.num_devices > EVERY_SIZE
+    if not is_large:
+        irregular()
     for schedule in names:
-        for candidate in _solve_schedule(job, meshes, runs, tables, schedule, lambda: min([known, *_seconds(found)])):
+        # Closed forms are above what is simulated: where there is time, each counts as if nothing else were known.
+        every = best if is_large or not SCHEDULES[schedule].has_one_stage_per_mesh else lambda: known
+        for candidate in _regular(job, meshes, runs, tables, schedule, every):
             found.append(candidate)
+    if is_large:
+        irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)
     return sorted(found, key=lambda c: c.seconds)
 
 
-def _seconds(candidates: Iterable[Candidate]) -> list[float]:
-    return [c.seconds for c in candidates]
-
-
-def _solve_schedule(
+def _regular(
     job: CostJob,
     meshes: Sequence[tuple[int, int]],
     runs: Sequence[RunCosts],
@@ -95,26 +107,9 @@ def _solve_schedule(
     schedule: str,
     known: Callable[[], float],
 ) -> Iterable[Candidate]:
-    """One schedule: with one stage a mesh any meshes, in order; with several, equal meshes."""
+    """Stages on equal meshes, in every size that divides the devices: what people try by hand, with the best cuts."""
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
     wanted = job.options.num_stages
-    if SCHEDULES[schedule].has_one_stage_per_mesh:
-        for most, counts in _lengths(schedule, min(L, D), B, wanted):
-            alive = in_flight(schedule, most, B)[::-1]
-            weights = terms(schedule, most, B)
-            seen: set[tuple[StageRange, ...]] = set()
-            for share in SENDER_SHARES:
-                choice = solve_stages(
-                    tables, D, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
-                    sender_share=share,
-                )  # fmt: skip
-                if choice is not None and choice.stages not in seen:
-                    seen.add(choice.stages)
-                    own = tuple(alive[len(choice.stages) - i - 1] for i in range(len(choice.stages)))
-                    sizes = [int(tables.num_devices[s.submesh]) for s in choice.stages]
-                    left = [sum(sizes[i:]) for i in range(len(sizes))]
-                    yield _candidate(job, runs, tables, left, schedule, 1, weights, choice, own)
-        return
     for index, mesh in enumerate(meshes):
         ranks, rest = divmod(D, math.prod(mesh))
         for v in SCHEDULES[schedule].stages_per_mesh:
@@ -128,7 +123,7 @@ def _solve_schedule(
                 tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
             )
             places = [math.prod(mesh) * mesh_of(schedule, ranks, i) for i in range(total)]
-            equal = replace(equal, crosses=_crossings(job, places))
+            equal = replace(equal, crosses=crossings(job, places))
             choice = solve_stages(
                 equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
                 known=known(),
@@ -138,7 +133,60 @@ def _solve_schedule(
                 choice = replace(choice, stages=stages)
                 wired = replace(tables, crosses=equal.crosses)
                 left = list(range(total, 0, -1))
-                yield _candidate(job, runs, wired, left, schedule, v, weights, choice, own)
+                yield to_candidate(job, runs, wired, left, schedule, v, weights, choice, own)
+
+
+def _any_meshes(
+    job: CostJob,
+    runs: Sequence[RunCosts],
+    tables: StageTables,
+    schedule: str,
+    known: Callable[[], float],
+    usual: int | None,
+) -> Iterable[Candidate]:
+    """One stage a mesh, on meshes of any sizes in order. On many devices: sizes around `usual`, the best regular plan's
+    submesh, and devices counted in the smallest of them."""
+    B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
+    sizes, near, unit, some = tables.num_devices, np.arange(len(tables.num_devices)), 1, tables
+    if D > EVERY_SIZE:
+        middle = D / min(job.options.num_stages or L, D) if usual is None else float(sizes[usual])
+        near = np.flatnonzero((sizes <= 2 * middle) & (sizes >= middle / 2) | (sizes == D))
+        near = near if near.size else np.arange(len(sizes))
+        unit = math.gcd(D, *map(int, sizes[near]))
+        some = _in_units(tables, near, unit)
+    for most, counts in _lengths(schedule, min(L, D), B, job.options.num_stages):
+        alive = in_flight(schedule, most, B)[::-1]
+        weights = terms(schedule, most, B)
+        seen: set[tuple[StageRange, ...]] = set()
+        for share in SENDER_SHARES:
+            choice = solve_stages(
+                some, D // unit, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
+                sender_share=share,
+            )  # fmt: skip
+            if choice is None or choice.stages in seen:
+                continue
+            seen.add(choice.stages)
+            stages = tuple(replace(s, submesh=int(near[s.submesh])) for s in choice.stages)
+            own = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
+            devices = [int(sizes[s.submesh]) for s in stages]
+            left = [sum(devices[i:]) for i in range(len(stages))]
+            yield to_candidate(job, runs, tables, left, schedule, 1, weights, replace(choice, stages=stages), own)
+
+
+def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
+    """Only the submeshes `kept`, devices counted in `unit`s of which all of these sizes are multiples."""
+    pairs = np.ix_(np.arange(tables.seconds.shape[0] + 1), kept, kept)
+    return StageTables(
+        tables.num_devices[kept] // unit,
+        tables.seconds[:, :, kept],
+        tables.once_seconds[:, :, kept],
+        tables.bytes_always[:, :, kept],
+        tables.bytes_in_flight[:, :, kept],
+        None if tables.boundary is None else tables.boundary[pairs],
+        None if tables.fits is None else tables.fits[::unit, kept],
+        None if tables.nearby is None else tables.nearby[pairs],
+        None if tables.crosses is None else tables.crosses[::unit],
+    )
 
 
 def _lengths(
@@ -155,7 +203,7 @@ def _lengths(
     return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
 
 
-def _candidate(
+def to_candidate(
     job: CostJob,
     runs: Sequence[RunCosts],
     tables: StageTables,
@@ -184,8 +232,8 @@ def _candidate(
         runtime_seconds(job.cluster.device),
     )  # fmt: skip
     return Candidate(
-        seconds, job, schedule, stages_per_mesh, weights, choice, which, tuple(shapes), tuple(remat), alive,
-        tuple(wires),
+        seconds, job, schedule, stages_per_mesh, weights, choice, tuple(s.submesh for s in choice.stages),
+        tuple(shapes), tuple(remat), alive, tuple(wires),
     )  # fmt: skip
 
 
@@ -209,7 +257,7 @@ def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence
         _boundaries(job, meshes, job.cluster.num_nodes > 1),
         stage_fits(job.cluster, tuple(meshes)),
         _boundaries(job, meshes, False),
-        _crossings(job, range(job.cluster.num_devices)),
+        crossings(job, range(job.cluster.num_devices)),
     )
 
 
@@ -228,7 +276,7 @@ def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]], crosses: bool) 
     return found
 
 
-def _crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
+def crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
     """[left] whether, of stages that may start at devices `places`, the one with `left` of them left (its own included)
     starts on another node than the place before it."""
     nodes = [place // job.cluster.devices_per_node for place in places]

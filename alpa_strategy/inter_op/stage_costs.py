@@ -63,6 +63,7 @@ class RunCosts:
         always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight.
         shape: index of the logical shape in `shapes`.
         remat: whether the stage recomputes its activations.
+        least: [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -72,6 +73,7 @@ class RunCosts:
     in_flight: np.ndarray
     shape: np.ndarray
     remat: np.ndarray
+    least: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class CostJob:
     @property
     def num_layers(self) -> int:
         return len(self.cuts) - 1
+
+    @property
+    def keeps_by_tensor(self) -> bool:
+        """Whether it is solved for each activation to be kept or made again: compiled programs decide by themselves."""
+        return self.is_whole_batch and self.options.remat is None and not self.options.compile
 
 
 @dataclass
@@ -163,16 +170,19 @@ def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     """Candidates of all runs on one submesh, over all logical shapes that the options allow."""
     shapes = allowed_shapes(job, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
+    L = job.num_layers
+    least, layers = np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape)
         columns += _candidates(parts, index, job.remat)
-    L = job.num_layers
+        alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
+        least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
     if not columns:
         empty = np.full((L, L + 1, 1), np.inf)
         zero = np.zeros((L, L + 1, 1))
-        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool))
+        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool), least)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return _prune(shapes, stacked, job)
+    return _prune(shapes, stacked, job, least)
 
 
 def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
@@ -285,7 +295,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
 
 
-def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: CostJob) -> RunCosts:
+def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: CostJob, least: np.ndarray) -> RunCosts:
     """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
     seconds, once, always, each, _, _ = columns
     B = job.num_microbatches
@@ -295,8 +305,8 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
     for count in alive:
         need = always + count * each
         fitting = np.where(need <= job.memory_limit, total, np.inf)
-        least = fitting.min(axis=2, keepdims=True)
-        picks.append(np.where(fitting <= least * (1 + 1e-9), need, np.inf).argmin(axis=2))  # of equals the smallest
+        lowest = fitting.min(axis=2, keepdims=True)
+        picks.append(np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2))  # of equals the smallest
     index = np.stack(picks, axis=2)  # [first, last + 1, alive]
     chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
     fits = np.stack([np.isfinite(np.take_along_axis(
@@ -308,7 +318,8 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
     chosen[0] = np.where(keep, chosen[0], np.inf)
     used = keep.any(axis=(0, 1))
     used[0] |= not used.any()
-    return RunCosts(shapes, *(array[..., used] for array in chosen))
+    seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
+    return RunCosts(shapes, seconds, once, always, each, shape, remat, least)
 
 
 def leader(graph: StepGraph, position: int) -> int | None:
@@ -394,6 +405,7 @@ def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
     arrays = {name: getattr(runs, name) for name in ("seconds", "once", "always", "in_flight", "shape", "remat")}
     keep = np.isfinite(runs.seconds)
     data: dict[str, Any] = {"shapes": runs.shapes, "size": keep.shape, "at": np.flatnonzero(keep).tolist()}
+    data["least"] = runs.least.tolist()
     return data | {name: array[keep].tolist() for name, array in arrays.items()}
 
 
@@ -413,4 +425,5 @@ def _runs_from_data(data: dict[str, Any]) -> RunCosts:
         array("in_flight", 0.0, float),
         array("shape", 0, int),
         array("remat", False, bool),
+        np.array(data["least"], dtype=float),
     )

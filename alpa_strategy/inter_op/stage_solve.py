@@ -24,6 +24,7 @@ from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.problem import Solution
+from alpa_strategy.intra_op.recompute import with_recompute
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
 from alpa_strategy.ir.parameter_plan import ParameterPlan
@@ -31,6 +32,7 @@ from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
+BY_TENSOR_SECONDS = 2.0  # equal layers make many equal choices of what to keep: proving the last 1 % takes minutes
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
 
 
@@ -113,6 +115,10 @@ class PricedStage:
         intra = restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned)
         return take_apart(intra, self.tables, starts)
 
+    def recomputing(self) -> PricedStage:
+        """The same with a choice for each activation: keep it, or make it again in the backward."""
+        return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
+
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
         if starts == self.wish.starts and self.intra.unrestricted is None:
@@ -193,7 +199,10 @@ class StageSolver:
         Raises:
             NotCheaper: than `cutoff`. PlanError: none fit.
         """
-        wish, found = priced.wish, self._solve(priced, cutoff)
+        wish, stage = priced.wish, priced.finest
+        if self.job.keeps_by_tensor and not self._fits(stage, priced.free, wish):
+            priced = priced.recomputing()
+        found = self._solve(priced, cutoff)
         if found.solution.seconds >= cutoff:
             raise NotCheaper
         stage = priced.unrestricted(found.starts)
@@ -203,6 +212,10 @@ class StageSolver:
             plan, cost, _gap(found.solution), found.solution.seconds, found.solution.method,
             found.solution is priced.free,
         )  # fmt: skip
+
+    def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
+        cost = cost_of(stage, solution.assignment, working_bytes(stage.intra, solution.assignment))
+        return cost.num_bytes(wish.alive / wish.stages_per_mesh) <= self.job.memory_limit / wish.stages_per_mesh
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
         """The optimum without a memory limit where that fits, in the spans that need least memory."""
@@ -248,7 +261,10 @@ class StageSolver:
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
-            solution = solve(problem, job.options.solver_seconds, cutoff=cutoff, unlimited=free)
+            seconds = job.options.solver_seconds
+            if stage.intra.recomputes:
+                seconds = min(seconds, BY_TENSOR_SECONDS)
+            solution = solve(problem, seconds, cutoff=cutoff, unlimited=free)
             working = working_bytes(stage.intra, solution.assignment)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)

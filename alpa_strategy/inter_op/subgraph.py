@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,8 @@ def last_readers(step: StepGraph) -> dict[int, int]:
 
 
 EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
+LEAST = 0.05  # of the average FLOPs: an `arange` or the last sum of a loss is a part of a layer, not one of its own
+SAME_BYTES = 1.01  # at the largest cut between blocks, against the least possible
 MAX_LAYERS = 64
 MAX_NAMES = 4  # of a stage's modules that are listed
 PLAIN_LAYERS = 16  # where the model has no repeated blocks
@@ -177,19 +180,50 @@ PLAIN_LAYERS = 16  # where the model has no repeated blocks
 def cluster_layers(step: StepGraph, num_layers: int | None = None, epsilon: float = EPSILON) -> tuple[int, ...]:
     """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
 
-    Minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
-    layers' FLOPs; no layer has more than (1 + epsilon) times the average FLOPs (more where single ops force it).
+    Between the repeated blocks of the model where that is as good: layers that are the same are solved once. Else it
+    minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
+    layers' FLOPs; no layer has more than (1 + epsilon) times the average FLOPs (more where single ops force it), nor,
+    where that can be, less than `LEAST` times it.
 
     Raises:
         PlanError: there are fewer ops than layers.
     """
-    num_layers = num_layers or default_num_layers(step)
+    usual = default_num_layers(step)
+    num_layers = num_layers or usual
     if not 1 <= num_layers <= len(step.ops):
         raise PlanError(
             f"the step has {len(step.ops)} ops, which cannot make {num_layers} layers", "ask for fewer stages"
         )
     flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
-    return best_cuts(boundary_bytes(step), flops, num_layers, epsilon)
+    bytes_at = boundary_bytes(step)
+    found = best_cuts(bytes_at, flops, num_layers, epsilon, LEAST) or best_cuts(bytes_at, flops, num_layers, epsilon)
+    assert found is not None  # without a least size there is always a way
+    blocks = _between_blocks(step, flops, num_layers, epsilon) if num_layers == usual else None
+    if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(bytes_at[list(found[1:-1])], default=0):
+        return found
+    return blocks
+
+
+def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int, epsilon: float) -> tuple[int, ...] | None:
+    """Cuts between runs of equally many blocks, what follows the last one apart where it is as much work as half a
+    layer; None where the model is not made of blocks one after the other, or these are too unequal."""
+    starts: list[int] = []
+    seen: list[tuple[str, int]] = []
+    end = 0  # of the last block
+    for index, op in enumerate(step.ops):
+        if (block := _block(op.module)) is not None:
+            if not seen or block != seen[-1]:
+                seen.append(block)
+                starts.append(index)
+            end = index + 1
+    if len(seen) != len(set(seen)) or len(seen) < max(num_layers, 2):
+        return None
+    cuts = [0, *starts[:: -(-len(seen) // num_layers)][1:], len(step.ops)]
+    limit = (1 + epsilon) * flops.sum() / num_layers
+    if flops[end:].sum() > limit / (1 + epsilon) / 2:
+        cuts.insert(-1, end)
+    work = [flops[a:b].sum() for a, b in pairwise(cuts)]
+    return tuple(cuts) if max(work[:num_layers], default=0.0) <= limit else None
 
 
 def boundary_bytes(step: StepGraph) -> np.ndarray:
@@ -203,31 +237,42 @@ def boundary_bytes(step: StepGraph) -> np.ndarray:
     return np.cumsum(change)[: len(step.ops) + 1]
 
 
-def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, epsilon: float = EPSILON) -> tuple[int, ...]:
-    """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n].
+def best_cuts(
+    bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, epsilon: float = EPSILON, least: float = 0.0
+) -> tuple[int, ...] | None:
+    """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n]; None where layers of at least `least`
+    times the average FLOPs cannot be.
 
-    The smallest largest cut is found by bisection (a greedy walk tells whether a threshold is feasible); the ties by a
-    DP over the positions below the threshold, O(num_layers * positions * window).
+    The smallest largest cut is found by bisection (a greedy walk, and the DP where there is a least size, tell whether
+    a threshold is feasible); the ties by a DP over the positions below the threshold, O(num_layers * positions *
+    window).
     """
     n = len(flops)
     prefix = np.concatenate([[0.0], np.cumsum(flops)])
     slack = prefix[-1] * 1e-12
     limit = (1 + epsilon) * prefix[-1] / num_layers
+    floor = least * prefix[-1] / num_layers
     inner = np.arange(1, n)
+    inner = inner[(prefix[inner] >= floor) & (prefix[-1] - prefix[inner] >= floor)]
     while _fewest_layers(prefix, inner, limit + slack, n) > num_layers:
         limit *= 1.1  # single ops are larger than that
-    thresholds = np.unique(bytes_at[1:n]) if n > 1 else np.zeros(0)
+    thresholds = np.unique(bytes_at[inner])
+
+    def tied(threshold: float) -> tuple[int, ...] | None:
+        allowed = inner[bytes_at[inner] <= threshold]
+        return _tied_cuts(np.array([0, *allowed, n]), bytes_at, prefix, num_layers, (floor - slack, limit + slack))
 
     def feasible(threshold: float) -> bool:
-        allowed = inner[bytes_at[1:n] <= threshold]
-        return len(allowed) >= num_layers - 1 and _fewest_layers(prefix, allowed, limit + slack, n) <= num_layers
+        allowed = inner[bytes_at[inner] <= threshold]
+        if len(allowed) < num_layers - 1 or _fewest_layers(prefix, allowed, limit + slack, n) > num_layers:
+            return False
+        return not floor or tied(threshold) is not None
 
     low, high = 0, len(thresholds) - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if feasible(thresholds[middle]) else (middle + 1, high)
-    allowed = inner[bytes_at[1:n] <= thresholds[low]] if len(thresholds) else inner
-    return _tied_cuts(np.array([0, *allowed, n]), bytes_at, prefix, num_layers, limit + slack)
+    return tied(thresholds[low] if len(thresholds) else np.inf)
 
 
 def default_num_layers(step: StepGraph) -> int:
@@ -287,17 +332,19 @@ def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int
 
 
 def _tied_cuts(
-    points: np.ndarray, bytes_at: np.ndarray, prefix: np.ndarray, num_layers: int, limit: float
-) -> tuple[int, ...]:
-    """Of all ways to take `num_layers` steps over `points`, the least sum of bytes, then of squared FLOPs."""
+    points: np.ndarray, bytes_at: np.ndarray, prefix: np.ndarray, num_layers: int, sizes: tuple[float, float]
+) -> tuple[int, ...] | None:
+    """Of all ways to take `num_layers` steps over `points`, each of so many FLOPs (least, most), the least sum of
+    bytes, then of squared FLOPs; None: there is none."""
     m = len(points)
     work, weight = prefix[points], bytes_at[points]
     weight[0] = 0.0
-    start = np.searchsorted(work, work - limit, side="left")
+    start = np.searchsorted(work, work - sizes[1], side="left")
     width = int((np.arange(m) - start).max())
     before = np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]  # [end, candidates for the layer's start]
     valid = before >= start[:, None]
     before = np.maximum(before, 0)
+    valid &= work[:, None] - work[before] >= sizes[0]
     square = (work[:, None] - work[before]) ** 2
     total, spread = np.full(m, np.inf), np.full(m, np.inf)
     total[0] = spread[0] = 0.0
@@ -309,6 +356,8 @@ def _tied_cuts(
         best = tied.argmin(axis=1)
         total, spread = least, np.where(np.isfinite(least), tied[np.arange(m), best], np.inf)
         came.append(before[np.arange(m), best])
+    if not np.isfinite(total[-1]):
+        return None
     path = [m - 1]
     for origin in reversed(came):
         path.append(int(origin[path[-1]]))

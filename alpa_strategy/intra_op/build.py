@@ -58,9 +58,10 @@ class IntraOp:
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
     `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
-    by `steps_per_update` training steps. `steps_in_backward`: see `OptimizerInfo`.
+    by `steps_per_update` training steps. `steps_in_backward`, `gradient_itemsize`: see `OptimizerInfo`.
     `unrestricted` is the problem without pins and penalties, where `problem` has them. `per_step`: of a stage that runs
-    micro-batches, what it does once for all of them.
+    micro-batches, what it does once for all of them. `recomputes`: op -> the first of its strategies that run it again
+    in the backward (`recompute.py`).
     """
 
     step: StepGraph
@@ -74,7 +75,9 @@ class IntraOp:
     steps_per_update: int = 1
     unrestricted: Problem | None = None
     steps_in_backward: bool = False
+    gradient_itemsize: int | None = None
     per_step: PerStep = field(default_factory=PerStep)
+    recomputes: Mapping[int, int] = field(default_factory=dict)
 
     def is_per_step(self, choice: int) -> bool:
         """Whether a choice of the problem is an op that runs once per step."""
@@ -176,6 +179,7 @@ def build(
         sent,
         tables.steps_per_update,
         steps_in_backward=tables.optimizer.steps_in_backward,
+        gradient_itemsize=tables.optimizer.gradient_itemsize,
     )
 
 
@@ -308,6 +312,8 @@ def _transfer(
     sources = tuple(dict.fromkeys(produced))
     targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
     forward, backward = tables.reshard(sources, targets, meta)
+    if is_parameter:
+        backward = backward * tables.optimizer.gradient_scale(meta.dtype.itemsize)
     cost = forward + backward  # [source, target]
     memory = np.zeros_like(cost)
     if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)

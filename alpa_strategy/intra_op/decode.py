@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.options import (
+    REDUCTIONS,
     bucketed_seconds,
     is_complete_at_once,
     is_gather,
@@ -15,11 +17,14 @@ from alpa_strategy.intra_op.options import (
     step_collectives_of,
 )
 from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.intra_op.recompute import recomputed
+from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, waiting_limit
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
+BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
 OPTIMIZER_TEMPORARIES = 2  # Adam's denominator, before and after it is scaled
 
 
@@ -54,6 +59,7 @@ def decode(
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
         steps_in_backward=intra.steps_in_backward,
+        recomputed=recomputed(intra, assignment),
     )
 
 
@@ -71,46 +77,79 @@ def used_transfers(intra: IntraOp, assignment: Sequence[int]) -> list[tuple[int,
     return found
 
 
+@dataclass(frozen=True)
+class Message:
+    """One collective of an assignment: `num_bytes` of the full tensor on the mesh axis.
+
+    `of_parameter`: it gathers a parameter for use, or brings its gradient back: nothing else waits for it.
+    """
+
+    kind: str
+    axis: int
+    phase: str
+    num_bytes: int
+    of_parameter: bool = False
+
+    def seconds(self, intra: IntraOp) -> float:
+        """What it takes alone."""
+        axis = intra.mesh.axes[self.axis]
+        if self.phase == "step":
+            return bucketed_seconds(axis, self.kind, self.num_bytes) / intra.steps_per_update
+        return axis.seconds(self.kind, self.num_bytes)
+
+    def seconds_together(self, intra: IntraOp) -> float:
+        """What it takes as a part of what is gathered or reduced at once for a block."""
+        return bucketed_seconds(intra.mesh.axes[self.axis], self.kind, self.num_bytes, BLOCK_BYTES)
+
+
 def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, ...]:
     """Everything that the assignment communicates per step, summed by kind, mesh axis and phase."""
-    step, mesh = intra.step, intra.mesh
     totals: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-
-    def add(kind: str, axis: int, phase: str, num_bytes: int) -> None:
-        entry = totals[kind, axis, phase]
+    for message in messages(intra, assignment):
+        entry = totals[message.kind, message.axis, message.phase]
         entry[0] += 1
-        entry[1] += num_bytes
-        if phase == "step":
-            entry[2] += bucketed_seconds(mesh.axes[axis], kind, num_bytes) / intra.steps_per_update
-        else:
-            entry[2] += mesh.axes[axis].seconds(kind, num_bytes)
-
-    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
-    regathered = intra.gathered_again & _saved_values(intra)
-    uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
-    for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):
-        meta = step.values[value]
-        for target in targets:
-            regather = not once and value in regathered and is_gather(source, target)
-            for reshard in reshard_steps(source, target, meta.shape, mesh.shape):
-                for kind, num_bytes, phase in step_collectives(reshard, meta.dtype.itemsize, meta.requires_grad):
-                    add(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes)
-                    if regather and phase == "forward":
-                        add(kind, reshard.axis, "backward", num_bytes)
-    for i, options in enumerate(intra.ops):
-        once = i in intra.per_step.ops
-        for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
-            for c in strategy.collectives:
-                add(c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes)
-    for i, parameter in enumerate(step.parameters):
-        if parameter.meta.requires_grad:
-            plan = intra.parameters[i].plans[assignment[i]]
-            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, mesh.shape):
-                add(kind, axis, "step", num_bytes)
+        entry[1] += message.num_bytes
+        entry[2] += message.seconds(intra)
     return tuple(
         Collective(kind, axis, phase, int(count), int(num_bytes), seconds)
         for (kind, axis, phase), (count, num_bytes, seconds) in sorted(totals.items())
     )
+
+
+def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
+    """Everything that the assignment communicates per step, one by one."""
+    step, mesh = intra.step, intra.mesh
+    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
+    regathered = intra.gathered_again & _saved_values(intra)
+    uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
+    for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):
+        meta, own = step.values[value], value in intra.gathered_again
+        for target in targets:
+            regather = not once and value in regathered and is_gather(source, target)
+            for reshard in reshard_steps(source, target, meta.shape, mesh.shape):
+                for kind, num_bytes, phase in step_collectives(reshard, meta.dtype.itemsize, meta.requires_grad):
+                    if own and phase == "backward":
+                        num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
+                    yield Message(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes, own)
+                    if regather and phase == "forward":
+                        yield Message(kind, reshard.axis, "backward", num_bytes, own)
+    for i, options in enumerate(intra.ops):
+        once = i in intra.per_step.ops
+        for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
+            for c in strategy.collectives:
+                yield Message(c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes)
+    for i, parameter in enumerate(step.parameters):
+        if parameter.meta.requires_grad:
+            plan = intra.parameters[i].plans[assignment[i]]
+            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, mesh.shape):
+                yield Message(kind, axis, "step", _gradient_bytes(intra, kind, num_bytes, parameter.meta), True)
+
+
+def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
+    """Bytes of a parameter's collective, which are a gradient's where it is reduced."""
+    if intra.gradient_itemsize is None or kind not in REDUCTIONS:
+        return num_bytes
+    return num_bytes * intra.gradient_itemsize // meta.dtype.itemsize
 
 
 def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo) -> Predicted:
@@ -169,6 +208,7 @@ def stepping_bytes(intra: IntraOp, assignment: Sequence[int]) -> int:
         if parameter.meta.requires_grad and is_complete_at_once(plan):
             shape = plan.layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin)
             sizes.append(parameter.meta.with_shape(shape).num_bytes)
+    # One gradient more than the limit may wait: the one that reaches it.
     return min(sum(sizes), waiting_limit(sum(sizes)) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
 
 

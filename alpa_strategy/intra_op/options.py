@@ -20,7 +20,9 @@ from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, Storag
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding.localize import priced_call, ring_bytes
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
 
 
@@ -109,13 +111,13 @@ def is_complete_at_once(plan: ParameterPlan) -> bool:
     return all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in plan.modes)
 
 
-def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int) -> float:
+def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> float:
     """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
 
     Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a little less than a
     message of its own would cost: it runs beside the backward, for which a resharding in the backward makes all wait.
     """
-    sizes = {num_bytes, *(BUCKET_BYTES >> shift for shift in range(6) if BUCKET_BYTES >> shift > num_bytes)}
+    sizes = {num_bytes, *(bucket_bytes >> shift for shift in range(6) if bucket_bytes >> shift > num_bytes)}
     return BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes) if num_bytes else 0.0
 
 
@@ -146,15 +148,17 @@ def parameter_options(
         whole = local_bytes(meta, source, mesh.shape)
         cost, size = 0.0, stored_meta.num_bytes
         if meta.requires_grad:
+            scale = optimizer.gradient_scale(meta.dtype.itemsize)
             cost += sum(
-                bucketed_seconds(mesh.axes[a], kind, b) for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
+                bucketed_seconds(mesh.axes[a], kind, int(b * (scale if kind in REDUCTIONS else 1)))
+                for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
             )
             cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
             size += int(stored_meta.num_elements * optimizer.state_bytes)
             if not (optimizer.steps_in_backward and is_complete_at_once(plan)):
-                size += stored_meta.num_bytes
+                size += int(scale * stored_meta.num_bytes)
             if plan.is_gathered_once:
-                size += 2 * whole  # the gathered copy and its gradient before the scatter
+                size += int((1 + scale) * whole)  # the gathered copy and its gradient before the scatter
         plans.append(plan)
         sources.append(source)
         seconds.append(cost / steps_per_update)
@@ -170,7 +174,7 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     compute, comm, kept, temporary, forward = [], [], [], [], []
     for strategy in strategies:
         local = localize(call, strategy, mesh.shape, origin).call
-        seconds = costs.op_seconds(local)
+        seconds = costs.op_seconds(priced_call(call, strategy, mesh.shape, origin))
         compute.append(sum(seconds))
         inner = [
             (c.phase, mesh.axes[axis].seconds(c.kind, c.num_bytes))
@@ -188,6 +192,7 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         tensors = (*local.operands, *local.results)
         around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
+        around += ring_bytes(call, strategy, local)
         temporary.append(around + grads + saved.temporary_bytes * divided)
     num_operands, num_results = len(call.operands), len(call.results)
     return OpOptions(

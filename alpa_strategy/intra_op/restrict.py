@@ -12,11 +12,13 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from alpa_strategy.cost.flops import CASTS, is_plain_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
-from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, Storage, modes_text
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -60,6 +62,7 @@ def restrict(
         else:
             for axis, name in enumerate(names):
                 cost += _mode_penalty(name, parameter.meta, own, axis, penalty)
+            # A named plan forbids by infinite cost.
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
                 allowed &= np.array([plan.is_whole for plan in own.plans])
@@ -68,17 +71,40 @@ def restrict(
         cost[~allowed] = np.inf
         choices[index] = replace(choices[index], cost=cost)
     transfers = list(intra.problem.transfers)
-    positions = {p.value: p for p in intra.step.parameters}
+    read_as = derived_values(intra.step)
     for index, layouts in enumerate(intra.transfers):
-        read = positions.get(layouts.value)
+        read = read_as.get(layouts.value)
         if read is None or read.name in modes:
             continue
+        uses = intra.step.consumers.get(layouts.value, ())
+        passes_on = bool(uses) and all(_is_derived(intra.step, op, read_as) for op, _ in uses)
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
-            extra += _use_penalty(name, read.meta, layouts.sources, layouts.targets, axis, penalty)
+            # What only passes on to a cast is cast as it is stored, and what a named plan gathers is the cast.
+            rule = "tensor" if passes_on and name != "auto" else name
+            extra += _use_penalty(rule, read.meta, layouts.sources, layouts.targets, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+
+def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
+    """Values that are a parameter, or a parameter in another dtype or shape (autocast's casts, views): what a named
+    plan says of a parameter's uses, it says of theirs.
+    """
+    found = {p.value: p for p in step.parameters}
+    for op in step.ops:
+        if len(op.operands) == 1 and op.operands[0] in found and _keeps_elements(op.call):
+            found.update(dict.fromkeys(op.results, found[op.operands[0]]))
+    return found
+
+
+def _keeps_elements(call: OpCall) -> bool:
+    return op_base_name(call) in CASTS or is_plain_view(call)
+
+
+def _is_derived(step: StepGraph, op: int, known: Mapping[int, ParameterInput]) -> bool:
+    return known.keys() >= set(step.ops[op].results)
 
 
 def penalty_seconds(intra: IntraOp) -> float:

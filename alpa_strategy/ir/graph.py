@@ -170,6 +170,7 @@ def stable_text(value: Any) -> str:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Hash of a tensor's content, shape and dtype."""
     data = tensor.cpu().contiguous()
+    # As bytes: NumPy knows no bfloat16.
     content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
     return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
 
@@ -209,9 +210,8 @@ class StepGraph:
         values: metadata of every value; inputs first, then op results, in order of definition.
         parameters, buffers, batch, constants: the inputs.
         ops: in execution order.
-        loss: value index of the loss (a scalar); -1 in a stage that does not make it, and in evaluation steps.
-        output: what the step returned, tensors replaced by ValueRefs (training: a plain ValueRef, or a dict with
-            "loss").
+        loss: value index of the loss (a scalar); -1 in a stage that does not make it.
+        output: what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss".
         logs: the step's `self.log` calls, in order.
         metrics: the step's torchmetrics calls, in order.
         batch_size: rows of the global batch.
@@ -286,6 +286,7 @@ class StepGraph:
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
+        # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ between processes.
         lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks, self.appended))]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]

@@ -112,12 +112,3 @@ class AttributeCheck:
 
 
 _SCALARS = (bool, int, float, complex, str)
-
-
-def attributes_hold(module: nn.Module, guards: Iterable[AttributeGuard | ValueGuard]) -> str | None:
-    """Name of the first guarded attribute of `module` that changed, else None. `AttributeCheck` is quicker in a loop.
-
-    Raises:
-        AttributeError: a guarded submodule does not exist any more.
-    """
-    return AttributeCheck(module, guards).changed()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.placement import DualPlacement
 
 
@@ -99,12 +98,28 @@ def _takes_device(target: Any) -> bool:
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
+@dataclass(frozen=True)
+class CustomOp:
+    """What is known of an op that stands for the user's Python code.
+
+    Attributes:
+        shared_name: name in plans, the same in every process; torch's own may end in a number.
+        python_code: the functions behind it, forward and backward.
+    """
+
+    shared_name: str
+    python_code: tuple[Callable[..., Any], ...]
+
+
+# By op: nothing is stuck onto torch's OpOverload objects.
+CUSTOM_OPS: dict[torch._ops.OpOverload, CustomOp] = {}
+
+
 def target_name(target: Any) -> str:
     """Stable printable name of an op target, the same in every process."""
     if isinstance(target, torch._ops.OpOverload):
-        known = custom_op(target)
-        if known is not None:
-            return known.shared_name
+        if target in CUSTOM_OPS:
+            return CUSTOM_OPS[target].shared_name
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 

@@ -63,11 +63,6 @@ class Layout:
         """Read the short form: placements separated by blanks."""
         return cls(tuple(placement_from_str(part) for part in text.split()))
 
-    @classmethod
-    def replicated(cls, num_axes: int) -> Layout:
-        """The whole on every device."""
-        return cls((Replicate(),) * num_axes)
-
     def __str__(self) -> str:
         return " ".join(placement_to_str(p) for p in self.placements)
 
@@ -129,6 +124,7 @@ class DualPlacement:
 
     __repr__ = __str__
 
+    # Unpickled to the one object of its kind: they are compared by identity.
     def __reduce__(self) -> tuple:
         return DualPlacement.parse, (str(self),)
 

@@ -11,6 +11,8 @@ from alpa_strategy.files import BadFileError, read_json, write_json
 from alpa_strategy.ir.plan_file import plan_fields, plan_to_data
 from alpa_strategy.ir.stage_plan import Collective, Fingerprint, Predicted, StagePlan
 
+AS_WRITTEN = "as written"  # the schedule of a plan whose steps are not captured
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -19,10 +21,12 @@ class Plan:
     Attributes:
         fingerprint: what it was made for.
         stages: in pipeline order (one for now).
-        num_microbatches, schedule: 1 and "none" for a single stage.
+        num_microbatches, schedule: 1 and "none" for a single stage; `AS_WRITTEN` where nothing but the storage of
+            parameters is decided.
         predicted: prediction for the whole step on the slowest device.
         baselines: name -> predicted seconds per step of named alternatives under the same costs (None: does not fit).
-        gap: proved optimality gap of the solution, 0.0 when proved optimal.
+        gap: how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved optimal. Of one
+            stage, of all plans of one stage; else of all stages, meshes and layouts with so many micro-batches.
         notes: things that a user should know (replicated ops, unproved optimality, ...).
         solver_seconds: how long planning took, by phase.
         cluster_name: for display.
@@ -43,6 +47,11 @@ class Plan:
     def is_pipelined(self) -> bool:
         """Whether it is more than one stage that runs the whole batch at once."""
         return len(self.stages) > 1 or self.num_microbatches > 1 or any(stage.remat for stage in self.stages)
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether every rank runs the user's own step, on its own batch."""
+        return self.schedule == AS_WRITTEN
 
     def collectives(self) -> list[Collective]:
         """Every kind of collective of every stage, with kind, mesh axis, bytes and times per step."""

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from alpa_strategy.errors import PlanError, ShardingError
 from alpa_strategy.ir.op import AxisStrategy
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
 
 T = TypeVar("T")
+_REQUIRED: Any = object()  # no default
 AXIS_SEPARATOR = " | "
+# More in a file is a mistake, and what is made of it would not fit into memory.
 MAX_DEVICES = 1 << 24
 MAX_MICROBATCHES = 1 << 14
 _PLACED = re.compile(r"R|S\d+")
@@ -45,8 +47,8 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "cluster_name": plan.cluster_name,
-        "fingerprint": {part: getattr(plan.fingerprint, part) for part in Fingerprint.__dataclass_fields__},
-        "predicted": _predicted_to_data(plan.predicted),
+        "fingerprint": dict(vars(plan.fingerprint)),
+        "predicted": dict(vars(plan.predicted)),
         "baselines": dict(plan.baselines),
         "gap": plan.gap,
         "num_microbatches": plan.num_microbatches,
@@ -63,7 +65,6 @@ def plan_fields(data: Any) -> dict[str, Any]:
     version = top.get("format_version", int)
     if version != FORMAT_VERSION:
         raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
-    prints = top.sub("fingerprint")
     stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
     if not stages:
         raise PlanError("the plan has no stages", _FIX)
@@ -75,9 +76,9 @@ def plan_fields(data: Any) -> dict[str, Any]:
     if not 1 <= num_microbatches <= MAX_MICROBATCHES:
         raise PlanError(f"plan.num_microbatches is {num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
     return {
-        "fingerprint": Fingerprint(**{part: prints.get(part, str) for part in Fingerprint.__dataclass_fields__}),
+        "fingerprint": top.sub("fingerprint").record(Fingerprint),
         "stages": stages,
-        "predicted": _predicted_from_data(top.sub("predicted")),
+        "predicted": top.sub("predicted").record(Predicted),
         "num_microbatches": num_microbatches,
         "schedule": top.get("schedule", str),
         "baselines": baselines,
@@ -106,16 +107,20 @@ class _Fields:
     def path(self, name: str) -> str:
         return f"{self._where}.{name}"
 
-    def get(self, name: str, kind: type) -> Any:
+    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
         if name not in self._data:
+            if default is not _REQUIRED:  # a field that older plans do not have
+                return default
             raise PlanError(f"the field {self.path(name)} is missing", _FIX)
         return _check(self._data[name], kind, self.path(name))
 
-    def has(self, name: str) -> bool:
-        return name in self._data
-
     def sub(self, name: str) -> _Fields:
         return _Fields(self.get(name, dict), self.path(name))
+
+    def record(self, kind: type[T]) -> T:
+        """A dataclass of texts and amounts."""
+        types = get_type_hints(kind)
+        return kind(**{n: self.get(n, str) if t is str else self.amount(n, t) for n, t in types.items()})
 
     def counts(self, name: str, length: int | None = None) -> tuple[int, ...]:
         """Sizes of a mesh: from 1 on, and no more devices in all than there are anywhere."""
@@ -128,23 +133,26 @@ class _Fields:
         first, second = self.ints(name, 2)
         return first, second
 
-    def amount(self, name: str, kind: type) -> Any:
+    def amount(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
         """Seconds, bytes or a count: never below 0."""
-        value = self.get(name, kind)
+        value = self.get(name, kind, default)
         if value < 0:
             raise PlanError(f"{self.path(name)} is {value!r}, which cannot be below 0", _FIX)
         return value
 
     def ints(self, name: str, length: int | None = None, allow_empty: bool = False) -> tuple[int, ...]:
-        values = tuple(_check(v, int, self.path(name)) for v in self.get(name, list))
+        given = self.get(name, list, () if allow_empty else _REQUIRED)
+        values = tuple(_check(v, int, self.path(name)) for v in given)
         if (length is not None and len(values) != length) or not (values or allow_empty):
             raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
         return values
 
-    def mapping(self, name: str, read: Callable[[str, str], tuple[T, ...]], num_axes: int) -> dict[str, tuple[T, ...]]:
+    def mapping(
+        self, name: str, read: Callable[[str, str], tuple[T, ...]], num_axes: int, default: Any = _REQUIRED
+    ) -> dict[str, tuple[T, ...]]:
         """name -> what `read(text, where)` gives, one thing per mesh axis."""
         result = {}
-        for key, text in self.get(name, dict).items():
+        for key, text in self.get(name, dict, default).items():
             where = f"{self.path(name)}[{key!r}]"
             result[key] = read(_check(text, str, where), where)
             if len(result[key]) != num_axes:
@@ -154,25 +162,12 @@ class _Fields:
 
 def _check(value: Any, kind: type, where: str) -> Any:
     """`value` if it is of JSON type `kind` (whole numbers count as floats), else PlanError."""
+    # JSON writes 1.0 as 1, and to Python `true` is a whole number.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise PlanError(f"{where} is {value!r:.60}, expected {_KIND_NAMES[kind]}", _FIX)
     return value
-
-
-def _predicted_to_data(predicted: Predicted) -> dict[str, Any]:
-    return {name: getattr(predicted, name) for name in Predicted.__dataclass_fields__}
-
-
-def _predicted_from_data(fields: _Fields) -> Predicted:
-    return Predicted(
-        step_seconds=fields.amount("step_seconds", float),
-        peak_bytes=fields.amount("peak_bytes", int),
-        compute_seconds=fields.amount("compute_seconds", float),
-        communication_seconds=fields.amount("communication_seconds", float),
-        optimizer_seconds=fields.amount("optimizer_seconds", float),
-    )
 
 
 def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
@@ -184,18 +179,16 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "layers": stage.layers,
         "remat": stage.remat,
         "remat_cuts": list(stage.remat_cuts),
+        "recomputed": list(stage.recomputed),
         "steps_in_backward": stage.steps_in_backward,
         "derives_again": stage.derives_again,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "boundary_seconds": stage.boundary_seconds,
-        "predicted": _predicted_to_data(stage.predicted),
+        "predicted": dict(vars(stage.predicted)),
         "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
         "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
-        "collectives": [
-            {name: getattr(collective, name) for name in Collective.__dataclass_fields__}
-            for collective in stage.collectives
-        ],
+        "collectives": [dict(vars(collective)) for collective in stage.collectives],
         "strategies": {op: AXIS_SEPARATOR.join(map(str, each)) for op, each in stage.strategies.items()},
         "received": {str(value): dual_layout_to_str(layout) for value, layout in stage.received.items()},
         "sent": {str(value): dual_layout_to_str(layout) for value, layout in stage.sent.items()},
@@ -215,27 +208,25 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         shapes={name: shapes.ints(name, allow_empty=True) for name in fields.get("shapes", dict)},
         strategies=fields.mapping("strategies", _read_strategies, len(mesh)),
         collectives=tuple(
-            _collective_from_data(_Fields(c, f"{fields.path('collectives')}[{i}]"))
+            _Fields(c, f"{fields.path('collectives')}[{i}]").record(Collective)
             for i, c in enumerate(fields.get("collectives", list))
         ),
-        predicted=_predicted_from_data(fields.sub("predicted")),
+        predicted=fields.sub("predicted").record(Predicted),
         remat=fields.get("remat", bool),
         remat_cuts=_cuts_from_data(fields),
+        recomputed=tuple(map(str, fields.get("recomputed", list, []))),
         received=_boundary_from_data(fields, "received", len(mesh)),
         sent=_boundary_from_data(fields, "sent", len(mesh)),
-        **{
-            name: fields.amount(name, float) if fields.has(name) else 0.0
-            for name in ("forward_seconds", "backward_seconds", "boundary_seconds")
-        },
-        layers=fields.get("layers", str) if fields.has("layers") else "",
-        steps_in_backward=fields.has("steps_in_backward") and fields.get("steps_in_backward", bool),
+        **{n: fields.amount(n, float, 0.0) for n in ("forward_seconds", "backward_seconds", "boundary_seconds")},
+        layers=fields.get("layers", str, ""),
+        steps_in_backward=fields.get("steps_in_backward", bool, False),
         derives_again=fields.get("derives_again", bool),
     )
 
 
 def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
-    """Positions inside the stage's ops, ascending; a field that older plans do not have."""
-    cuts = fields.ints("remat_cuts", allow_empty=True) if fields.has("remat_cuts") else ()
+    """Positions inside the stage's ops, ascending."""
+    cuts = fields.ints("remat_cuts", allow_empty=True)
     positions = (fields.ints("ops", 2)[0], *cuts, fields.ints("ops", 2)[1])
     if cuts and not all(a < b for a, b in pairwise(positions)):
         raise PlanError(f"{fields.path('remat_cuts')} must ascend between {positions[0]} and {positions[-1]}", _FIX)
@@ -261,17 +252,19 @@ def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, Parameter
         if segments_text and match is None:
             raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
         num_segments = int(match[1]) if match else 1
+        # Files count the module's dims; the step sees segments as one more dim before them.
         shift = 0 if num_segments == 1 else 1
         found[name] = ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments)
     return found
 
 
 def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, DualLayout]:
-    """Value -> dual layout; a field that older one-stage plans do not have."""
-    found = fields.mapping(name, _read_boundary, num_axes) if fields.has(name) else {}
+    """Value -> dual layout."""
+    found = fields.mapping(name, _read_boundary, num_axes, default={})
     for key in found:
         if not key.isdigit():
             raise PlanError(f"{fields.path(name)}: {key!r} is not the number of a value", _FIX)
+    # JSON knows texts as keys only.
     return {int(key): layout for key, layout in found.items()}
 
 
@@ -281,17 +274,6 @@ def _read_boundary(text: str, where: str) -> DualLayout:
     return dual_layout(text)
 
 
-def _collective_from_data(fields: _Fields) -> Collective:
-    return Collective(
-        kind=fields.get("kind", str),
-        axis=fields.amount("axis", int),
-        phase=fields.get("phase", str),
-        count=fields.amount("count", int),
-        num_bytes=fields.amount("num_bytes", int),
-        seconds=fields.amount("seconds", float),
-    )
-
-
 def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
     return tuple(_read_strategy(part, where) for part in text.split(AXIS_SEPARATOR))
 
@@ -299,6 +281,7 @@ def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
 def _read_strategy(text: str, where: str) -> AxisStrategy:
     try:
         strategy = AxisStrategy.parse(text)
+        # What would be written back differently was not understood.
         if str(strategy) == text and "->" in text:
             return strategy
     except (ShardingError, ValueError, AttributeError):

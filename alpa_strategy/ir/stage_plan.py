@@ -79,6 +79,7 @@ class StagePlan:
         remat: whether activations are recomputed in the backward.
         remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
             by one; (): as a whole.
+        recomputed: names of ops of a stage that keeps its activations whose results are not kept but made again.
         derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
             every micro-batch, which takes less memory where activations are recomputed; else once per step.
         steps_in_backward: whether parameters are updated within the backward, so that gradients need little memory.
@@ -107,6 +108,7 @@ class StagePlan:
     boundary_seconds: float = 0.0
     layers: str = ""
     remat_cuts: tuple[int, ...] = ()
+    recomputed: tuple[str, ...] = ()
     steps_in_backward: bool = False
     derives_again: bool = False
 

@@ -57,6 +57,13 @@ def allows_async_loss(trainer: Any, module: Any) -> bool:
     return may
 
 
+def forbid_async_loss(trainer: Any) -> None:
+    """Steps return their loss complete from now on."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    if loop.output_result_cls is AsyncResult:
+        loop.output_result_cls = ClosureResult
+
+
 @contextmanager
 def as_in_training_step(module: Any) -> Generator[None, None, None]:
     """`self.log` takes what is logged here as the training step's."""

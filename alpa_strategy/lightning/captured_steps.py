@@ -10,6 +10,7 @@ from typing import Any
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.pipeline.step_programs import StepProgram
 
 
@@ -20,6 +21,7 @@ class CapturedStep:
     step: StepGraph
     program: StepProgram
     attributes: AttributeCheck
+    leaves: LeafAgreement  # what must be the same in the batches of all ranks
 
     def fits(self, counters: dict[str, int]) -> bool:
         """True when the step's Python would take the same path for these counters."""
@@ -48,6 +50,11 @@ class CapturedSteps:
     def __len__(self) -> int:
         """Number of keys."""
         return len(self._by_key)
+
+    @property
+    def steps(self) -> list[StepGraph]:
+        """All that are kept."""
+        return [captured.step for steps in self._by_key.values() for captured in steps]
 
     def of(self, key: Hashable) -> tuple[CapturedStep, ...]:
         """The steps of a key, those captured last at the end."""

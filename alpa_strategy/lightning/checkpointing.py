@@ -8,7 +8,7 @@ it opens a checkpoint is wrapped, once, when the strategy is imported; other che
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.formats import FORMATS, is_checkpoint, open_checkpoint
+from alpa_strategy.checkpoint.formats import FORMATS, checked, is_checkpoint, open_checkpoint
+from alpa_strategy.checkpoint.restricted import reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
     Sharing,
@@ -76,7 +77,8 @@ class Checkpoints:
         self._run_state: dict[str, Any] | None = None  # of a run that has ended
         self._resume: Resume | None = None
         self._num_loaders = 0
-        self._optimizer_state: Mapping[int, Mapping[str, Any]] | None = None  # read when the plan is there
+        # Of each optimizer, read when the plan is there.
+        self._optimizer_states: dict[int, Mapping[int, Mapping[str, Any]]] = {}
         self._parameters: dict[str, Tensor] = {}  # of parameters that are still to be made
         self._left_alone = False
 
@@ -97,7 +99,8 @@ class Checkpoints:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
             rank = dist.get_rank() if world_size() > 1 else 0
-            self._resume = take_up(checkpoint, rank, world_size())
+            with reading(Path(path)):
+                self._resume = take_up(checkpoint, rank, world_size())
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
@@ -124,14 +127,14 @@ class Checkpoints:
         if "state" not in stored or "param_groups" not in stored:
             raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
         restore_groups(optimizer, stored)
-        self._optimizer_state = stored["state"]
+        self._optimizer_states[id(optimizer)] = stored["state"]
 
     @property
     def running_plan(self) -> Mapping[str, Any] | None:
         """The plan, as data, of the training that is taken up; rank 0 alone has it."""
         return None if self._resume is None or self._resume.run is None else self._resume.run.get("plan")
 
-    def restore(self, run: Any, optimizer: Optimizer) -> bool:
+    def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> bool:
         """The run is sharded: read this rank's parts, and continue its random streams. Collective.
 
         Returns:
@@ -139,7 +142,8 @@ class Checkpoints:
         """
         self._run = run
         self.restore_parameters(run.store)
-        self._restore_optimizer(optimizer, run.store)
+        for optimizer in optimizers:
+            self._restore_optimizer(optimizer, run.store)
         resume = self._resume
         if resume is None:
             return True
@@ -153,14 +157,14 @@ class Checkpoints:
             self._parameters = {}
 
     def _restore_optimizer(self, optimizer: Optimizer, store: Any) -> None:
-        stored, self._optimizer_state = self._optimizer_state, None
+        stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
             on_all_ranks(lambda: restore_state(optimizer, stored, store), lambda _: None)
             _optimizers_to_device([optimizer], optimizer.param_groups[0]["params"][0].device)
 
     def process_dataloader(self, loader: Any) -> Any:
         """A training dataloader that knows its position, and takes up that of the checkpoint."""
-        if not self._trainer.training:
+        if self._trainer is None or not self._trainer.training:  # None: somebody asks for it before any fit
             return loader
         resume = self._resume
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
@@ -200,6 +204,8 @@ class Checkpoints:
         """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""
         if self._left_alone:
             return False
+        if self._run is not None:
+            self._run.copies.now("at a checkpoint")
         self._add_rank_states(checkpoint)
         if not self._is_sharded(checkpoint_io):
             if self._trainer.is_global_zero:
@@ -298,9 +304,12 @@ def let_directories_load() -> None:
 
     @wraps(own)
     def load(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(path, str | Path) and is_checkpoint(path):
+        if not isinstance(path, str | Path) or not Path(path).exists():
+            return own(path, *args, **kwargs)
+        if is_checkpoint(path) or Path(path).is_dir():
             return _read(path, *args, **kwargs)
-        return own(path, *args, **kwargs)
+        with reading(Path(path)):
+            return checked(own(path, *args, **kwargs), Path(path))
 
     saving.pl_load = load  # type: ignore[assignment]
 

@@ -97,6 +97,9 @@ class ResumableLoader:
         else:
             setattr(self._loader, name, value)
 
+    def __reduce__(self) -> Any:  # what is stored or copied is the loader, at no position
+        return _itself, (self._loader,)
+
     def __len__(self) -> int:
         return len(self._loader)
 
@@ -113,6 +116,10 @@ class ResumableLoader:
         return Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch)
 
 
+def _itself(loader: Any) -> Any:
+    return loader
+
+
 class _Iteration:
     """The iterator over one pass."""
 
@@ -122,6 +129,7 @@ class _Iteration:
         self.num_drawn, self.epoch = 0, epoch
         self.before_last: dict[str, Any] | None = None
         self._go_on: dict[str, Any] | None = None
+        # Without a start state there is nothing to replay: the pass begins anew.
         middle = resume if resume is not None and resume.start is not None else None
         if resume is not None:
             if resume.epoch is not None:
@@ -208,7 +216,8 @@ class Resume:
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     """This rank's part of the state."""
     loop = trainer.fit_loop
-    ahead = len(getattr(loop._data_fetcher, "batches", ()))
+    at = loop.epoch_loop.batch_progress.current  # an interrupted step's batch was drawn, and not trained on
+    ahead = len(getattr(loop._data_fetcher, "batches", ())) + at.ready - at.processed
     flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
     passes = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
     loader_states = [] if loop._combined_loader is None else loop._combined_loader._state_dicts()

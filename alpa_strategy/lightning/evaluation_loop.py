@@ -15,15 +15,6 @@ from torch.utils.data import IterableDataset
 from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, world_size
 from alpa_strategy.errors import RuntimeMismatchError
 
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
-
-
-def sees_outputs(trainer: Any, kind: str) -> bool:
-    """Whether hooks of the user's are given what the steps of a `validation` or `test` return."""
-    owners = (trainer.lightning_module, *trainer.callbacks)
-    hooks = (getattr(type(owner), f"on_{kind}_batch_end", None) for owner in owners)
-    return any(hook is not None and not hook.__module__.startswith(_LIGHTNING) for hook in hooks)
-
 
 def why_uneven(trainer: Any) -> str | None:
     """Why some rank may have fewer batches than others in the evaluation loop that runs, or None. Collective."""
@@ -82,14 +73,13 @@ class EvaluationLoop:
 
     Args:
         trainer: in the loop's start hook.
-        must_meet: whether the ranks compute their steps together.
 
     Raises:
-        RuntimeMismatchError: (also `after_step`) a rank lacks a loader that others have, where they have to meet.
+        RuntimeMismatchError: (also `after_step`) a rank lacks a loader that others have, and something is synchronised.
     """
 
-    def __init__(self, trainer: Any, must_meet: bool) -> None:
-        self._trainer, self._must_meet = trainer, must_meet
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
         self._is_alone = world_size() == 1
         can_look = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch by themselves
@@ -103,7 +93,7 @@ class EvaluationLoop:
         """A step has run, on the batch of this number."""
         if self._is_alone or not is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
             return
-        if self._must_meet or not self._is_uneven:
+        if not self._is_uneven:
             _reduce_logs(self._trainer)
         if self._is_watching:
             self._meet(dataloader_idx or 0)
@@ -115,7 +105,7 @@ class EvaluationLoop:
 
     def _meet(self, loader: int) -> None:
         """This rank is done with `loader`."""
-        needed = self._must_meet or _synchronises(self._trainer)
+        needed = _synchronises(self._trainer)
         if self._apart is None:
             found: list[Any] = [None] * world_size()
             dist.all_gather_object(found, (next_loader(self._trainer, loader), needed))
@@ -128,8 +118,7 @@ class EvaluationLoop:
         if self._apart is not None and needed:
             raise RuntimeMismatchError(
                 self._apart,
-                "give every rank a batch of every dataloader (a DistributedSampler does), or, where the model fits "
-                "into one device, log without sync_dist",
+                "give every rank a batch of every dataloader (a DistributedSampler does), or log without sync_dist",
             )
 
 

@@ -23,6 +23,7 @@ from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
+from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -31,17 +32,25 @@ class FullParameters:
 
     Args:
         store: the run's parameters.
+
+    Attributes:
+        on_use: gathers parameters where they are used, as long as it is active: they are as good as whole then.
     """
 
     def __init__(self, store: ParameterStore) -> None:
         self._store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
         self._depth = 0
+        self.on_use: GatherOnUse | None = None
 
     @property
     def is_active(self) -> bool:
         """Whether the module holds whole parameters now."""
-        return self._depth > 0
+        return self._depth > 0 or self._is_on_use
+
+    @property
+    def _is_on_use(self) -> bool:
+        return self.on_use is not None and self.on_use.is_active
 
     def __enter__(self) -> FullParameters:
         """Collective, unless the module is whole already."""
@@ -66,6 +75,10 @@ class FullParameters:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """As outside of this context, what was changed so far included: for a checkpoint that is saved inside."""
+        if self.on_use is not None and self._is_on_use:
+            with self.on_use.suspended():
+                yield
+            return
         if self._depth == 0:
             yield
             return
@@ -81,7 +94,7 @@ class FullParameters:
             _put(whole)
 
     def _enter(self, with_gradients: bool) -> None:
-        if self._depth == 0:
+        if self._depth == 0 and not self._is_on_use:
             self._gather(with_gradients)
         self._depth += 1
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.planner.written_plan import against_written
 
 Progress = Callable[[str], AbstractContextManager[None]]
 Say = Callable[[Any], None]
@@ -25,6 +29,7 @@ class Job:
         num_nodes, devices_per_node: the job's shape.
         device: this rank's.
         options: planning options.
+        compile: arguments of `torch.compile` for the stages' programs; None: they are not compiled.
         limits: timeouts and sizes that no plan depends on.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         folder: `.alpa` folder: measurements below `costs`.
@@ -41,6 +46,7 @@ class Job:
     devices_per_node: int
     device: torch.device
     options: PlanOptions
+    compile: dict[str, Any] | None
     limits: Limits
     backend: str
     folder: Path
@@ -51,6 +57,32 @@ class Job:
     shows: bool
     progress: Progress
     say: Say
+
+    @property
+    def may_run_as_written(self) -> bool:
+        """Whether a step that cannot be captured runs as it is written instead."""
+        is_open = self.limits.capture == "auto" and self.options.batch_scope == "auto"
+        return is_open and self.plan_file is None and against_written(self.options) is None
+
+
+def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
+    """How the user wants the module compiled: as the first part of it that was given to `torch.compile`, if any.
+
+    Args:
+        context: what `torch.compile` made of the whole module runs in.
+
+    Returns what `options.compile_options` returns.
+    """
+    contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
+    if context is None and not contexts:
+        return {} if any(m._compiled_call_impl is not None for m in module.modules()) else None
+    backend = getattr(context or contexts[0], "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:  # Dynamo's own around it
+        backend = inner
+    config = getattr(backend, "config", None)
+    if isinstance(config, dict):  # Inductor's; see `options.compile_options`
+        return {"options": {**config, "triton.cudagraphs": False}}
+    return {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
 
 
 def make_console(shows: bool) -> tuple[Progress, Say]:

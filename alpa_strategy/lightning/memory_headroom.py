@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.collectives import on_all_ranks
+from alpa_strategy.cost.measured import device_memory_bytes
+from alpa_strategy.lightning.job import Job
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.units import format_bytes
 
@@ -44,3 +48,19 @@ class MemoryHeadroom:
         if needed <= self._limit:
             return None
         return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"
+
+
+def device_limit(job: Job) -> float:
+    """Bytes of a device that may be used, the least of all ranks. Collective."""
+    return min(on_all_ranks(lambda: _limit(job), lambda limit: limit)[1])
+
+
+def _limit(job: Job) -> float:
+    """Bytes: by option, by the declared cluster, or of the device as it is."""
+    options = job.options
+    if options.memory_limit is not None:
+        return options.memory_limit
+    if job.cluster is None:
+        return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
+    spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+    return options.usable_bytes(spec.device.memory_bytes)

@@ -31,12 +31,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from typing_extensions import override
 
-from alpa_strategy.comm.collectives import broadcast_object
+from alpa_strategy.checkpoint.directory import discard_unfinished
+from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
+from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.signals import JobSignals, install_signals
 
 CHILD_POLL_SECONDS = 0.5
-REPORT_SECONDS = 15.0  # that the other ranks have to say what they know and to end by themselves
+REPORT_SECONDS = 8.0  # that the other ranks have to say what they know and to end by themselves
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -50,6 +52,8 @@ class Launcher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            # Where rank 0 ends first, its store is gone: what C++ says of that, with its frames, is no news.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
             watch = threading.Thread(
@@ -84,13 +88,16 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
         if all(code == 0 for code in codes) or ending.wait(CHILD_POLL_SECONDS):
             return
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
-        if code is not None and code < 0:  # by a signal; one that ended with an error has said so itself
-            print(f"\nalpa: rank {rank} (process {child.pid}) {_how(-code)}", file=sys.stderr, flush=True)
+        if code is not None and code != 0:
+            how = _how(-code) if code < 0 else f"ended with exit code {code}"
+            print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
     if ending.wait(REPORT_SECONDS):
         return
     for child in children:
         if child.poll() is None:
             child.kill()
+            child.wait()
+    discard_unfinished()
     os.kill(os.getpid(), signal.SIGKILL)  # the main thread may hang in a collective, where no exception reaches it
 
 
@@ -101,6 +108,22 @@ def _how(number: int) -> str:
         name = f"signal {number}"
     hint = "; out of memory is a common reason" if number == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
+
+
+def _say_once(error: AlpaError, rank: int) -> None:
+    """Where `error` ends this process, it is its message that is shown, without the frames of this package and torch
+    (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they agreed on it."""
+    before = sys.excepthook
+    if rank > 0:  # now: rank 0 says all of it, last
+        print(f"rank {rank} ends: {type(error).__name__}: {error.problem.splitlines()[0]}", file=sys.stderr, flush=True)
+
+    def show(kind: type[BaseException], raised: BaseException, traceback: Any) -> None:
+        if raised is not error or os.environ.get("ALPA_TRACEBACK"):
+            before(kind, raised, traceback)
+        elif rank == 0:
+            print(f"\n{kind.__name__}: {raised}", file=sys.stderr, flush=True)
+
+    sys.excepthook = show
 
 
 class ParallelJob(ParallelStrategy):
@@ -186,8 +209,13 @@ class ParallelJob(ParallelStrategy):
             self.global_rank,
             self.world_size,
             children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
+            last=discard_unfinished,
         )
         self._watch.start()
+        if self.root_device.type == "cpu":
+            # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds
+            # otherwise: work that several ranks do alike would give them weights that drift apart.
+            torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
 
     # Values between ranks
 
@@ -210,6 +238,8 @@ class ParallelJob(ParallelStrategy):
 
     def tell_others(self, exception: BaseException) -> None:
         """This rank fails with `exception`: the others end as well."""
+        if isinstance(exception, AlpaError):
+            _say_once(exception, self.global_rank)
         if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
             self._watch.publish(exception)
 

@@ -7,6 +7,7 @@ import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,26 +15,28 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import RankZero, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.comm.measure import ClusterStore, measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
-from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError
+from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
-from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.graph import StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.ir.user_code import user_line
+from alpa_strategy.lightning.batch_rows import agreed_kinds, check_own_leaves, known_kinds, naming, own_leaves
+from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.early_step import against_early_step
-from alpa_strategy.planner.plan_check import check_plan
+from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
-from alpa_strategy.planner.replan import Pins, replan, replan_fingerprint
+from alpa_strategy.planner.replan import replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.sharding import localize, op_strategies
@@ -69,36 +72,36 @@ def prepare(
             its first: it goes on under that plan where nothing but the shape differs.
     """
     step = capture(module, batch, batch_idx, job)
-    _check_divisible(step, job)
     cluster = job_cluster(job)
     return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, resumed=resumed), cluster)
 
 
-def capture(
-    module: Any,
-    batch: Any,
-    batch_idx: int,
-    job: Job,
-    name: str = "training_step",
-    dataloader_idx: int | None = None,
-) -> StepGraph:
-    """Capture step `name` on every rank and make sure that all captured the same. Collective.
+def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
+    """Capture the training step on every rank and make sure that all captured the same. Collective.
 
-    An evaluation step that fails in any way is a CaptureError: it can still be run as it is written.
+    Where the step can still be run as it is written, an error of any kind is a CaptureError: the user's own comes
+    again there.
+
+    Raises:
+        UnlikeStepsError: the ranks' batches or steps differ.
     """
+    kinds = agreed_kinds(known_kinds(module.trainer, module, batch))
+    is_joint = job.options.rows == "rank" and world_size() > 1
+    own = own_leaves(kinds, batch) if is_joint else {}
 
     def work() -> StepGraph:
-        with job.progress("capture"):
-            return capture_step(
+        with job.progress("capture"), naming(own):
+            step = capture_step(
                 module,
                 batch,
                 world_size=world_size(),
-                batch_scope=job.options.batch_scope,
-                step=name,
+                batch_scope=job.options.rows,
                 batch_idx=batch_idx,
-                dataloader_idx=dataloader_idx,
                 context=job.context,
+                rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
             )
+        check_own_leaves(own, step)
+        return step
 
     def guarded_work() -> StepGraph:
         try:
@@ -106,40 +109,57 @@ def capture(
         except AlpaError:
             raise
         except Exception as error:
-            text = f"{name} cannot be captured: {type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
-            raise CaptureError(text) from error
+            text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
+            raise CaptureError(f"training_step cannot be captured: {text}") from error
 
-    is_training = name == "training_step"
-    step, summaries = on_all_ranks(work if is_training else guarded_work, lambda step: _summary(step, batch))
-    for part, (what, fix) in enumerate(_PARTS):
+    tried = guarded_work if job.may_run_as_written else work
+    step, summaries = on_all_ranks(tried, lambda step: _summary(step, batch))
+    check_leaves([summary[0] for summary in summaries])
+    for part, (what, fix, kind) in enumerate(_PARTS, start=1):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
+            if what == _COMPUTES:
+                values = _first_that_differs(step)
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RuntimeMismatchError(f"the ranks differ in {what.format(name)}: {shown}", fix)
+            raise kind(f"the ranks differ in {what}: {shown}", fix)
     return step
 
 
+def _first_that_differs(step: StepGraph) -> list[str]:
+    """Of every rank the first op, log or constant that others have not. Collective."""
+    own = [f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})" for op in step.ops]
+    own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
+    own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
+    own += [f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"]
+    lines = zip_longest(*of_all_ranks(own), fillvalue="no more")
+    return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size()))
+
+
+_COMPUTES = "what training_step computes"
 _PARTS = (
     (
         "the shapes of their batches",
         "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length",
+        UnlikeStepsError,
     ),
-    ("the parameters of the module", "build the same module on every rank"),
-    ("what {} computes", "do not let the step depend on the rank"),
+    ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
+    (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
     (
         'their global batches (hashes; batch_scope="global" wants the same rows on every rank)',
-        'seed the loader alike on all ranks, or leave batch_scope at "rank"',
+        'seed the loader alike on all ranks, or leave batch_scope at "auto"',
+        RuntimeMismatchError,
     ),
 )
 
 
-def _summary(step: StepGraph, batch: Any) -> tuple[str, str, str, str]:
+def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str, str]:
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors)
     content = hashlib.sha256()
     for leaf in tensors if step.batch_scope == "global" else ():
         content.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return shapes, step.parameter_digest, step.graph_digest, content.hexdigest()[:8]
+    leaves = LeafAgreement(step, batch).described(batch)
+    return leaves, shapes, step.parameter_digest, step.graph_digest, content.hexdigest()[:8]
 
 
 def job_cluster(job: Job) -> ClusterSpec:
@@ -159,63 +179,44 @@ def job_cluster(job: Job) -> ClusterSpec:
         )
 
 
-@dataclass(frozen=True)
-class Running:
-    """A plan under which the module's parameters lie: another step's plan leaves them there.
-
-    Attributes:
-        pins: (stage's graph, running stage) -> how the stage's parameters arrive in it.
-    """
-
-    plan: Plan
-    pins: Pins
-
-
-def running_pins(graph: StepGraph, stage: StagePlan) -> Mapping[str, ParameterPlan]:
-    """Parameters as the running stage has them: for a training step."""
-    return stage.parameter_plans
-
-
 def find_or_make_plan(
     step: StepGraph,
     job: Job,
     cluster: ClusterSpec,
     optimizer: OptimizerInfo,
     rank_zero: RankZero,
-    running: Running | None = None,
+    running: Plan | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that rank 0 solves.
 
     Args:
-        running: for a step of another shape, or an evaluation: what is running already.
+        running: for a step of another shape: the plan under which the parameters lie, and stay.
         resumed: see `prepare`.
 
     Raises:
         PlanError: nothing fits, or the running stages cannot run the step.
     """
     work = functools.partial(_plan_on_rank_zero, step, job, cluster, job.options, optimizer, None, resumed)
-    if running is not None and running.plan.is_pipelined:
+    if running is not None and running.is_pipelined:
         work = functools.partial(_following_plan, step, job, cluster, optimizer, running)
     elif running is not None:
-        stage = running.plan.stages[0]
-        pinned = running.pins(step, stage)
+        stage = running.stages[0]
+        pinned = stage.parameter_plans
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
         optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
         work = functools.partial(_plan_on_rank_zero, step, job, cluster, options, optimizer, pinned, resumed)
     return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
 
 
-def _following_plan(
-    step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: OptimizerInfo, running: Running
-) -> Plan:
+def _following_plan(step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: OptimizerInfo, running: Plan) -> Plan:
     """The plan of another step on the stages that are running (see `replan`), stored or new."""
     task = PlanTask(step, cluster, job.options, optimizer)
-    wanted = replan_fingerprint(task, running.plan)
+    wanted = replan_fingerprint(task, running)
 
     def make() -> Plan:
         costs = known_costs(cluster, job) if cluster.measured else None
-        return replan(replace(task, costs=costs), running.plan, running.pins)
+        return replan(replace(task, costs=costs), running)
 
     return _stored(wanted, step, job, make)
 
@@ -261,7 +262,10 @@ def _plan_on_rank_zero(
     against = against_early_step(step, optimizer, options)
     early = replace(task, optimizer=replace(optimizer, steps_in_backward=True)).fingerprint
     if resumed is not None and _differs_in_shape(resumed, [wanted] if against is not None else [wanted, early]):
-        return Plan.from_dict(dict(resumed))
+        plan = Plan.from_dict(resumed)
+        # Its devices alone: the rest is replanned, and checked, around it.
+        check_devices(plan.stages, job.num_nodes * job.devices_per_node)
+        return plan
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
@@ -292,24 +296,11 @@ def _plan_on_rank_zero(
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
     """Whether a plan (as data) was made for batches of another shape, and for all else that is wanted."""
-    made_for = Fingerprint(**plan["fingerprint"])
+    prints = plan.get("fingerprint") if isinstance(plan, Mapping) else None
+    if not isinstance(prints, Mapping) or set(prints) != set(Fingerprint.__dataclass_fields__):
+        return False
+    made_for = Fingerprint(**prints)
     return any({"batch"} <= set(made_for.differences(each)) <= {"batch", "graph"} for each in wanted)
-
-
-def _check_divisible(step: StepGraph, job: Job) -> None:
-    """RuntimeMismatchError when a whole batch cannot be split evenly and nothing says that it should not be split.
-
-    Later batches may be of any size: the plan is running then, and uneven ones are reported and trained as they are.
-    """
-    if job.options.asks_for_pipeline:  # stages have fewer devices than the job
-        return
-    num_devices = job.num_nodes * job.devices_per_node
-    keeps_batch_whole = job.options.parallel == "tensor" or job.plan_file is not None
-    if step.batch_scope == "global" and step.batch_size % num_devices and not keeps_batch_whole:
-        raise RuntimeMismatchError(
-            f"the global batch of {step.batch_size} rows is not divisible by the job's {num_devices} devices",
-            f'use a batch size that is a multiple of {num_devices}, or parallel="tensor", which keeps it whole',
-        )
 
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:

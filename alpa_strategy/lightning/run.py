@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,33 +13,33 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from alpa_strategy.comm.collectives import RankZero, agree_on_seed
 from alpa_strategy.comm.mesh import Pending
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.async_loss import allows_async_loss, as_in_training_step
+from alpa_strategy.lightning.async_loss import allows_async_loss, as_in_training_step, forbid_async_loss
 from alpa_strategy.lightning.captured_steps import CapturedStep, CapturedSteps
 from alpa_strategy.lightning.checks import clears_gradients_unseen
+from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
-from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks, shapes_only
+from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import MemoryHeadroom
-from alpa_strategy.lightning.metric_state import MetricStates
+from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import (
     Prepared,
-    Running,
     capture,
     check_optimizer,
     find_or_make_plan,
     prepare,
-    running_pins,
 )
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, SameSteps, shape_key
+from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.lightning.step_effects import (
     append_to_lists,
+    leave_logs,
     output_of,
     update_metrics_and_log,
     verify,
@@ -50,19 +49,13 @@ from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.early_step import TrainerSettings
 from alpa_strategy.planner.optimizer_info import optimizer_info_in
-from alpa_strategy.planner.replan import Pins
 from alpa_strategy.planner.task import is_for
-from alpa_strategy.runtime.clip import use_whole_norms
-from alpa_strategy.runtime.evaluation_parameters import evaluation_pins
 from alpa_strategy.runtime.host_memory import tuned_for
-from alpa_strategy.runtime.optimizer_state import unshard_state, whole_state_dict
-from alpa_strategy.runtime.parameters import ParameterStore
 
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept
+MANY_SHAPES = 10  # after which steps run as they are written, where they may
 MAX_PROGRAMS = 16  # of one batch shape
-Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
-NO_OPTIMIZER = OptimizerInfo(state_bytes=0.0, name="none")
 
 
 def start_training(
@@ -85,7 +78,7 @@ def start_training(
     prepared = prepare(module, batch, batch_idx, job, info, rank_zero, resumed)
     limit = job.options.usable_bytes(prepared.cluster.device.memory_bytes)
     with tuned_for(prepared.plan, limit, job.device), sharding(module) as whole:
-        return Run(module, optimizers[0], info, prepared, batch, job, rank_zero, seed, whole)
+        return Run(module, optimizers, info, prepared, batch, job, rank_zero, seed, whole)
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,12 @@ class _Unfinished:
     pending: list[Pending]
 
 
-class Run:
+class Run(PlacedModule):
     """Shards `module` in place under its plan (collective), then runs its steps, whatever the number of stages.
 
     Args:
         module: the LightningModule; its parameters are swapped to local shards, the objects stay.
-        optimizer: made on the whole parameters; its state, if any, is sharded too.
+        optimizers: one, made on the whole parameters; its state, if any, is sharded too.
         prepared: the captured first step and its plan.
         batch: the first batch, on this rank's device.
         seed: the run's seed, the same on all ranks.
@@ -114,7 +107,7 @@ class Run:
     def __init__(
         self,
         module: Any,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         optimizer_info: OptimizerInfo,
         prepared: Prepared,
         batch: Any,
@@ -123,43 +116,38 @@ class Run:
         seed: int,
         whole: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
-        self.module, self._optimizer, self._optimizer_info = module, optimizer, optimizer_info
-        self._job, self._rank_zero, self.say = job, rank_zero, job.say
-        self.plan, self._cluster = prepared.plan, prepared.cluster
-        step, stages = prepared.step, prepared.plan.stages
-        check_optimizer(optimizer_info, stages)
+        self.module, self._job, self._rank_zero, self._cluster = module, job, rank_zero, prepared.cluster
+        self._optimizer_info, self.plan, step = optimizer_info, prepared.plan, prepared.step
+        check_optimizer(optimizer_info, self.plan.stages)
         with job.progress("lower"):
             self._placed = PlacedPlan(
                 module,
                 step.parameters,
                 self.plan,
-                optimizer,
+                optimizers[0],
                 job.device,
                 self._cluster,
                 seed,
                 self._loss_scale,
                 job.backend,
                 job.limits.bucket_bytes,
+                job.compile,
             )
-            self.store: ParameterStore = self._placed.store
-            self._placed.shard(optimizer, whole)
+            shard_all(self._placed.store, optimizers, whole, job.limits.bucket_bytes)
             program = self._program(step)
-        self.whole = FullParameters(self.store)
-        self._hooks: UnshardForHooks | None = None
-        self.headroom = MemoryHeadroom(
-            self.store, optimizer_info, job.options.usable_bytes(self._cluster.device.memory_bytes)
-        )
+        limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
+        super().__init__(module, optimizers, optimizer_info, self.plan, self._placed.store, job, limit)
         self._same = SameSteps(rank_zero, MAX_SHAPES)
         self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self.drop)
-        self._captured.add(shape_key(batch), CapturedStep(step, program, AttributeCheck(module, step.attributes)))
-        self.metrics = MetricStates()
+        self._captured.add(shape_key(batch), self._with_checks(step, program, batch))
+        self.check_copies(step.buffers)
         self._step_starts: list[float] = []
         self._unfinished: _Unfinished | None = None
-        self._parameters = ParametersAsTheyWere(module)
 
     # A training step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    @override
+    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows.
 
         Where nobody reads the loss before the backward is done, sums over the devices may still run when this returns,
@@ -168,12 +156,19 @@ class Run:
         self._measure()
         is_async = allows_async_loss(self.module.trainer, self.module)
         captured = self._captured_step(batch, batch_idx)
+        captured.leaves.begin(batch)
         if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
         pending: list[Pending] | None = [] if is_async else None
         counters = step_counters(self.module.trainer, batch_idx)
         values = captured.program(batch, counters, pending)
         self._placed.random.num_steps += 1
+        try:
+            captured.leaves.finish()  # long there: the forward has taken its time
+        except NotRowsError:
+            for each in pending or ():
+                each.wait()
+            raise
         unfinished = _Unfinished(captured.step, values, batch, counters, pending or [])
         if is_async:
             self._unfinished = unfinished
@@ -181,6 +176,7 @@ class Run:
             self._finish_step(unfinished)
         return output_of(captured.step, values, batch, counters)
 
+    @override
     def finish_backward(self) -> None:
         """After the Trainer's backward: complete gradients, and what the step logs if that had to wait. Collective."""
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
@@ -200,18 +196,6 @@ class Run:
             update_metrics_and_log(self.module, done.step, done.values, done.counters, self.metrics)
         append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """A backward whose gradients stay local: another batch of the same optimizer step follows."""
-        if self.plan.is_pipelined:  # it reduces the gradients of each of its steps
-            yield
-            return
-        self.store.sync(False)
-        try:
-            yield
-        finally:
-            self.store.sync(True)
-
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
         these go now, and are not there twice."""
@@ -228,34 +212,45 @@ class Run:
     # What runs a step: captured once per shape and content
 
     def _captured_step(self, batch: Any, batch_idx: int) -> CapturedStep:
-        """What runs this batch; captured, planned and lowered now where nothing fits. Collective."""
-        key = shape_key(batch)
-        if len(self._captured) > 1:  # each shape is known to all ranks, but it must be the same one now
+        """What runs this batch; captured, planned and lowered now where nothing fits. Collective.
+
+        Raises:
+            CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
+        """
+        key, may_differ = shape_key(batch), self._job.may_run_as_written
+        if len(self._captured) > 1 and not may_differ:  # each shape is known to all ranks: it must be the same one now
             self._same.check_shapes(batch)
         known = self._captured.of(key)
         index, changed = self._captured.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
-        if index is not None:
+        if self._same.all_have(key, index, batch) if may_differ else index is not None:
+            assert index is not None
             self._captured.use(key)
             return known[index]
         if not known:
+            if may_differ and len(self._captured) >= MANY_SHAPES:
+                raise CaptureError(f"batches come in more than {MANY_SHAPES} shapes, each captured and planned anew")
             self._same.meet_for_shape(batch)
-        elif changed is not None:
+        elif changed is not None and not may_differ:
             self._same.meet_for_change(changed)
         with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)
         program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
         if program is None:
             program = self._program(step)
-        captured = CapturedStep(step, program, AttributeCheck(self.module, step.attributes))
+        captured = self._with_checks(step, program, batch)
         self._captured.add(key, captured)
         return captured
+
+    def _with_checks(self, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
+        attributes, leaves = AttributeCheck(self.module, step.attributes), LeafAgreement(step, batch)
+        return CapturedStep(step, program, attributes, leaves)
 
     def _program(self, step: StepGraph) -> StepProgram:
         """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
         if is_for(self.plan, step):
             return self._placed.training_program(step, self.plan)
         try:
-            plan = self._following_plan(step, running_pins, self._optimizer_info)
+            plan = self._following_plan(step)
         except PlanError as error:
             if not self.plan.is_pipelined:
                 raise
@@ -266,14 +261,14 @@ class Run:
             return self._placed.whole_program(step)
         return self._placed.training_program(step, plan)
 
-    def _following_plan(self, step: StepGraph, pins: Pins, optimizer: OptimizerInfo) -> Plan:
-        running = Running(self.plan, pins)
-        return find_or_make_plan(step, self._job, self._cluster, optimizer, self._rank_zero, running)
+    def _following_plan(self, step: StepGraph) -> Plan:
+        return find_or_make_plan(step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan)
 
     def drop(self, program: StepProgram) -> None:
         """A program is not used any more. No communication."""
         self._placed.drop(program)
 
+    @override
     def changed_parameters(self) -> str | None:
         """What happened to the module's parameters since the plan was made, None when nothing did that matters.
 
@@ -285,45 +280,27 @@ class Run:
             self._same.meet_for_change(changed)
         return changed
 
-    # Evaluation steps on the training's parameters
+    # Checkpoints, the end
 
-    def lower_evaluation(self, step: StepGraph) -> StepProgram:
-        """What runs an evaluation step on the parameters as they lie. Collective."""
-        return self._placed.evaluation_program(step, self._following_plan(step, evaluation_pins, NO_OPTIMIZER))
-
-    # Whole values, checkpoints, the end
-
-    def adapt_trainer(self, trainer: Any) -> None:
-        """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
-        plugin clip by the norm of all shards."""
-        use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
-        if self.store.sharded_parameters:
-            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.headroom.for_whole)
-
-    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        with self.whole.suspended():
-            return whole_state_dict(optimizer, self.store)
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
         return {**self._placed.state_dict(), "plan": self.plan.to_dict() if self._rank_zero.is_rank_zero else None}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
         return self._placed.load_state_dict(state)
 
-    def release(self) -> None:
-        """Give the module and the optimizer their whole tensors back, for good. Collective."""
-        self.metrics.make_local()
-        unshard_state(self._optimizer, self.store)
-        self.store.unshard()
-
+    @override
     def close(self) -> None:
-        """End what runs beside the main thread, give the hooks back. No communication."""
-        if self._hooks is not None:
-            self._hooks.remove()
+        super().close()
         self._placed.close()
+
+    @override
+    def leave_steps(self) -> None:
+        forbid_async_loss(self.module.trainer)
+        leave_logs(self.module.trainer, self._captured.steps)
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""

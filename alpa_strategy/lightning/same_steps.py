@@ -6,6 +6,7 @@ nothing new are already in the collectives of their step.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
-from alpa_strategy.comm.collectives import RankZero, all_texts, world_size
-from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.comm.collectives import RankZero, all_largest, all_texts, world_size
+from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 
 MEET_SECONDS = 60.0
 MANY_CHANGES = 5
@@ -35,6 +36,7 @@ class SameSteps:
         self._rank_zero, self._max_shapes = rank_zero, max_shapes
         self._num_shapes = 1
         self._num_changes = 0
+        self._digests: dict[Any, int] = {}
 
     def check_shapes(self, batch: Any) -> None:
         """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
@@ -42,6 +44,28 @@ class SameSteps:
         if len(set(shapes)) > 1:
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)
+
+    def all_have(self, key: Any, index: int | None, batch: Any) -> bool:
+        """Whether every rank has the same program for its batch. Collective, one small sum over the hosts.
+
+        Args:
+            key: of the batch's shape.
+            index: of the program, None where this rank has none.
+
+        Raises:
+            UnlikeStepsError: the ranks' batches are of different kinds.
+        """
+        if world_size() == 1:
+            return index is not None
+        if key not in self._digests:
+            self._digests[key] = digest63(repr(key))
+        own = self._digests[key], -1 if index is None else index
+        largest = all_largest([own[0], -own[0], own[1], -own[1]])
+        if largest[0] != -largest[1]:
+            shapes = all_texts(shapes_text(batch))
+            shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
+        return largest[2] == -largest[3] == index
 
     def meet_for_shape(self, batch: Any) -> None:
         """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
@@ -83,6 +107,11 @@ class SameSteps:
         return came, sorted(set(range(world_size())) - set(came))
 
 
+def digest63(text: str) -> int:
+    """The same number on every rank, as large as an int64 holds with either sign."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
 def _said(came: dict[int, str]) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in came.items())
 
@@ -110,15 +139,15 @@ class ParametersAsTheyWere:
 
     def __init__(self, module: nn.Module) -> None:
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
-        owners = [(path, vars(child)["_parameters"]) for path, child in module.named_modules()]
-        self._owners = [(path, now, tuple(now.items())) for path, now in owners]
+        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
 
     def changed(self) -> str | None:
         """The first change in words, None when there is none. Some microseconds for a hundred parameters."""
         for name, parameter, trains in self._flags:
             if parameter.requires_grad is not trains:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
-        for path, now, before in self._owners:
+        for path, child, before in self._owners:
+            now = child._parameters
             if len(now) != len(before) or any(now.get(name) is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
         return None

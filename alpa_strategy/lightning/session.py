@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.errors import AlpaError
+from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.evaluation import Evaluation
     from alpa_strategy.lightning.job import Job
-    from alpa_strategy.lightning.run import Run
+    from alpa_strategy.lightning.placed_module import PlacedModule
 
 
 class Session:
@@ -46,12 +46,13 @@ class Session:
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: Run | None = None
+        self.run: PlacedModule | None = None
         self.evaluation: Evaluation | None = None
         self.plan: Plan | None = None
         self.process_bytes = 0
         self.deferred_init = DeferredInit()
-        self._is_accumulating = False
+        self._why_written: CaptureError | None = None
+        self._is_accumulating = self._stays_local = False
         self._shards_for_evaluation = False
         self._loop: EvaluationLoop | None = None
 
@@ -64,7 +65,9 @@ class Session:
         elif (change := self.run.changed_parameters()) is not None:
             self._shard_again(change, module, optimizers, batch, batch_idx)
 
-    def _shard_again(self, change: str, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int) -> None:
+    def _shard_again(
+        self, change: str, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
+    ) -> None:
         """Another plan, from the whole module: parameters were frozen, unfrozen or replaced."""
         assert self.run is not None
         if self._is_accumulating:
@@ -81,46 +84,99 @@ class Session:
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.run import start_training
+        from alpa_strategy.lightning.written_run import check_may_run_as_written, start_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
         job, resumed = self._make_job(), self._checkpoints.running_plan
+        sharding = self.deferred_init.sharding
+        self._why_written = self._why_written or why_written(module, len(optimizers), job)
         with _own_randomness(job):
-            run = start_training(module, optimizers, batch, batch_idx, job, self.deferred_init.sharding, resumed)
+            run: PlacedModule | None = None
+            if self._why_written is None:
+                try:
+                    run = start_training(module, optimizers, batch, batch_idx, job, sharding, resumed)
+                except CaptureError as error:
+                    self._why_written = error
+            if run is None:
+                assert self._why_written is not None
+                check_may_run_as_written(self._why_written, job)
+                run = start_written(module, optimizers, job, sharding, self._why_written)
         self._begin(run, job)
-        self._checkpoints.restore(run, optimizers[0])
+        self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
-        self.process_bytes = process_bytes(module, optimizers[0], job.device)
+        self.process_bytes = process_bytes(module, optimizers, job.device)
         _show_plan(run, job, self.process_bytes)
 
-    def _begin(self, run: Run, job: Job) -> None:
+    def _begin(self, run: PlacedModule, job: Job) -> None:
         from alpa_strategy.lightning.evaluation import Evaluation
 
         self.run, self.plan = run, run.plan
         self.evaluation = Evaluation(run, job)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the module's own step returns, its loss differentiable."""
+    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+        """What the module's own step returns, its loss differentiable; `as_written` calls it."""
         assert self.run is not None
-        return self.run.training_step(batch, batch_idx)
+        try:
+            return self.run.training_step(batch, batch_idx, as_written)
+        except CaptureError as error:
+            if self.run.plan.is_as_written or not self._make_job().may_run_as_written:
+                raise
+            self._why_written = error
+        self._go_on_as_written(batch, batch_idx)
+        return self.run.training_step(batch, batch_idx, as_written)
 
-    def after_backward(self) -> None:
-        """The Trainer's backward is done: gradients become complete, unless more are added to them."""
-        assert self.run is not None
-        self.run.finish_backward()
+    def _go_on_as_written(self, batch: Any, batch_idx: int) -> None:
+        """This step and all that follow, perhaps between the batches of one optimizer step."""
+        run = self.run
+        assert run is not None
+        if self.deferred_init.was_needed and stays_sharded(run):
+            assert self._why_written is not None
+            raise self._why_written
+        run.leave_steps()
+        gradients = run.take_gradients() if self._is_accumulating else []
+        self._make_whole()
+        self._shard(run.module, run.optimizers, batch, batch_idx)
+        run = self.run
+        assert run is not None
+        for parameter, gradient in gradients:
+            run.store.give_gradient(parameter, gradient)
+        run.sync(not self._stays_local)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """A backward whose gradients stay local: another batch of the same optimizer step follows."""
         assert self.run is not None
-        self._is_accumulating = True
-        with self.run.accumulating():
+        self._is_accumulating = self._stays_local = True
+        self.run.sync(False)
+        try:
             yield
+        finally:
+            self._stays_local = False
+            self.run.sync(True)  # perhaps another one than before
 
-    def after_optimizer_step(self) -> None:
-        """Parameters have new values."""
+    @contextmanager
+    def stepping(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Around an optimizer's step: parameters get new values. Gives the closure for it."""
         assert self.run is not None
-        self.run.store.after_optimizer_step()
+
+        def within() -> Any:
+            assert self.run is not None
+            with self.run.in_step():
+                return closure()
+
+        with self.run.stepping():
+            # Of a step that runs its own backward the closure computes; the Trainer's calls our `training_step`.
+            yield closure if self.run.module.automatic_optimization else within
         self._is_accumulating = False
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around the backward of a step; gradients are complete after it, unless more are added to them."""
+        assert self.run is not None
+        with self.run.in_step():
+            yield
+            self.run.end_of_backward()
+        self.run.finish_backward()
 
     def end_training(self) -> None:
         """The module and its optimizer are whole again, unless that would not fit."""
@@ -138,14 +194,17 @@ class Session:
 
     # Evaluation
 
-    def start_evaluation(self, module: Any, kind: str) -> None:
-        """A loop over evaluation batches of `kind` (`validation`, `test` or `predict`) begins."""
-        if self.evaluation is not None:
-            self.evaluation.start(kind)
-        elif world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
+    def start_evaluation(self, module: Any) -> None:
+        """A loop over evaluation batches begins."""
+        if self.run is not None:
+            self.run.take_buffers()
+        if self.run is None and world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
             self._shards_for_evaluation = not self.fits_one_device(module)
-        together = self._shards_for_evaluation if self.evaluation is None else not self.evaluation.is_whole
-        self._loop = EvaluationLoop(module.trainer, together)
+        if self._shards_for_evaluation and self.run is None:
+            self._shard_for_evaluation(module)
+        if self.evaluation is not None:
+            self.evaluation.start()
+        self._loop = EvaluationLoop(module.trainer)
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
@@ -153,45 +212,45 @@ class Session:
 
         return fits_one_device(module, self._make_job())
 
-    def evaluate(
-        self, module: Any, name: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What `module.<name>(*args)` returns. A whole module runs its step as it is written.
+    def evaluate(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
+        """What `as_written`, an evaluation step, returns.
 
         Args:
-            eager: runs the step as it is written, with `args` and `kwargs`.
+            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
         """
-        if self.evaluation is None and self._shards_for_evaluation:
-            self._shard_for_evaluation(module, name, args)
-        output = eager(*args, **kwargs) if self.evaluation is None else self.evaluation.step(name, args, eager)
+        output = as_written() if self.evaluation is None else self.evaluation.step(args, as_written)
         if self._loop is not None:
             self._loop.after_step(*args[1:])
         return output
 
-    def _shard_for_evaluation(self, module: Any, name: str, args: tuple[Any, ...]) -> None:
+    def _shard_for_evaluation(self, module: Any) -> None:
         from alpa_strategy.lightning.evaluation import evaluation_run
 
         job = self._make_job()
         with torch.inference_mode(False), _own_randomness(job):
-            run = evaluation_run(module, name, args, job, self.deferred_init.sharding)
+            run = evaluation_run(module, job, self.deferred_init.sharding)
             self._checkpoints.restore_parameters(run.store)
         self._begin(run, job)
         _show_plan(run, job)
-        assert self.evaluation is not None
-        self.evaluation.start(name.removesuffix("_step"))
 
     def end_evaluation(self) -> None:
         """The loop has ended; what was sharded for it alone is whole again."""
+        if self.evaluation is not None:  # first: ranks that have batches left may need this one's parts
+            self.evaluation.end()
         if self._loop is not None:
             self._loop.end()
             self._loop = None
-        if self.evaluation is not None:
-            self.evaluation.end()
         if self._shards_for_evaluation and self.run is not None:
             self._shards_for_evaluation = False
             with torch.inference_mode(False):
                 if not (self.deferred_init.was_needed and stays_sharded(self.run)):
                     self._make_whole()
+
+    def meet(self) -> None:
+        """Code of a step begins a collective of all ranks."""
+        for each in (self.run, self.evaluation):
+            if each is not None:
+                each.meet()
 
     # The forms, seen from outside
 
@@ -210,7 +269,7 @@ class Session:
 
     def close(self, interrupted: bool) -> None:
         """The Trainer is done, or an exception has ended it. No communication."""
-        self._shards_for_evaluation = False
+        self._shards_for_evaluation, self._why_written = False, None
         if self.run is not None and self.deferred_init.was_needed and not interrupted:
             return  # it stays in shards
         if self.run is not None:
@@ -223,7 +282,7 @@ def _own_randomness(job: Job) -> AbstractContextManager[None]:
     return isolate_rng(include_cuda=job.device.type == "cuda")
 
 
-def _show_plan(run: Run, job: Job, process_bytes: int = 0) -> None:
+def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
     if job.shows:
         from alpa_strategy.display import plan_table
 

@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from alpa_strategy.checkpoint.directory import discard_unfinished
 from alpa_strategy.comm.failure import FailureWatch, end_children
 
-END_SECONDS = 7.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
+END_SECONDS = 6.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
+INTERRUPT_SECONDS = 2.0
 CHILD_SECONDS = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -44,10 +46,11 @@ class JobSignals:
         self._connector = trainer._signal_connector
         self._requeue = self._connector._slurm_sigusr_handler_fn
         self._asked: int | None = None  # the signal by which the job ends
-        self._is_requeued = False
-        self._timer: threading.Timer | None = None
+        self._is_requeued = self._interrupted = False
+        self._timers: list[threading.Timer] = []
         self._ends: tuple[socket.socket, socket.socket] | None = None
         self._old_wakeup = -1
+        self._old_interrupt: Any = None
 
     def install(self) -> None:
         """Take the place of what Lightning would do. Before it registers its handlers."""
@@ -62,14 +65,20 @@ class JobSignals:
             end.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(self._ends[0],), daemon=True, name="alpa-signals").start()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user's own, or ignored
+            self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
 
     def remove(self) -> None:
         """The Trainer is done: signals are the process's own again."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         if self._ends is None:
             return
         signal.set_wakeup_fd(self._old_wakeup)
+        if self._old_interrupt is not None:
+            self._connector._original_handlers[signal.SIGINT] = self._old_interrupt  # what its teardown restores
+            if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+                signal.signal(signal.SIGINT, self._old_interrupt)
         self._ends[1].close()  # ends the listener
         self._ends = None
         for owner, name in (
@@ -83,22 +92,33 @@ class JobSignals:
         """Before each training batch: what any rank was asked to do, all do now. Collective.
 
         Raises:
-            SIGTERMException: the job ends, on all ranks at this batch.
+            SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
         """
-        asked = torch.tensor([self._asked == signal.SIGTERM, self._is_requeued], dtype=torch.int32)
+        asked = torch.tensor([*(self._asked == number for number in ENDING), self._is_requeued], dtype=torch.int32)
         asked = asked.to(self._trainer.strategy.root_device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        ends, requeues = asked.tolist()
+        ends, interrupts, requeues = asked.tolist()
         if requeues:
             self._is_requeued = False
             self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at
         if ends:
             self._connector.received_sigterm = True
             raise SIGTERMException
+        if interrupts:
+            self._asked = self._asked or signal.SIGINT  # what comes late is no second Ctrl+C
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does once it shuts down
+            raise KeyboardInterrupt
 
     # What is asked: in the main thread by handlers, in others by the listener and the watch
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        self._ask(signum)
+
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """The first time take note; again (by hand, or after `INTERRUPT_SECONDS`): now, wherever this is."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
         self._ask(signum)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
@@ -116,20 +136,25 @@ class JobSignals:
     def _ask(self, signum: int) -> None:
         if self._asked is None:
             self._watch.tell(str(signum))
-            self._begin_to_end(signum)
+            self._begin_to_end(signum, interrupts=self._old_interrupt is not None)
 
     def _told(self, word: str) -> None:
         """Another rank was asked to end."""
         if self._asked is None:
-            self._begin_to_end(int(word))
-            if int(word) == signal.SIGINT:
-                os.kill(os.getpid(), signal.SIGINT)  # as if Ctrl+C had reached this rank too
+            self._begin_to_end(int(word), interrupts=True)  # as if Ctrl+C had reached this rank, too
 
-    def _begin_to_end(self, signum: int) -> None:
+    def _begin_to_end(self, signum: int, interrupts: bool) -> None:
         self._asked = signum
-        self._timer = threading.Timer(END_SECONDS, self._end)
-        self._timer.daemon = True
-        self._timer.start()
+        self._timers = [threading.Timer(END_SECONDS, self._end)]
+        if signum == signal.SIGINT and interrupts:
+            self._timers.append(threading.Timer(INTERRUPT_SECONDS, self._interrupt))
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _end(self) -> None:
         assert self._asked is not None
@@ -139,6 +164,7 @@ class JobSignals:
         )
         print(text, file=sys.stderr, flush=True)
         end_children(self._children(), CHILD_SECONDS)
+        discard_unfinished()
         sys.stdout.flush()
         os._exit(128 + self._asked)
 

@@ -16,6 +16,8 @@ from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.pipeline.step_programs import resolve
 
+GLOBAL = "global"  # in the place of a group of ranks: the value is that of all of them already, nothing is reduced
+
 
 def fill(
     structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = (), counters: Mapping[str, int] | None = None
@@ -69,13 +71,24 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
                 resolve(module, buffer.name).copy_(values[buffer.update])
 
 
+def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
+    """Steps that run as they are written go on with what these have logged: each rank's own values are reduced."""
+    logged = {log.name: dict(log.kwargs) for step in steps for log in step.logs}
+    results = trainer.fit_loop.epoch_loop._results
+    for item in results.values():
+        if item.meta.fx == "training_step" and item.meta.sync.group == GLOBAL and item.meta.name in logged:
+            own = logged[item.meta.name]  # Lightning wants the same arguments as before
+            item.meta.sync.should, item.meta.sync.group = bool(own.get("sync_dist")), own.get("sync_dist_group")
+            if item.meta.sync.should and item.is_tensor and item.meta.is_sum_reduction:
+                item.value = item.value / world_size()
+
+
 def update_metrics_and_log(
     module: Any,
     step: StepGraph,
     values: Mapping[int, Tensor],
     counters: Mapping[str, int],
-    metrics: MetricStates | None,
-    is_training: bool = True,
+    metrics: MetricStates,
 ) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
@@ -84,13 +97,11 @@ def update_metrics_and_log(
 
     Args:
         counters: the values of `batch_idx`, `global_step` and `current_epoch`.
-        metrics: None where the values are those of this rank's rows.
     """
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        if metrics is not None:
-            metrics.make_global(metric)
+        metrics.make_global(metric)
         kwargs = {key: fill(value, values, counters=counters) for key, value in record.kwargs}
         with torch.no_grad():
             args = fill(record.args, values, counters=counters)
@@ -101,19 +112,8 @@ def update_metrics_and_log(
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
         kwargs = {key: fill(item, values, counters=counters) for key, item in log.kwargs}
         value = fill(value, values, counters=counters)
-        if is_training:
-            kwargs["sync_dist"] = False
-        elif step.batch_scope == "rank" and (kwargs.get("sync_dist") or kwargs.get("on_epoch") is not False):
-            value = _shared_out(value, kwargs.get("reduce_fx", "mean"))
+        kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
         module.log(log.name, value, **kwargs)
-
-
-def _shared_out(value: Any, reduce_fx: Any) -> Any:
-    """What a rank logs of a global value that is to be reduced over the ranks (evaluation keeps `sync_dist`, as steps
-    that are not captured may log under the same name): its share, where ranks are summed."""
-    if getattr(reduce_fx, "__name__", reduce_fx) != "sum" or not isinstance(value, Tensor | int | float):
-        return value
-    return value / world_size()
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
@@ -27,7 +29,9 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.lower.lines import Line, before_first_use, drop_dead, prefetch_first, unpacked
 from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding import localize
 from alpa_strategy.sharding.localize import is_random
 
@@ -84,14 +88,19 @@ class LoweredStep:
 
 
 def lower(
-    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+    step: StepGraph,
+    stage: StagePlan,
+    mesh: MeshComm,
+    device: torch.device,
+    random: ShardedRandom,
+    compiler: Compiler | None = None,
 ) -> LoweredStep:
-    """Write the program of the device at `mesh.coordinate`.
+    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
 
     Raises:
         PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
     """
-    return _Writer(step, stage, mesh, device, random, prefetched=prefetchable(step)).program()
+    return _Writer(step, stage, mesh, device, random, prefetched=prefetchable(step), compiler=compiler).program()
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,14 @@ def per_step_name(value: int) -> str:
 
 
 def lower_stage(
-    step: StepGraph, stage: StagePlan, mesh: MeshComm, device: torch.device, random: ShardedRandom
+    step: StepGraph,
+    stage: StagePlan,
+    mesh: MeshComm,
+    device: torch.device,
+    random: ShardedRandom,
+    compiler: Compiler | None = None,
 ) -> LoweredStage:
-    """The programs of a stage of the micro-batched `step`.
+    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled.
 
     Raises:
         PlanError: see `lower`.
@@ -140,7 +154,7 @@ def lower_stage(
         made = tuple(value for value in graph.sent if value in read_later)
         graph = replace(graph, sent=tuple(value for value in graph.sent if value in whole.sent))
         prefetched = frozenset() if stage.remat else prefetchable(graph)
-        writer = _Writer(graph, stage, mesh, device, random, layouts, once_per_step.values, prefetched)
+        writer = _Writer(graph, stage, mesh, device, random, layouts, once_per_step.values, prefetched, compiler)
         spans.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
     return LoweredStage(once_per_step, tuple(programs), tuple(spans))
@@ -166,7 +180,10 @@ class _Writer:
         made_before: Mapping[int, DualLayout] | None = None,
         per_step_values: Collection[int] = (),
         prefetched: Collection[int] = (),
+        compiler: Compiler | None = None,
     ) -> None:
+        self.compiler = compiler
+        self.module = ""  # whose op is being written
         self.per_step_values = per_step_values
         self.prefetched = prefetched  # values whose resharding starts before the forward
         self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
@@ -197,6 +214,7 @@ class _Writer:
         if op.name not in self.stage.strategies:
             raise PlanError(f"the plan has no strategy for op {op.name!r}", "plan this step again")
         strategies = self.stage.strategies[op.name]
+        self.module = op.module
         operands = [
             self.resharded(value, tuple(s.inputs[position] for s in strategies))
             for position, value in enumerate(op.operands)
@@ -205,27 +223,31 @@ class _Writer:
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
         results = tuple(f"v{value}" for value in op.results)
         targets = ", ".join(results) + "," * (op.call.returns_tuple and len(results) == 1)
-        code = f"{targets} = {self.call(op, strategies, operands)}"
-        self.lines.append(Line(code, results, tuple(operands), op.source or op.module))
+        code, plain = self.call(op, strategies, operands)
+        line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
+        self.lines.append(line)
 
-    def call(self, op: Op, strategies: tuple[AxisStrategy, ...], operands: list[str]) -> str:
-        """The expression that calls the op on local operands."""
+    def call(self, op: Op, strategies: tuple[AxisStrategy, ...], operands: list[str]) -> tuple[str, OpCall | None]:
+        """The expression that calls the op on local operands, and the call itself where a compiler may have it."""
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
         function = f"f_{op.name}"
         if local.implementation is not None and is_symbolic(op.call):
             self.namespace[function] = functools.partial(_run_at_counters, op.call, strategies, local, self.mesh)
-            return f"{function}(counters, {', '.join(operands)})"
+            return f"{function}(counters, {', '.join(operands)})", None
         if local.implementation is not None:
             self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
-            return f"{function}({', '.join(operands)})"
+            return f"{function}({', '.join(operands)})", None
         call = local.call.on(self.device)
         target = call.target
+        if op.name in self.stage.recomputed:
+            target = _made_again(target)
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         self.namespace[function] = target
         arguments = [self.argument(op, arg, operands) for arg in call.args]
         arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in call.kwargs]
-        return f"{function}({', '.join(arguments)})"
+        is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
+        return f"{function}({', '.join(arguments)})", call if is_plain else None
 
     def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
         """An argument as source text; what has no literal form is bound to a name."""
@@ -259,13 +281,14 @@ class _Writer:
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
             if is_result:
-                line = Line(f"{name} = {function}.begun({variable}, pending)", (name,), (variable,), note)
+                line = Line(f"{name} = {function}.begun({variable}, pending)", (name,), (variable,), note, self.module)
             elif value in self.prefetched:
                 start = Line(f"coming_{name} = {function}.start({variable})", (f"coming_{name}",), (variable,), note)
                 self.prefetches.setdefault(variable, []).append(start)
-                line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",))
+                line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",), module=self.module)
             else:
-                line = Line(f"{name} = {function}({variable})", (name,), (variable,), note)
+                code = f"{name} = {function}({variable})"
+                line = Line(code, (name,), (variable,), note, self.module, is_resharding=True)
             self.lines.append(line)
             self.copies[key] = name
         return self.copies[key]
@@ -278,6 +301,7 @@ class _Writer:
         """
         for op in self.step.ops:
             self.op(op)
+        self.module = ""
         whole = (INVARIANT,) * len(self.mesh.shape)
         results = [self.resharded(value, whole, is_result=True) for value in self.step.escaping]
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
@@ -286,13 +310,15 @@ class _Writer:
         given = {p.value: p.name for p in self.step.parameters}
         given |= {value: per_step_name(value) for value in sorted(self.per_step_values)}
         inputs = [
-            *_unpacked("buffers", {buffer.value: buffer.name for buffer in self.step.buffers}),
-            *_unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
-            *_unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
+            *unpacked("buffers", {buffer.value: buffer.name for buffer in self.step.buffers}),
+            *unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
+            *unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
         ]
         body = prefetch_first(self.prefetches, [*inputs, *self.lines])
+        if self.compiler is not None:
+            body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.
-        body = drop_dead(before_first_use(_unpacked("parameters", given), body))
+        body = drop_dead(before_first_use(unpacked("parameters", given), body))
         head = "def step(parameters, buffers, batch, received, pending, counters):"
         source = "\n    ".join([head, *map(str, body)]) + "\n"
         filename = f"<alpa step {id(self):x}>"
@@ -308,6 +334,31 @@ class _Writer:
         )
 
 
+def _made_again(target: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`target`, whose result is not kept for the backward of others but made again (see `Regather`)."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        result = target(*args, **kwargs)
+        regather = active_regather()
+        if regather is not None and result.requires_grad:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            operands = [leaves[i] for i in places]
+            others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # what is kept is the operands'
+
+            def again(tensors: list[Tensor]) -> Tensor:
+                filled = list(others)
+                for i, tensor in zip(places, tensors, strict=True):
+                    filled[i] = tensor
+                same_args, same_kwargs = pytree.tree_unflatten(filled, spec)
+                return target(*same_args, **same_kwargs)
+
+            regather.note_made(result, again, operands)
+        return result
+
+    return run
+
+
 def _run_at_counters(
     call: OpCall,
     strategies: tuple[AxisStrategy, ...],
@@ -319,6 +370,18 @@ def _run_at_counters(
     """A local implementation whose arguments are known now."""
     local = replace(local, call=at_counters(local.call, counters))
     return build_local_op(at_counters(call, counters), strategies, local, mesh)(*operands)
+
+
+def dtypes_read(step: StepGraph) -> dict[str, torch.dtype]:
+    """By name of a parameter the half-precision dtype that all of its uses cast it to, else its own dtype."""
+    kept = {*step.escaping, *step.sent}
+    dtypes: dict[str, torch.dtype] = {}
+    for given in step.parameters:
+        uses = [op.call for op in step.ops if given.value in op.operands]
+        cast = {call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None for call in uses}
+        (dtype,) = cast if len(cast) == 1 and given.value not in kept else (None,)
+        dtypes[given.name] = dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
+    return dtypes
 
 
 def prefetchable(step: StepGraph) -> frozenset[int]:
@@ -338,64 +401,3 @@ def prefetchable(step: StepGraph) -> frozenset[int]:
         if small and of_batch and not is_random(op.call):
             known.update(op.results)
     return frozenset(known)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a program: its code, the variables that it defines, those that it reads, a comment."""
-
-    code: str
-    defines: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.code}  # {self.note}" if self.note else self.code
-
-
-def _unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
-    """A line per value that takes it out of `source`. values: value -> its place or name there."""
-    return [Line(f"v{value} = {source}[{key!r}]", (f"v{value}",)) for value, key in values.items()]
-
-
-def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """`lines` with each definition before the first line that reads it; those never read left out."""
-    waiting = {line.defines[0]: line for line in definitions}
-    result = []
-    for line in lines:
-        result += [waiting.pop(name) for name in line.reads if name in waiting]
-        result.append(line)
-    return result
-
-
-def prefetch_first(prefetches: Mapping[str, Sequence[Line]], lines: Sequence[Line]) -> list[Line]:
-    """`lines` with `prefetches[v]` behind the definition of v, and all these and what they need before the others."""
-    placed: list[tuple[Line, bool]] = []
-    for line in lines:
-        placed.append((line, False))
-        placed += [(start, True) for name in line.defines for start in prefetches.get(name, ())]
-    first: list[Line] = []
-    others: list[Line] = []
-    needed: set[str] = set()
-    for line, is_prefetch in reversed(placed):
-        if is_prefetch or needed.intersection(line.defines):
-            needed.update(line.reads)
-            first.append(line)
-        else:
-            others.append(line)
-    return [*reversed(first), *reversed(others)]
-
-
-def drop_dead(lines: Sequence[Line]) -> list[Line]:
-    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
-    last_use: dict[str, int] = {}
-    for number, line in enumerate(lines):
-        last_use |= dict.fromkeys((*line.reads, *line.defines), number)
-    dead: dict[int, list[str]] = {}
-    for name in (name for line in lines for name in line.defines):
-        dead.setdefault(last_use[name], []).append(name)
-    dead.pop(len(lines) - 1, None)  # what is returned
-    return [
-        replace(line, code=f"{line.code}; del {', '.join(dead[number])}") if number in dead else line
-        for number, line in enumerate(lines)
-    ]

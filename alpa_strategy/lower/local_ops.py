@@ -19,6 +19,8 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, map_slots
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
+from alpa_strategy.lower.ring_attention import ring_attention
+from alpa_strategy.sharding.binding import bind
 from alpa_strategy.sharding.rule_table import added_operand
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -180,6 +182,20 @@ def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: 
     return _with_target(local.call, lambda *args, **kwargs: batch_norm_sync(comms, *args, **kwargs))
 
 
+def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    """Queries, keys and values in chunks of the sequence; one axis only (see `op_strategies`)."""
+    if len(local.axes) > 1:
+        raise ShardingError("keys and values can go around one mesh axis only", "cut the sequence along one of them")
+    bound, comm = bind(call), mesh.axes[local.axes[0]]
+    query, key, value = (bound[name].index for name in ("query", "key", "value"))
+    scale = bound["scale"] or call.operands[query].shape[-1] ** -0.5
+
+    def run(*operands: Tensor) -> Tensor:
+        return ring_attention(comm, operands[query], operands[key], operands[value], bound["is_causal"], scale)
+
+    return run
+
+
 _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {
     "fraction": _fraction,
     "bias_on_first": _added_on_first,
@@ -187,6 +203,7 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "vocab_bags": _vocab_bags,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "batch_norm_sync": _batch_norm_sync,
+    "ring_attention": _ring_attention,
     "added_on_first": _added_on_first,
     "groups_of_rows": _groups_of_rows,
 }

@@ -38,6 +38,7 @@ _ADDING_NUMBERS = (
 )
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+# The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
 _SIZED_RANDOM = "aten::randint"
 
 
@@ -135,6 +136,7 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
         return SUM if dual == PARTIAL else WHOLE
 
     for strategy in axis_strategies(call, num_parts):
+        # The others run collectives inside, and micro-batches have nobody to talk to.
         if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
             continue
         added = _added_operand(call) if strategy.implementation == "bias_on_first" else None

@@ -171,6 +171,7 @@ class _Walk:
             views = view_strategies(op.call, states, self.facts.num_parts)
             strategies = (*self.facts.strategies[index], *views)
         fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
+        # Of equals the first: the repeated strategy stands before those that divide.
         best = min(fits, key=lambda fit: fit.cost, default=None)
         if independent and (best is None or self._once_is_enough(index, best)):
             self._move(index)
@@ -273,7 +274,7 @@ class _Walk:
 
     def check_loss(self) -> None:
         """PlanError when every micro-batch would compute the same loss from all rows."""
-        if self.step.loss < 0:  # an evaluation step
+        if self.step.loss < 0:  # a part that does not make it
             return
         rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
         reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)

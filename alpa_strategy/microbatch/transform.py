@@ -47,6 +47,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1, exact
 
 
 def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
+    # Leaves may have multiples of the batch's rows: each must fall into equal parts.
     rows = math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0)) // num_ranks
     if num_microbatches < 1 or rows % num_microbatches or rows == 0:
         divisors = ", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or "1"

@@ -6,6 +6,7 @@ shape of batch takes the same meshes and parameters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
+from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.per_step_values import PerStepValues
@@ -39,6 +41,7 @@ from alpa_strategy.pipeline.spec import (
     Values,
 )
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
+from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
@@ -56,19 +59,21 @@ class StagePlaces:
         randoms: this rank's stages -> random streams (`stage_randoms`).
         device: this rank's.
         cluster: where given, cross-mesh transfers are chosen by its links.
+        compiler: of the stages, None: they are not compiled.
     """
 
     meshes: Sequence[TorchMesh | None]
     randoms: Mapping[int, ShardedRandom]
     device: torch.device
     cluster: ClusterSpec | None = None
+    compiler: Compiler | None = None
 
 
 def build_pipeline(
     module: nn.Module,
     micro: MicroStep,
     stages: Sequence[StagePlan],
-    schedule: str | None,
+    schedule: str,
     places: StagePlaces,
     stores: Mapping[int, StageParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
@@ -80,7 +85,7 @@ def build_pipeline(
 
     Args:
         stages: in order, covering the ops of `micro.graph`.
-        schedule: see `PipelineSpec`; None: forward only (`Pipeline.evaluate`).
+        schedule: see `PipelineSpec`.
         stores: this rank's stages -> their parameters.
         held: per stage, name -> how it holds its parameters, this step's or not; by default those of `stages`.
     """
@@ -102,6 +107,8 @@ def build_pipeline(
         shared=shared,
         cluster=places.cluster,
     )
+    if places.compiler is not None and not _can_compile(schedule, stages, micro.num_microbatches):
+        places = replace(places, compiler=None)
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
@@ -120,6 +127,19 @@ def build_pipeline(
     return Pipeline(spec, own, places.device)
 
 
+def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:
+    """Whether compiled segments serve a pipeline: of one, the gradients of inputs and of weights come together."""
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    orders = actions(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
+    splits = any(action.kind == "W" for order in orders for action in order)
+    if splits:
+        warnings.warn(
+            f"alpa: compile: {schedule} splits the backward, which compiled programs cannot: stages run uncompiled",
+            stacklevel=2,
+        )
+    return not splits
+
+
 def _program(
     index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: StageParameters
 ) -> tuple[StageProgram | Recompute, PerStepValues]:
@@ -127,7 +147,7 @@ def _program(
     random = places.randoms[index]
     mesh = places.meshes[index]
     assert mesh is not None
-    lowered = lower_stage(graph, stage, mesh, places.device, random)
+    lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler)
     per_step = PerStepValues(lowered.per_step_programs)
     spans: list[Span] = []
     used: set[str] = set()

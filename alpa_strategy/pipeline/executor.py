@@ -103,11 +103,8 @@ class Pipeline:
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
         count, mesh = spec.num_microbatches, stage_meshes[min(own)]
-        self._forwards = _Order.of(_forward_orders(stage_meshes, count), mesh, {})
-        self._training = None
-        if spec.schedule is not None:
-            stores = {index: own[index].store for index in self._workers}
-            self._training = _Order.of(_training_orders(spec.schedule, stage_meshes, count), mesh, stores)
+        stores = {index: own[index].store for index in self._workers}
+        self._order = _Order.of(_orders(spec.schedule, stage_meshes, count), mesh, stores)
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
@@ -162,27 +159,14 @@ class Pipeline:
                 parameter.grad = grad
         return StepResult(values, gradients)
 
-    def evaluate(self, batch: Sequence[Tensor], given: Values | None = None) -> Values:
-        """The escaping values alone: no graph is kept, no gradient made, no buffer changed."""
-        before = {index: dict(own.buffers) for index, own in self._own.items()}
-        try:
-            # Parameters gathered under inference mode (validation) would be unfit for the training that goes on later.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._run(batch, given or {}, None)
-        finally:
-            for index, buffers in before.items():
-                self._own[index].buffers.update(buffers)
-
-    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float | None) -> Values:
-        """All micro-batches; forward alone without a `loss_scale`."""
+    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> Values:
+        """All micro-batches."""
         self._check_batch(batch)
         if missing := set(self.spec.given) - set(given):
             raise RuntimeMismatchError(f"values {sorted(missing)} are not given", "run the step's prologue first")
-        order = self._forwards if loss_scale is None else self._training
-        assert order is not None
         try:
-            self._start_step(batch, given, loss_scale, order)
-            self._run_actions(order)
+            self._start_step(batch, given, loss_scale)
+            self._run_actions()
             self._outbox.drain()
             return self._collect()
         except BaseException:
@@ -194,25 +178,25 @@ class Pipeline:
             for worker in self._workers.values():
                 worker.finish_step()
 
-    def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float | None, order: _Order) -> None:
+    def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
         """Bring the batch's rows to the stages."""
         # Every step has tags of its own: messages of one that was broken off stay apart.
         num_tags = max(1, 2 * len(self.channels) * self.spec.num_microbatches)
         first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (LAST_TAG - FIRST_CHANNEL_TAG - num_tags)
         self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
-        scale = None
-        if loss_scale is not None:  # made where it is used: a copy would hold up the host at every micro-batch
-            scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
+        # Made where it is used: a copy would hold up the host at every micro-batch.
+        scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
         for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
             for index, worker in self._workers.items():
                 if self.spec.stages[index].ranks == delivery.ranks:
                     batches = delivery.batches(index, tensors, batch)
                     given_values = self._given_values(index, given)
-                    worker.start_step(batches, given_values, scale, self._outbox, order.sends, first_tag)
+                    worker.start_step(batches, given_values, scale, self._outbox, self._order.sends, first_tag)
 
-    def _run_actions(self, order: _Order) -> None:
+    def _run_actions(self) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
+        order = self._order
         for reduced in order.last_backward.values():
             reduced.sync(False)
         for place, action in enumerate(order.actions):
@@ -334,13 +318,7 @@ class Pipeline:
             outbox.close()
 
 
-def _forward_orders(stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
-    """Every mesh's actions without backward: all micro-batches of a stage, then those of its next."""
-    stages = [[s for s, mesh in enumerate(stage_meshes) if mesh == wanted] for wanted in range(max(stage_meshes) + 1)]
-    return [[Action(s, "F", m) for s in own for m in range(num_microbatches)] for own in stages]
-
-
-def _training_orders(schedule: str, stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
+def _orders(schedule: str, stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
     """Every mesh's actions under a schedule. PlanError where it cannot run these stages on these meshes."""
     num_stages, num_meshes = len(stage_meshes), max(stage_meshes) + 1
     name = {known.lower(): known for known in SCHEDULES}.get(schedule.lower(), schedule)

@@ -28,12 +28,10 @@ class PerStepValues:
     def __init__(self, programs: Sequence[LoweredStep]) -> None:
         self._programs = {per_step_name(value): program for program in programs for value in program.made}
         self._made: dict[int, _Made] = {}
-        self._has_backward = False
 
-    def start_step(self, has_backward: bool) -> None:
-        """Forget the values of the step before."""
+    def forget(self) -> None:
+        """A step has ended: its values go."""
         self._made.clear()
-        self._has_backward = has_backward
 
     def makes(self, name: str) -> bool:
         """Whether `name` is a derived value."""
@@ -58,10 +56,10 @@ class PerStepValues:
         leaves = {}
         for name in program.parameter_names:
             leaf = parameters[name].detach()
-            leaves[name] = leaf.requires_grad_(self._has_backward and parameters[name].requires_grad)
+            leaves[name] = leaf.requires_grad_(parameters[name].requires_grad)
         # What its backward needs is kept as it is, not gathered again for each micro-batch.
         as_it_is = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-        with torch.set_grad_enabled(self._has_backward), as_it_is:
+        with torch.enable_grad(), as_it_is:
             made = program.run(leaves, buffers, ())[2]
         return _Made(leaves, {per_step_name(value): tensor for value, tensor in made.items()})
 

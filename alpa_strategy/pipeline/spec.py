@@ -57,7 +57,7 @@ class PipelineSpec:
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
         batch: tensors of the global batch.
         num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: a name of `schedules.SCHEDULES`, any case; None: forward only, stage by stage.
+        schedule: a name of `schedules.SCHEDULES`, any case.
         loss: value index of the loss, a summand of each micro-batch.
         combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
         cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
@@ -70,7 +70,7 @@ class PipelineSpec:
     metas: Mapping[int, TensorMeta]
     batch: tuple[BatchTensor, ...]
     num_microbatches: int
-    schedule: str | None
+    schedule: str
     loss: int
     combine: Mapping[int, Combine] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)

@@ -151,7 +151,7 @@ class StageWorker:
         self,
         batches: Sequence[Mapping[int, Tensor]],
         given: Sequence[Values],
-        loss_scale: Tensor | None,
+        loss_scale: Tensor,
         outbox: Outbox,
         sends: Sends,
         first_tag: int,
@@ -161,14 +161,11 @@ class StageWorker:
         Args:
             batches: per micro-batch the stage's tensors of the batch.
             given: per micro-batch the received values that no stage makes.
-            loss_scale: None: no backward follows.
+            loss_scale: gradients are those of the loss times this.
             sends: in which order the stages send.
             first_tag: of the step's messages.
         """
         self._batches, self._given, self._loss_scale, self._outbox = batches, given, loss_scale, outbox
-        self._has_backward = loss_scale is not None
-        if self._own.per_step is not None:
-            self._own.per_step.start_step(self._has_backward)
         for end in self._incoming:
             end.start_step(sends[end.peer, "F"], first_tag)
         for end in self._outgoing:
@@ -180,7 +177,7 @@ class StageWorker:
         self.escaped: dict[int, Values] = {}  # by micro-batch, in the order of the forwards
         self._in_flight.clear()
         if self._own.per_step is not None:
-            self._own.per_step.start_step(False)
+            self._own.per_step.forget()
 
     def post(self, action: Action) -> None:
         """Post the receives that a forward or backward waits for."""
@@ -194,17 +191,16 @@ class StageWorker:
         received, inputs = dict(self._given[microbatch]), {}
         for end in self._incoming:
             for value, tensor in zip(end.values, end.take(microbatch), strict=True):
-                if self._has_backward and value in end.differentiable:
+                if value in end.differentiable:
                     inputs[value] = tensor.requires_grad_()
                 received[value] = tensor
         escaping, sent, kept = self._run(self._batches[microbatch], received, inputs)
         del received
         for end in self._outgoing:
             end.send(self._outbox, [sent[v] for v in end.values], microbatch)
-        if self._has_backward:
-            flight = self._in_flight[microbatch] = _InFlight(inputs, kept)
-            if kept is None:
-                self._find_roots(flight, escaping, sent)
+        flight = self._in_flight[microbatch] = _InFlight(inputs, kept)
+        if kept is None:
+            self._find_roots(flight, escaping, sent)
         for name, value in self.spec.buffer_updates.items():
             self._own.buffers[name] = escaping[value].detach()
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
@@ -213,10 +209,10 @@ class StageWorker:
         """(escaping, sent or passed on, what recomputation keeps)."""
         own, kept = self._own, None
         given = StageInputs(own.store.step_inputs(), own.buffers, batch, received)
-        if self._has_backward and isinstance(own.program, Recompute):
+        if isinstance(own.program, Recompute):
             escaping, sent, kept = own.program.forward(given, inputs)
         else:
-            with torch.set_grad_enabled(self._has_backward):
+            with torch.enable_grad():
                 escaping, sent = own.program(given)
         passed_on = {v: received[v] for end in self._outgoing for v in end.values if v in received}
         return escaping, {**passed_on, **sent}, kept
@@ -226,7 +222,6 @@ class StageWorker:
         flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
         loss = None if self._loss is None else escaping[self._loss]
         if loss is not None and loss.requires_grad:
-            assert self._loss_scale is not None
             flight.loss = get_gradient_edge(loss), self._loss_scale.to(loss).expand_as(loss)
 
     # Backward
@@ -285,7 +280,6 @@ class StageWorker:
         kept, flight.kept, flight.inputs = flight.kept, None, {}
         assert kept is not None
         assert isinstance(self._own.program, Recompute)
-        assert self._loss_scale is not None
         # The last span is recomputed while gradients are on their way.
         recomputed = self._own.program.start_backward(kept, self._own.store.step_inputs())
         grads = recomputed.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)

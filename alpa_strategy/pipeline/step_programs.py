@@ -32,14 +32,13 @@ from alpa_strategy.ir.counters import COUNTERS
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lower.codegen import LoweredStep, lower
+from alpa_strategy.lower.codegen import LoweredStep, dtypes_read, lower
+from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.stage_worker import StageParameters
-from alpa_strategy.runtime.evaluation_parameters import EvaluationParameters, evaluation_pins
-from alpa_strategy.runtime.optimizer_state import shard_state
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.localize import is_random
@@ -59,7 +58,7 @@ class StepProgram(Protocol):
     makes_gradients: bool
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """The step's escaping values by number, whole on every rank; a training's loss can be differentiated.
+        """The step's escaping values by number, whole on every rank; the loss can be differentiated.
 
         Args:
             batch: this rank's, as the user's step would get it.
@@ -94,9 +93,10 @@ class PlacedPlan:
     """See the file's docstring. Collective, but for `drop` and `close`.
 
     Args:
-        module: holds whole parameters until `shard`; the Parameter objects stay.
+        module: holds whole parameters until `store` is sharded; the Parameter objects stay.
         parameters: of the step that was planned.
         optimizer: updates parameters within the backward, where the plan has it so.
+        compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
     """
 
@@ -112,13 +112,20 @@ class PlacedPlan:
         loss_scale: Callable[[], float],
         backend: str,
         bucket_bytes: int,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
-        self._module, self._plan, self._bucket_bytes = module, plan, bucket_bytes
+        self._module, self._plan = module, plan
         self.random = JobRandom(seed)
         self._programs: list[StepProgram] = []
         stages = plan.stages
         meshes = stage_meshes(stages, backend=backend)
-        self._places = StagePlaces(meshes, stage_randoms(stages, meshes, seed), device, cluster)
+        self._places = StagePlaces(
+            meshes,
+            stage_randoms(stages, meshes, seed),
+            device,
+            cluster,
+            None if compile is None else Compiler(compile),
+        )
         job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(),), backend=backend)
         assert job_mesh is not None
         stepping = StepInBackward(optimizer, bucket_bytes) if stages[0].steps_in_backward else None
@@ -128,35 +135,20 @@ class PlacedPlan:
         self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
         self._here = _Here(module, self.store, self.random, loss_scale)
 
-    def shard(self, optimizer: Optimizer, values: Callable[[Tensor], Tensor]) -> None:
-        """Keep this rank's parts of the parameters and of the optimizer's state. `values`: the whole of each."""
-        self.store.shard(values, self._bucket_bytes)
-        shard_state(optimizer, self.store, values)
-
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs a training step under its plan, which has the parameters where they lie."""
         if not self._plan.is_pipelined:
-            return self._direct(step, plan, self.store.of_stage[0])
+            self.store.of_stage[0].will_read(dtypes_read(step))
+            return self._direct(step, plan, self.store.of_stage[0], self._places.compiler)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())
+        for index, held in self.store.of_stage.items():
+            held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
         return self._pipelined(step, micro, plan, schedule, self.store.of_stage)
 
     def whole_program(self, step: StepGraph) -> StepProgram:
         """What runs a training step that the stages cannot run."""
         return self._kept(WholeStep(self._here, step))
-
-    def evaluation_program(self, step: StepGraph, plan: Plan) -> StepProgram:
-        """What runs an evaluation step under its plan, on the parameters as they lie."""
-        if not self._plan.is_pipelined:
-            pins = evaluation_pins(step, self._plan.stages[0])
-            return self._direct(step, plan, EvaluationParameters(self._module, step, self.store.of_stage[0], pins))
-        micro = microbatch(step, plan.num_microbatches, world_size())
-        parameters = {}
-        for index, held in self.store.of_stage.items():
-            graph = slice_stage(micro.graph, *plan.stages[index].ops)
-            pins = evaluation_pins(graph, self._plan.stages[index])
-            parameters[index] = EvaluationParameters(self._module, graph, held, pins)
-        return self._pipelined(step, micro, plan, None, parameters)
 
     def drop(self, program: StepProgram) -> None:
         """A program is not used any more."""
@@ -191,19 +183,21 @@ class PlacedPlan:
         """Where every stage runs: the streams of one place mean nothing in another."""
         return [[s.first_device, *s.submesh, 0, *s.logical_mesh] for s in self._plan.stages]
 
-    def _direct(self, step: StepGraph, plan: Plan, parameters: StageParameters) -> StepProgram:
+    def _direct(
+        self, step: StepGraph, plan: Plan, parameters: StageParameters, compiler: Compiler | None = None
+    ) -> StepProgram:
         stage, mesh = plan.stages[0], self._places.meshes[0]
         assert mesh is not None
-        lowered = lower(step, stage, mesh, self._places.device, self._places.randoms[0])
-        regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values())
-        return self._kept(DirectStep(self._module, step, lowered, parameters, regathers))
+        lowered = lower(step, stage, mesh, self._places.device, self._places.randoms[0], compiler)
+        regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
+        return self._kept(DirectStep(self._module, step, lowered, parameters, bool(regathers)))
 
     def _pipelined(
         self,
         step: StepGraph,
         micro: MicroStep,
         plan: Plan,
-        schedule: str | None,
+        schedule: str,
         parameters: Mapping[int, StageParameters],
     ) -> StepProgram:
         held = [stage.parameter_plans for stage in self._plan.stages]
@@ -257,7 +251,7 @@ class _Here:
 
 
 class PipelinedStep:
-    """See the file's docstring. Without a schedule it only evaluates."""
+    """See the file's docstring."""
 
     makes_gradients = True
 
@@ -267,18 +261,12 @@ class PipelinedStep:
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`; all values are there."""
         micro, pipeline = self._micro, self._pipeline
-        is_training = pipeline.spec.schedule is not None
-        buffers = own = step_buffers(self._here.module, self._step, counters)
-        if is_training:
-            # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
-            own = {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
-        pipeline.set_buffers(own)
+        buffers = step_buffers(self._here.module, self._step, counters)
+        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
+        pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}
         rows = batch_rows(micro.graph, batch)
-        if not is_training:
-            values |= pipeline.evaluate(rows, given)
-            return values | self._part(micro.epilogue, buffers, batch, values)
         scale = self._here.loss_scale()
         result = pipeline.step(rows, given, scale)
         values |= result.values

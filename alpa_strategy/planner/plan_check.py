@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
+from alpa_strategy.intra_op.recompute import can_run_again
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
@@ -38,15 +39,19 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
     """
     stages = plan.stages
     _check_ops(stages, graph)
-    _check_devices(stages, num_devices)
+    check_devices(stages, num_devices)
     _check_schedule(plan)
     made_by: dict[int, int] = {}  # value -> the stage that sends it
+    stored: dict[tuple[tuple[int, ...], str], ParameterPlan] = {}  # where, parameter -> how
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
         part = slice_stage(graph, *stage.ops)
         _check_strategies(stage, part, where)
+        _check_recomputed(stage, part, where)
         for parameter in part.parameters:
-            _check_parameter(stage, parameter, where)
+            how = _check_parameter(stage, parameter, where)
+            if stored.setdefault((stage_ranks(stage), parameter.name), how) != how:
+                raise PlanError(f"{where} stores {parameter.name!r} otherwise than a stage on the same devices", _FIX)
         _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
         _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
         for value in part.received:
@@ -66,7 +71,7 @@ def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
             raise PlanError(f"stages[{index}].remat_cuts {list(stage.remat_cuts)} do not ascend inside its ops", _FIX)
 
 
-def _check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
+def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
     """Every device is in one mesh; stages on the same devices see them as the same mesh."""
     shapes: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> logical mesh
     for index, stage in enumerate(stages):
@@ -114,6 +119,14 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
         _check_strategy(op, stage.strategies[op.name], stage.logical_mesh, f"{where}.strategies[{op.name!r}]")
 
 
+def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
+    """Ops whose second run gives what the first one gave."""
+    known = {op.name: op for op in part.ops}
+    for name in stage.recomputed:
+        if name not in known or not can_run_again(known[name].call) or stage.remat:
+            raise PlanError(f"{where}.recomputed has {name!r}, which cannot be made again by itself", _FIX)
+
+
 def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[int, ...], where: str) -> None:
     """Later axes cut what earlier ones left, at the device with the least: so were the strategies made."""
     if len(strategies) != len(mesh):
@@ -132,13 +145,14 @@ def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[in
         local = localize(op.call, strategies[: axis + 1], mesh[: axis + 1], last).call
 
 
-def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> None:
+def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> ParameterPlan:
     plan = next((stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None)
     where = f"{where}.parameters[{given.name!r}]"
     if plan is None:
         raise PlanError(f"{where} is missing: the stage uses this parameter", _FIX)
     if reason := _why_not_stored(plan, given, stage.logical_mesh):
         raise PlanError(f"{where} is '{modes_text(plan.module_modes)}', but {reason}", _FIX)
+    return plan
 
 
 def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]) -> str | None:

@@ -42,6 +42,7 @@ def make_plan(
     context: Callable[[], AbstractContextManager] | None = None,
     store: CostStore | None = None,
     costs: OpCosts | None = None,
+    choose: Callable[[PlanTask], Plan] | None = None,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
@@ -52,6 +53,7 @@ def make_plan(
         context: what surrounds the step, such as autocast (see `capture_step`).
         store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
         costs: a cost model of your own, as `options.costs`.
+        choose: finds the plan; None: `choose_plan`.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -61,12 +63,10 @@ def make_plan(
         options = replace(options, costs=costs)
     started = time.perf_counter()
     with progress("capture"):
-        step = capture_step(
-            module, batch, world_size=cluster.num_devices, batch_scope=options.batch_scope, context=context
-        )
+        step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.rows, context=context)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    plan = choose_plan(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
+    plan = (choose or choose_plan)(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
@@ -104,7 +104,9 @@ def choose_plan(
     one = _or_data_parallel(one, task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
-    waiting = max(0.0, 1 - divided_seconds(task.step, task.cluster, task.op_costs) / hidden_seconds(one))
+    waiting = max(
+        0.0, 1 - divided_seconds(task.step, task.cluster, task.op_costs) / hidden_seconds(one, task.cluster.overlap)
+    )
     if waiting < SCREEN:
         return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
     return _faster(one, of_stages())
@@ -149,7 +151,7 @@ def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:
     is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
     if data is None or not is_free or options.baselines:
         return one
-    seconds = hidden_seconds(one)
+    seconds = hidden_seconds(one, task.cluster.overlap)
     if data - BACKWARD_SHARE * one.predicted.compute_seconds >= seconds:
         return one
     flat = replace(options, parallel="data", logical_mesh=(task.cluster.num_devices,))
@@ -157,7 +159,7 @@ def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:
         plan = plan_one_stage(replace(task, options=flat, progress=unseen))
     except PlanError:
         return one
-    if hidden_seconds(plan) >= seconds:
+    if hidden_seconds(plan, task.cluster.overlap) >= seconds:
         return one
     plan = replace(plan, fingerprint=one.fingerprint, baselines=one.baselines, solver_seconds=one.solver_seconds)
     return _with_note(plan, "data parallel: the reduction of gradients runs beside the backward")
@@ -165,7 +167,7 @@ def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:
 
 def _faster(one: Plan, task: PlanTask) -> Plan:
     """The single stage, or a pipeline that is clearly faster; a note says why."""
-    seconds = hidden_seconds(one)
+    seconds = hidden_seconds(one, task.cluster.overlap)
     started = time.perf_counter()
     limit = seconds * (1 - MARGIN)
     try:
@@ -186,8 +188,13 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
     return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
 
 
-def hidden_seconds(one: Plan) -> float:
-    """Seconds of a single stage's step where its reduction of gradients runs beside the backward."""
+def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
+    """Seconds of a single stage's step where its reduction of gradients runs beside the backward.
+
+    overlap: the cluster's; where it says how much is hidden, the plan was predicted so.
+    """
+    if overlap:
+        return one.predicted.step_seconds
     reduction = sum(
         c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
     )

@@ -1,4 +1,4 @@
-"""Another step on running stages: batches of another shape, evaluation. Parameters stay where and as they lie.
+"""Another step on running stages: batches of another shape. Parameters stay where and as they lie.
 
 The step is cut where the running stages' parameters allow it and least has to pass; layouts are solved anew around the
 parameters. Needs no process groups.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,6 @@ from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, stage_on
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
 from alpa_strategy.microbatch.microstep import MicroStep
@@ -27,8 +26,6 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask, fingerprint_of
 from alpa_strategy.schedules import in_flight, mesh_of, why_not
-
-Pins = Callable[[StepGraph, StagePlan], Mapping[str, ParameterPlan]]
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
@@ -41,11 +38,8 @@ def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
     return fingerprint_of(task.step, task.cluster, options, task.optimizer)
 
 
-def replan(task: PlanTask, running: Plan, pins: Pins) -> Plan:
+def replan(task: PlanTask, running: Plan) -> Plan:
     """The plan of `task.step` on the stages of `running`.
-
-    Args:
-        pins: (stage's graph, running stage) -> how its parameters must be stored.
 
     Raises:
         PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
@@ -54,37 +48,37 @@ def replan(task: PlanTask, running: Plan, pins: Pins) -> Plan:
     micro = _microbatches(step, running, cluster.num_devices)
     graph, count, stages = micro.graph, micro.num_microbatches, running.stages
     held = {name for stage in stages for name in stage.parameter_plans}
-    if step.loss >= 0 and (new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]):
+    if new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]:
         raise PlanError(
             f"the step trains {', '.join(new)}, which the running pipeline's stages do not have",
             "use the same parameters in every step",
         )
     cuts = stage_cuts(graph, stages)
+    # The running plan was made under the user's pins: its layouts are the pins now.
     free = replace(task.options, placements=(), parallel="auto", logical_mesh=None)
     job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
     solver = StageSolver(job)
-    alive = _alive(step, running, count)
+    alive = _alive(running, count)
     solved: list[SolvedStage] = []
     per_mesh = Counter(stage.first_device for stage in stages)
     for index, stage in enumerate(stages):
         own = stage_on(graph, cuts[index], cuts[index + 1], math.prod(stage.logical_mesh))
-        recomputes = stage.remat and step.loss >= 0
         wish = StageWish(
             cuts[index],
             cuts[index + 1],
             stage.submesh,
             stage.logical_mesh,
-            recomputes,
+            stage.remat,
             alive[index],
             per_mesh[stage.first_device],
-            pins(own, stage),
-            _layer_cuts(own, cuts[index], len(stage.spans)) if recomputes else (),
+            stage.parameter_plans,
+            _layer_cuts(own, cuts[index], len(stage.spans)) if stage.remat else (),
         )
         solved.append(solver.solve(wish))
     firsts = [stage.first_device for stage in stages]
-    schedule = running.schedule if step.loss >= 0 else None
-    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, schedule, [0.0] * len(stages))
-    return replace(plan, schedule=running.schedule, notes=graph.notes)
+    wires = [0.0] * len(stages)
+    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, running.schedule, wires)
+    return replace(plan, notes=graph.notes)
 
 
 def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
@@ -92,7 +86,7 @@ def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep
     num_meshes = len({stage.first_device for stage in running.stages})
     first: PlanError | None = None
     for count in range(running.num_microbatches, 0, -1):
-        why = why_not(running.schedule, num_meshes, count) if step.loss >= 0 and len(running.stages) > 1 else None
+        why = why_not(running.schedule, num_meshes, count) if len(running.stages) > 1 else None
         if why is not None:
             first = first or PlanError(why, "load batches of one size")
             continue
@@ -161,10 +155,10 @@ def _passing_bytes(graph: StepGraph) -> np.ndarray:
     return passing
 
 
-def _alive(step: StepGraph, running: Plan, count: int) -> list[int]:
+def _alive(running: Plan, count: int) -> list[int]:
     """(micro-batch, stage) pairs alive on each stage's mesh."""
     stages = running.stages
-    if step.loss < 0 or len(stages) == 1:
+    if len(stages) == 1:
         return [1] * len(stages)
     meshes = len({stage.first_device for stage in stages})
     pairs = in_flight(running.schedule, meshes, count, len(stages) // meshes)

@@ -19,12 +19,13 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.candidates import Candidate, runtime_seconds, simulated_seconds, solve_schedules
+from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.candidates import TOLERANCE, Candidate, runtime_seconds, simulated_seconds, solve_schedules
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import check_pins, check_placements, least_stages, logical_shapes, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.subgraph import cluster_layers, default_num_layers, span_name
+from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_num_layers, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.parameter_plan import ParameterPlan
@@ -118,29 +119,29 @@ def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, float | None]:
     return found
 
 
-def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False) -> Plan:
+def plan_pipeline(
+    task: PlanTask,
+    known: float = math.inf,
+    several: bool = False,
+    solve: Callable[..., list[Candidate]] = solve_schedules,
+) -> Plan:
     """The best plan with micro-batches and stages (one stage included); its ops are those of the micro-batched graph.
 
     Args:
         known: seconds of a step that is there already: only what the DP prices below it is looked at.
         several: at least two stages and two micro-batches.
+        solve: finds stages for one number of micro-batches; its arguments are those of `solve_schedules`.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
     task = replace(task, costs=task.op_costs)
     check_pins(task.step, task.cluster, task.options)
-    search = _Search(task, several)
+    search = _Search(task, several, solve)
     search.run(known)
-    for candidate in search.best:
-        try:
-            with task.progress("solve the chosen stages"), _timed(search.spent, "chosen stages"):
-                plan = _solved(candidate, search.meshes, task.fingerprint)
-        except PlanError as error:
-            search.failures.append((f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}", error))
-            continue
-        notes = (*candidate.job.graph.notes, *search.notes_on(plan), *replicated_notes(task.step, task.op_costs))
-        return replace(plan, notes=(*notes, *plan.notes), solver_seconds=dict(search.spent))
+    plan = search.solve_best()
+    if plan is not None:
+        return replace(plan, solver_seconds=dict(search.spent))
     search.explain()
     raise _nothing_fits(
         "no pipeline fits",
@@ -164,15 +165,22 @@ def plan_job(
     Raises:
         PlanError: nothing fits.
     """
-    found = solve_schedules(job, meshes, stage_costs(job, meshes, store), math.inf, schedules, allowed)
+    runs = stage_costs(job, meshes, store)
+    found = solve_schedules(job, meshes, runs, math.inf, schedules, allowed)
     failures: Failures = [("", _no_stages(job, math.inf))]
     fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
     for candidate in found[:KEPT]:
         try:
-            return _solved(candidate, meshes, fingerprint)
+            plan = _solved(candidate, meshes, fingerprint)
+            return _against(plan, step_bound(job, meshes, runs, runtime_seconds(job.cluster.device)))
         except PlanError as error:
             failures.append((candidate.schedule, error))
     raise _nothing_fits("no stages fit", failures, "use more devices, or raise memory_limit")
+
+
+def _against(plan: Plan, bound: float) -> Plan:
+    """The plan with its distance from a bound of all plans with so many micro-batches."""
+    return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
 
 
 def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
@@ -210,8 +218,8 @@ class _Search:
         spent: seconds by phase.
     """
 
-    def __init__(self, task: PlanTask, several: bool) -> None:
-        self.task = task
+    def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
+        self.task, self._solve = task, solve
         self.several = several
         self.store = task.store or CostStore()
         self.meshes = submeshes(task.cluster)
@@ -220,6 +228,7 @@ class _Search:
         self.last_job: CostJob | None = None
         self.spent: dict[str, float] = defaultdict(float)
         self._jobs: dict[int, CostJob | None] = {}
+        self._bounds: dict[int, float] = {}  # by number of micro-batches
 
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
@@ -229,11 +238,34 @@ class _Search:
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
         search_microbatches(
-            counts, self.task.cluster.num_devices, self._bound, lambda n, used: self._look(n, used, known), known
+            counts,
+            min(self.task.cluster.num_devices, MAX_LAYERS),
+            self._bound,
+            lambda n, used: self._look(n, used, known),
+            known,
         )
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
+
+    def solve_best(self) -> Plan | None:
+        """The best candidates solved by the ILP, in turn, until the best one is as good as the next one promises."""
+        best: Plan | None = None
+        for candidate in self.best:
+            if best is not None and candidate.seconds >= best.predicted.step_seconds * (1 - TOLERANCE):
+                break
+            try:
+                with self.task.progress("solve the chosen stages"), _timed(self.spent, "chosen stages"):
+                    plan = _solved(candidate, self.meshes, self.task.fingerprint)
+            except PlanError as error:
+                label = f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}"
+                self.failures.append((label, error))
+                continue
+            if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
+                notes = [*candidate.job.graph.notes, *self.notes_on(plan)]
+                notes += [*replicated_notes(self.task.step, self.task.op_costs), *plan.notes]
+                best = _against(replace(plan, notes=tuple(notes)), self._bounds.get(plan.num_microbatches, 0.0))
+        return best
 
     def notes_on(self, plan: Plan) -> tuple[str, ...]:
         """Why stages take turns, where they do and nobody asked for it."""
@@ -283,12 +315,14 @@ class _Search:
         with self.task.progress(f"{count} micro-batches"):
             with _timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self.store)
+            if used is None:
+                self._bounds[count] = step_bound(job, meshes, runs, runtime_seconds(job.cluster.device))
             with _timed(self.spent, "stage DP"):
                 # [first layer, last + 1, submesh]
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
                 # A schedule that the user asks for is one of several stages (`pins.py`).
                 allowed[0, job.num_layers] = not self.several and job.options.schedule is None
-                found = solve_schedules(job, meshes, runs, ceiling, allowed=allowed)
+                found = self._solve(job, meshes, runs, ceiling, allowed=allowed)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found
@@ -351,14 +385,14 @@ def plan_of(
     fingerprint: Fingerprint,
     solved: Sequence[SolvedStage],
     first_devices: Sequence[int],
-    schedule: str | None = None,
+    schedule: str = "none",
     wires: Sequence[float] = (0.0,),
 ) -> Plan:
     """The one place where a Plan is made: solved stages in pipeline order, with what their exact costs predict.
 
     Args:
         first_devices: per stage; stages with the same one share a mesh.
-        schedule: of several stages; None: there are none, or they only evaluate.
+        schedule: of several stages.
         wires: per stage, seconds of a micro-batch's values to the next one and their gradients back.
 
     Raises:
@@ -378,11 +412,11 @@ def plan_of(
     busy = [B * s.cost.seconds(again) + s.cost.once for s, again in zip(solved, remat, strict=True)]
     worst = stages[int(np.argmax(busy))].predicted  # the slowest stage's shares stand for the step's
     seconds = worst.step_seconds
-    if not job.is_whole_batch and (schedule is not None or len(stages) == 1):
+    if not job.is_whole_batch:
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
         costs = [s.cost for s in solved]
-        seconds = simulated_seconds(schedule or "", len(peaks), B, costs, remat, wires, overhead)
+        seconds = simulated_seconds(schedule, len(peaks), B, costs, remat, wires, overhead)
     gap = max(s.gap for s in solved)
     method = next(s.method for s in solved if s.gap == gap)
     return Plan(
@@ -396,9 +430,9 @@ def plan_of(
             worst.optimizer_seconds,
         ),
         num_microbatches=B,
-        schedule=schedule if schedule is not None and len(stages) > 1 else "none",
+        schedule=schedule if len(stages) > 1 else "none",
         gap=gap,
-        notes=(f"optimality not proved: within {gap:.2%} of the best ({method})",) if gap > 0 else (),
+        notes=(f"layouts not proved optimal: within {gap:.2%} of the best ({method})",) if gap > 0 else (),
         cluster_name=job.cluster.name,
     )
 
@@ -413,7 +447,7 @@ def plan_of(
 
 
 Submeshes = frozenset[int]
-FILL = 8  # micro-batches per device of the first number tried: a pipeline over all of them waits for an eighth
+FILL = 8  # micro-batches per stage of the first number tried: a pipeline over all devices waits for an eighth
 
 
 @dataclass(frozen=True)
@@ -426,7 +460,7 @@ class Look:
 
 def search_microbatches(
     counts: Sequence[int],
-    num_devices: int,
+    most_stages: int,
     bound: Callable[[int], float],
     look: Callable[[int, Submeshes | None], Look],
     known: float = math.inf,
@@ -446,7 +480,7 @@ def search_microbatches(
         visited.append(counts[index])
         return look(counts[index], used)
 
-    first = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (FILL * num_devices))))
+    first = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (FILL * most_stages))))
     best, found = first, at(first)
     # Where nothing fits, more micro-batches need less memory; fewer may be faster than what is known.
     for index in (*range(first - 1, -1, -1), *range(first + 1, len(counts))):

@@ -50,7 +50,8 @@ class PlanTask:
     @property
     def op_costs(self) -> OpCosts:
         """Seconds and bytes of one local op."""
-        return cast("OpCosts | None", self.options.costs) or self.costs or RooflineCosts(self.cluster.device)
+        own = cast("OpCosts | None", self.options.costs) or self.costs
+        return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
 
     @property
     def memory_limit(self) -> float:
@@ -75,6 +76,7 @@ def fingerprint_of(
     """
     option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
     if optimizer.steps_in_backward:
+        # Said only where it is so: all other plans keep the fingerprint that they had.
         option_text += " steps in backward"
     option_text += registered_rules(op.call.target for op in step.ops)
     return Fingerprint(

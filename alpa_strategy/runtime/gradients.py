@@ -9,7 +9,8 @@ has no gradient in it keeps none, as on one device (optimizers pass it over), an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class GradientReducer:
         bucket_bytes: int,
         is_used_up: Callable[[nn.Parameter], bool] = lambda _: False,
     ) -> None:
-        self._mesh, self._is_used_up = mesh, is_used_up
+        self._mesh, self._is_used_up, self._scale = mesh, is_used_up, 1.0
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
@@ -72,6 +73,8 @@ class GradientReducer:
         self.held: frozenset[str] = frozenset()  # more is still added to these
         for bucket in self._buckets or ():
             bucket.running = None
+        for each in self._parameters:
+            each.is_taken = False
 
     def mark_ready(self, name: str) -> None:
         """The local gradient of `name` is complete (called by a hook of the backward); may start collectives."""
@@ -105,9 +108,7 @@ class GradientReducer:
             self._build(new)
         for bucket in self._buckets[self._num_started :]:  # gradients that no hook announced
             bucket.start()
-        running = self._buckets
-        while running:  # all devices go through the buckets in the same order
-            running = [bucket for bucket in running if bucket.advance()]
+        _run(self._buckets)
         for each in self._rest:
             if self._is_used_up(each.parameter):
                 continue
@@ -149,7 +150,7 @@ class GradientReducer:
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
-            bucket = _Bucket(self._mesh, [each for _, each in members], self._only_somewhere)
+            bucket = _Bucket(self._mesh, [each for _, each in members], self._only_somewhere, self._scale)
             closed.append((members[-1][0], bucket))
 
         for position, each in enumerate(parameters):
@@ -158,7 +159,7 @@ class GradientReducer:
                 self._rest.append(each)
                 continue
             kinds = tuple((collective.axis, collective.dim is None) for collective in collectives)
-            key = (each.parameter.dtype, each.parameter.device, kinds)
+            key = (each.reduce_dtype, each.parameter.device, kinds)
             open_buckets.setdefault(key, []).append((position, each))
             if sum(member.used_bytes for _, member in open_buckets[key]) >= limit:
                 close(key)
@@ -166,6 +167,95 @@ class GradientReducer:
             close(key)
         assert self._buckets is not None
         self._buckets += [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How ranks with steps of their own average gradients.
+
+    Attributes:
+        mesh: of all of them.
+        agree: which of some flags are set on any rank; a collective of its own group, as other ranks may have started
+            more buckets than this one.
+    """
+
+    mesh: MeshComm
+    agree: Callable[[Sequence[bool]], list[bool]]
+
+
+class ReplicaReducer(GradientReducer):
+    """The mean over ranks that each run a step of their own: gradients may be made by some of them alone, in any order,
+    several times in a backward (reentrant checkpoints), by several backwards of a step.
+    """
+
+    def __init__(self, replicas: Replicas, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
+        super().__init__(replicas.mesh, parameters, bucket_bytes)
+        self._scale, self._agree_on = 1.0 / math.prod(replicas.mesh.shape), replicas.agree
+        self._buckets, self._unused = [], list(self._parameters)  # a bucket is made when somebody has a gradient for it
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward has made gradients that wait for `finish`."""
+        return bool(self._seen)
+
+    def mark_ready(self, name: str) -> None:
+        """See GradientReducer. What comes after a bucket has left goes in a second one."""
+        if name not in self._seen:
+            super().mark_ready(name)
+
+    def finish(self) -> None:
+        """See GradientReducer; what no rank has a gradient for keeps the one that it has."""
+        if not self.enabled or not self._parameters:
+            return
+        assert self._buckets is not None
+        here = [each.is_taken or each.has_local_gradient for each in self._parameters]
+        late = [each.is_taken and each.has_local_gradient for each in self._parameters]
+        flags = self._agree_on([*here, *late])
+        needed = {each.name for each, is_there in zip(self._parameters, flags, strict=False) if is_there}
+        late_ones = [each for each, is_late in zip(self._parameters, flags[len(here) :], strict=True) if is_late]
+        late_gradients = [each.take_gradient() for each in late_ones]
+        # Those of earlier steps first, as ranks that had all of a bucket have started it: all then agree on new ones.
+        running = self._start(self._buckets, needed)
+        if new := [each for each in self._unused if each.name in needed]:
+            self._unused = [each for each in self._unused if each.name not in needed]
+            known = len(self._buckets)
+            self._build(self._in_order(new))
+            running += self._start(self._buckets[known:], needed)
+        _run(running)
+        for each in self._rest:  # one rank
+            if each.has_local_gradient:
+                each.put_gradient(each.take_gradient())
+        for each, grad in zip(late_ones, late_gradients, strict=True):
+            each.add_gradient(grad)
+        if late_ones:
+            again = _Bucket(self._mesh, late_ones, {each.name for each in late_ones}, self._scale)
+            again.start()
+            _run([again])
+        self.reset()
+
+    def _start(self, buckets: Sequence[_Bucket], needed: Collection[str]) -> list[_Bucket]:
+        """Those that hold what is needed, all of them started."""
+        running = [bucket for bucket in buckets if not needed.isdisjoint(each.name for each in bucket.parameters)]
+        for bucket in running:  # one that has left already has all that it needs
+            if bucket.running is None:
+                bucket.needed = needed
+                bucket.start()
+        return running
+
+    def _in_order(self, parameters: list[ShardedParameter]) -> list[ShardedParameter]:
+        """As the first rank's backward came to them; what it has not seen comes last. Collective."""
+        seen = {name: i for i, name in enumerate(self._seen)}
+        is_first = not any(self._mesh.coordinate)
+        order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
+        table = torch.tensor(order, device=parameters[0].parameter.device)
+        order = all_reduce_over(self._mesh, table, "max").tolist()
+        return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
+
+
+def _run(buckets: list[_Bucket]) -> None:
+    """Wait for buckets that have started; all devices go through them in the same order."""
+    while buckets:
+        buckets = [bucket for bucket in buckets if bucket.advance()]
 
 
 def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:
@@ -185,10 +275,15 @@ def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:
 
 
 class _Bucket:
-    """Gradients that go through the same collectives together; `needed`: those that are there after it in any case."""
+    """Gradients that go through the same collectives together; `needed`: those that are there after it in any case.
 
-    def __init__(self, mesh: MeshComm, parameters: list[ShardedParameter], needed: frozenset[str]) -> None:
-        self._mesh, self.parameters, self._needed = mesh, parameters, needed
+    scale: what their sums are multiplied by.
+    """
+
+    def __init__(
+        self, mesh: MeshComm, parameters: list[ShardedParameter], needed: Collection[str], scale: float = 1.0
+    ) -> None:
+        self._mesh, self.parameters, self.needed, self._scale = mesh, parameters, needed, scale
         # Per collective what each gradient wants of it: the same axis, dims of their own.
         self._collectives = list(zip(*(collectives_of(each.to_use, mesh) for each in parameters), strict=True))
         self.running: Iterator[None] | None = None
@@ -205,16 +300,18 @@ class _Bucket:
 
     def _reduce(self) -> Iterator[None]:
         """One collective after the other; stops while each is under way, and hands the gradients over in the end."""
-        is_there = [each.has_gradient or each.name in self._needed for each in self.parameters]
-        grads = [each.take_gradient() for each in self.parameters]
+        # What an earlier backward has reduced, and this one does not add to, stays as it is.
+        is_there = [each.has_local_gradient or each.name in self.needed for each in self.parameters]
+        both = list(zip(self.parameters, is_there, strict=True))
+        grads = [each.take_gradient() if there else each.no_gradient() for each, there in both]
         for wanted in self._collectives:
             axis = self._axis(wanted[0].axis)
             shapes = [grad.shape for grad in grads]
             dims = [each.dim for each in wanted if each.dim is not None]
             if not dims:
-                pending = axis.start_all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+                pending = axis.start_all_reduce(self._scaled(torch.cat([grad.reshape(-1) for grad in grads])))
             else:
-                pending = axis.start_reduce_scatter(_rows(grads, dims, axis.size))
+                pending = axis.start_reduce_scatter(self._scaled(_rows(grads, dims, axis.size)))
                 cuts = list(zip(shapes, dims, strict=True))
                 columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
                 shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in cuts]
@@ -223,9 +320,12 @@ class _Bucket:
             sizes = columns if dims else [shape.numel() for shape in shapes]
             parts = pending.wait().split(sizes)
             grads = [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        for each, grad, needed in zip(self.parameters, grads, is_there, strict=True):
-            if needed:
+        for (each, there), grad in zip(both, grads, strict=True):
+            if there:
                 each.put_gradient(grad)
+
+    def _scaled(self, summands: Tensor) -> Tensor:
+        return summands if self._scale == 1.0 else summands.mul_(self._scale)
 
     def _axis(self, axis: int) -> AxisComm:
         if axis != WHOLE_MESH:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -89,13 +89,14 @@ def trim() -> bool:
     return True
 
 
-def process_bytes(module: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
+def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:
     """What this process takes of the host's memory beside tensors: Python, libraries and their pages. 0 on GPUs.
 
-    The process's tensors are those of the module and of the optimizer.
+    The process's tensors are those of the module and of the optimizers.
     """
     if device.type != "cpu":
         return 0
-    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    state = (value for values in states for value in values.values() if isinstance(value, Tensor))
     tensors = (*module.parameters(), *module.buffers(), *state)
     return max(0, psutil.Process().memory_info().rss - sum(tensor.untyped_storage().nbytes() for tensor in tensors))

@@ -30,7 +30,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import GradientReducer
+from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 
@@ -41,12 +41,17 @@ class MeshParameters:
     """Parameters of the stages on one mesh, while steps run.
 
     Args:
-        stepping: as for `ParameterStore`.
+        stepping, replicas: as for `ParameterStore`.
     """
 
-    def __init__(self, mesh: MeshComm, stepping: StepInBackward | None) -> None:
+    def __init__(
+        self,
+        mesh: MeshComm,
+        stepping: StepInBackward | None,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.mesh = mesh
-        self._stepping = stepping
+        self._stepping, self._replicas = stepping, replicas
         self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
@@ -62,7 +67,7 @@ class MeshParameters:
                     "give their logical meshes and this parameter's placement the same form",
                 )
             return known
-        sharded = ShardedParameter.of(given, plan, parameter, self.mesh)
+        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
         self._sharded[given.name] = self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
@@ -77,7 +82,9 @@ class MeshParameters:
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
         trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
-        if self._stepping is None:
+        if self._replicas is not None:
+            self._reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
+        elif self._stepping is None:
             self._reducer = GradientReducer(self.mesh, trained, bucket_bytes)
         else:
             self._reducer = GradientReducer(self.mesh, trained, bucket_bytes, self._stepping.has_stepped)
@@ -132,9 +139,16 @@ class MeshParameters:
             sharded.gathering = None
             leaf = leaf.requires_grad_(sharded.parameter.requires_grad)
             if leaf.requires_grad:
+                leaf.grad_dtype = sharded.parameter.dtype  # in which micro-batches add up
+                leaf.grad, sharded.partial = sharded.partial, None
                 leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
             sharded.leaf = leaf
         return sharded.leaf
+
+    def will_read(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """A new training program takes parameters in these dtypes, by name; see `lower.codegen.dtypes_read`."""
+        for name, dtype in dtypes.items():
+            self._by_name[name].will_be_read_in(dtype)
 
     def regather_hooks(self) -> Regather:
         """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
@@ -143,6 +157,11 @@ class MeshParameters:
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
         self._reducer.enabled = enabled
+
+    @property
+    def is_syncing(self) -> bool:
+        """What `sync` was last given."""
+        return self._reducer.enabled
 
     def hold(self, names: Collection[str]) -> None:
         """Gradients of these parameters (names of the step's) are not complete when they are made next."""
@@ -156,6 +175,11 @@ class MeshParameters:
         if self._stepping is not None:
             self._stepping.reset()
 
+    @property
+    def awaits_finish(self) -> bool:
+        """Whether a backward of this rank's own has made gradients that `finish_backward` has not seen yet."""
+        return isinstance(self._reducer, ReplicaReducer) and self._reducer.has_begun
+
     def after_optimizer_step(self) -> None:
         """Parameters have new values: copies that were gathered for the last step go."""
         for sharded in self._sharded.values():
@@ -164,7 +188,11 @@ class MeshParameters:
     def _watch(self, sharded: ShardedParameter) -> None:
         """Announce the gradient of a parameter that the step uses as it is stored."""
         # A hook of the node that adds to `grad`, not of the tensor: those also run for `torch.autograd.grad`.
-        sharded.accumulator = torch.autograd.graph.get_gradient_edge(sharded.parameter).node
+        parameter, part = sharded.parameter, sharded.parameter.data
+        if self._replicas is not None:  # the node knows the shape of gradients: that of the whole
+            parameter.data = part.new_zeros(()).expand(sharded.module_shape)
+        sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+        parameter.data = part
         self._hooks.append(sharded.accumulator.register_prehook(sharded.set_complete_aside))
         self._hooks.append(
             sharded.parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
@@ -219,6 +247,7 @@ class ParameterStore:
         meshes: per stage this rank's mesh, None for stages of others.
         mesh: of the whole job.
         stepping: updates parameters within the backward where their gradient is complete then.
+        replicas: each rank runs a step of its own on whole parameters, and gradients are averaged.
 
     Attributes:
         of_stage: this rank's stages -> their parameters; stages on one mesh share them.
@@ -235,6 +264,7 @@ class ParameterStore:
         meshes: Sequence[MeshComm | None],
         mesh: MeshComm,
         stepping: StepInBackward | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.mesh = mesh
         self.of_stage: dict[int, MeshParameters] = {}
@@ -244,7 +274,7 @@ class ParameterStore:
         self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages
         for index, (stage, own_mesh) in enumerate(zip(stages, meshes, strict=True)):
             if own_mesh is not None:
-                here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, stepping))
+                here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, stepping, replicas))
                 self.of_stage[index] = here
             for given in inputs:
                 plan = next(
@@ -346,10 +376,28 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.sync(enabled)
 
+    @property
+    def is_syncing(self) -> bool:
+        """Whether the next backward ends with the reduction."""
+        return all(mesh.is_syncing for mesh in self._meshes.values())
+
+    @property
+    def awaits_finish(self) -> bool:
+        """See `MeshParameters.awaits_finish`."""
+        return any(mesh.awaits_finish for mesh in self._meshes.values())
+
     def finish_backward(self) -> None:
         """See `MeshParameters.finish_backward`."""
         for mesh in self._meshes.values():
             mesh.finish_backward()
+
+    def give_gradient(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Keep this rank's part of a gradient that is complete already."""
+        known = self._known.get(parameter)
+        if known is None:
+            parameter.grad = whole
+        elif known.held is not None:
+            known.held.put_gradient(known.held.shard_like(whole))
 
     def after_optimizer_step(self) -> None:
         """See `MeshParameters.after_optimizer_step`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,8 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
-from alpa_strategy.ir.placement import INVARIANT, Layout, shard, value_layout
+from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualPlacement, Layout, shard, value_layout
 
 
 @dataclass(eq=False)
@@ -30,8 +31,11 @@ class ShardedParameter:
         accumulator: autograd's node that adds to `grad`; kept alive, as it carries our hook.
         gathering: of the copy, begun with the step.
         leaf: the gathered copy, from the first use in a step to the optimizer's step.
+        read_in: dtypes that programs read it in; where they are one, the copy is gathered in it.
+        partial: the gradient of a copy in another dtype, which this step has made before.
         complete: an earlier, already reduced gradient, set aside while a new one is made.
         is_complete: whether `parameter.grad` was left by a reduction.
+        is_taken: whether this backward's gradient is on its way through a reduction.
     """
 
     name: str
@@ -47,14 +51,25 @@ class ShardedParameter:
     accumulator: torch.autograd.graph.Node | None = None
     gathering: Pending | None = None
     leaf: Tensor | None = None
+    read_in: frozenset[torch.dtype] = frozenset()
+    partial: Tensor | None = None
     complete: Tensor | None = None
     is_complete: bool = False
+    is_taken: bool = False
 
     @classmethod
     def of(
-        cls, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter, mesh: MeshComm
+        cls,
+        given: ParameterInput,
+        plan: ParameterPlan,
+        parameter: nn.Parameter,
+        mesh: MeshComm,
+        of_replica: bool = False,
     ) -> ShardedParameter:
         """The module's `parameter` under its plan.
+
+        Args:
+            of_replica: each rank uses all of it, for a step of its own.
 
         Raises:
             PlanError: the plan is for a mesh of another number of axes.
@@ -81,9 +96,9 @@ class ShardedParameter:
             shape=shape,
             module_shape=module_shape,
             layout=plan.layout,
-            to_use=Reshard(storage, plan.step_layout(), shape, mesh),
+            to_use=Reshard(storage, tuple(_in_replica(plan)) if of_replica else plan.step_layout(), shape, mesh),
             to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
-            is_gathered_once=plan.is_gathered_once,
+            is_gathered_once=plan.is_gathered_once and not of_replica,
         )
 
     @property
@@ -136,13 +151,26 @@ class ShardedParameter:
         """The copy that was gathered for a step, or is being gathered, holds old values."""
         if self.gathering is not None:  # the step did not use it
             self.gathering.wait()
-        self.leaf = self.gathering = None
+        self.leaf = self.gathering = self.partial = None
+
+    def will_be_read_in(self, dtype: torch.dtype) -> None:
+        """A program takes the parameter in `dtype`: its own, or what all uses cast it to. The same on all devices."""
+        before, self.read_in = self.gather_dtype, self.read_in | {dtype}
+        if self.gather_dtype != before:
+            partial = None if self.leaf is None else self.leaf.grad
+            self.drop_copy()
+            self.partial = partial
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """Of the step's copy: a cast of every element is the same before the gathering, with fewer bytes to move."""
+        return next(iter(self.read_in)) if len(self.read_in) == 1 else self.parameter.dtype
 
     def begin_gathering(self) -> Pending:
         """The gathering of the step's copy, begun now where it is not under way."""
         if self.gathering is None:
             with torch.no_grad():
-                self.gathering = self.to_use.start(self.in_step(self.parameter.detach()))
+                self.gathering = self.to_use.start(self.in_step(self.parameter.detach()).to(self.gather_dtype))
         return self.gathering
 
     # Its gradient in a step
@@ -158,27 +186,53 @@ class ShardedParameter:
         return torch.Size(self.used_shape).numel() * self.parameter.element_size()
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the sum over devices: a copy's gradients come in its dtype, but fp16 could overflow in a sum."""
+        if self.is_gathered_once and self.leaf is not None and self.leaf.dtype == torch.bfloat16:
+            return torch.bfloat16
+        return self.parameter.dtype
+
+    @property
     def has_gradient(self) -> bool:
         """Whether the backward made one."""
         return self.used is not None and self.used.grad is not None
 
     def take_gradient(self) -> Tensor:
         """Remove and return what the backward made; zeros in the place of a gradient that is not there."""
-        used = self.used
+        used, self.is_taken = self.used, True
         if used is None or used.grad is None:
-            return torch.zeros(self.used_shape, dtype=self.parameter.dtype, device=self.parameter.device)
+            return self.no_gradient()
+        if not self.has_local_gradient:
+            self.complete = used.grad
+            return self.no_gradient()
         grad, used.grad = used.grad, None
-        return grad
+        return grad.to(self.reduce_dtype)
+
+    def no_gradient(self) -> Tensor:
+        """Zeros, what this device adds where another has a gradient."""
+        return torch.zeros(self.used_shape, dtype=self.reduce_dtype, device=self.parameter.device)
 
     def put_gradient(self, grad: Tensor) -> None:
         """Keep a reduced gradient, in addition to an earlier one that the user has not cleared."""
-        grad = grad.view_as(self.parameter)
+        grad = grad.view_as(self.parameter).to(self.parameter.dtype)
         if self.complete is not None:
             grad, self.complete = grad + self.complete, None
         elif self.is_gathered_once and self.parameter.grad is not None:
             grad = grad + self.parameter.grad
         self.parameter.grad = grad
-        self.is_complete = True
+        self.is_complete, self.is_taken = True, False
+
+    @property
+    def has_local_gradient(self) -> bool:
+        """Whether there is one that no reduction has left."""
+        return self.has_gradient and not (self.is_complete and self.used is self.parameter)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """As if the backward made it now, in addition to a reduced one."""
+        assert self.used is not None
+        if self.used is self.parameter:
+            self.complete, self.is_complete = self.parameter.grad, False
+        self.used.grad = grad
 
     def set_complete_aside(self, grads: tuple[Tensor, ...]) -> None:
         """Before the backward adds to `grad`: what an earlier backward reduced is not summed over the devices again.
@@ -186,6 +240,8 @@ class ShardedParameter:
         Args:
             grads: what is about to be added, as autograd's hooks get it.
         """
+        if self.is_taken:
+            return
         if self.parameter.grad is None:
             self.complete = None
         elif self.is_complete:
@@ -230,6 +286,11 @@ class ShardedParameter:
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
+
+
+def _in_replica(plan: ParameterPlan) -> Iterator[DualPlacement]:
+    """Whole, its gradient a summand (of a parameter that does not train: nothing)."""
+    return (INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

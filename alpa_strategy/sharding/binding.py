@@ -19,6 +19,7 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
     """(name, is a tensor argument, default, keyword only) of every argument of a target."""
     if isinstance(target, torch._ops.OpOverload):
         return tuple(
+            # `Tensor?` and `Tensor[]` as well.
             (a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None, a.kwarg_only)
             for a in target._schema.arguments
         )

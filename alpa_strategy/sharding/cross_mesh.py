@@ -199,42 +199,17 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
-    """A sender for each (target, box) among its holders: largest first to the least loaded, then repaired."""
+    """A sender for each (target, box) among its holders: the largest first, each to the least loaded (Graham's rule).
+
+    Boxes of near-equal chunks are of near-equal size, for which that is optimal.
+    """
     load = dict.fromkeys(holders, 0)
-    owner: list[int] = []
-    order = sorted(wanted, key=lambda item: (-_size(item[1]), item))
-    for _, box in order:
-        sender = min(holders, key=lambda rank: (load[rank], rank))
+    pieces = []
+    for rank, box in sorted(wanted, key=lambda item: (-_size(item[1]), item)):
+        sender = min(holders, key=lambda holder: (load[holder], holder))
         load[sender] += _size(box)
-        owner.append(sender)
-    _repair([_size(box) for _, box in order], owner, load)
-    return [Piece(sender, rank, box) for (rank, box), sender in zip(order, owner, strict=True)]
-
-
-def _repair(sizes: list[int], owner: list[int], load: dict[int, int]) -> None:
-    """Lower the largest load by moving one piece, or swapping two, as long as that helps."""
-    while True:
-        busiest = max(load, key=lambda rank: (load[rank], -rank))
-        mine = [i for i, rank in enumerate(owner) if rank == busiest]
-        best: tuple[int, int, int | None, int] | None = None  # (resulting larger load, piece, piece in return, rank)
-        for other in load:
-            if other == busiest:
-                continue
-            theirs = [None, *(i for i, rank in enumerate(owner) if rank == other)]
-            for give, take in product(mine, theirs):
-                moved = sizes[give] - (sizes[take] if take is not None else 0)
-                result = max(load[busiest] - moved, load[other] + moved)
-                if moved > 0 and result < load[busiest] and (best is None or result < best[0]):
-                    best = (result, give, take, other)
-        if best is None:
-            return
-        _, give, take, other = best
-        moved = sizes[give] - (sizes[take] if take is not None else 0)
-        owner[give] = other
-        if take is not None:
-            owner[take] = busiest
-        load[busiest] -= moved
-        load[other] += moved
+        pieces.append(Piece(sender, rank, box))
+    return pieces
 
 
 def _size(box: Box) -> int:
@@ -264,6 +239,7 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
             if crosses:
                 node = (direction, rank // per_node)
                 node_bytes[node] = node_bytes.get(node, 0) + size
+    # A device starts its messages one after the other.
     seconds = max(map(len, messages.values()), default=0) * latency
     seconds += max(
         max(device_bytes.values(), default=0) / cluster.intra_node.bandwidth,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.ir.custom_ops import is_opaque
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range, shard
 from alpa_strategy.sharding.discovery_trials import (
@@ -36,8 +35,6 @@ from alpa_strategy.sharding.discovery_trials import (
     trials,
     variants,
     variants_past,
-    with_fitting_shapes,
-    with_target,
 )
 from alpa_strategy.sharding.isolation import tried
 from alpa_strategy.sharding.localize import is_random
@@ -56,8 +53,7 @@ def discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Strategies for `call` on a mesh axis of `axis_size` devices whose local call is the same call on local shards.
 
     The first is always "repeat on every device". Random and mutating ops get no other. Runs the op on the CPU, at small
-    shapes, some hundred times, in a child process where one is possible: an op that crashes there is not split in the
-    way that made it crash.
+    shapes, some hundred times, in a child process where one is possible: an op that crashes there is not split.
     """
     found: tuple[AxisStrategy, ...] = ()
     if axis_size > 1 and call.operands and not _must_stay_whole(call):
@@ -67,7 +63,7 @@ def discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 
 def _must_stay_whole(call: OpCall) -> bool:
     """Ops that no trial can judge, or that a trial could harm."""
-    if is_opaque(call.target) or is_random(call):
+    if is_random(call):
         return True
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
@@ -82,25 +78,14 @@ def _must_stay_whole(call: OpCall) -> bool:
 def _discover(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Two rounds: many kinds of data at small shapes, shared by calls of one pattern; then a few at the call's own."""
     numbers = numbers_in_code(call.target)
-    candidates = _fitting(call, tuple(variants(call)))
+    candidates = tuple(variants(call))
     if not candidates:
         return ()
     small = _small_trials(candidates[:-1] or candidates, _divisions(call), numbers)
     if small is None:
         return ()
-    large = (candidates[-1], *_fitting(call, tuple(variants_past(call, numbers))))
-    found = tried(call, lambda target: small.continued([with_target(v, target) for v in large], axis_size, numbers))
-    return tuple(found or ())
-
-
-@lru_cache(maxsize=4096)
-def _fitting(call: OpCall, candidates: tuple[OpCall, ...]) -> tuple[OpCall, ...]:
-    """Those variants whose shapes the op takes."""
-
-    def fitting(target: object) -> list[int]:
-        return with_fitting_shapes(with_target(call, target), [with_target(v, target) for v in candidates])
-
-    return tuple(candidates[i] for i in tried(call, fitting) or ()) if candidates else ()
+    large = (*candidates[-2:], *variants_past(call, numbers))  # as large as the call, with its arguments resized or not
+    return tuple(tried(call, lambda: small.continued(large, axis_size, numbers)) or ())
 
 
 @lru_cache(maxsize=1024)
@@ -115,14 +100,14 @@ def _small_trials(
     def counts(trial: int) -> tuple[int, ...]:
         return (2, 3, 4, 5) if trial < 2 else (2 + trial % 2,)  # the first trials end most hypotheses
 
-    def experiment(target: object) -> _Evidence | None:
-        first = with_target(candidates[0], target)
+    def experiment() -> _Evidence | None:
+        first = candidates[0]
         evidence = _Evidence([Experiment(first, division) for division in divisions], [False] * len(first.results))
         num_variants = 0
         for candidate in candidates:
             before = evidence.num_trials
             kinds = SOME_KINDS if num_variants else (*ALL_KINDS, *number_kinds(numbers))
-            if not evidence.add(with_target(candidate, target), kinds, counts):
+            if not evidence.add(candidate, kinds, counts):
                 return None
             num_variants += evidence.num_trials > before
             if num_variants == 3:
@@ -174,25 +159,15 @@ def _divisions(call: OpCall) -> tuple[Division, ...]:
         options = [[WHOLE, *(Shard(d) for d, s in enumerate(meta.shape) if s == size)] for meta in metas]
         if math.prod(map(len, options)) <= MAX_HYPOTHESES:
             found += itertools.product(*options)
-        else:  # many operands: one of them, or all that have this size at the same dim
+        else:  # many operands: all that have this size at the same dim
             dims = {p.dim for option in options for p in option if isinstance(p, Shard)}
             found += [tuple(Shard(d) if Shard(d) in option else WHOLE for option in options) for d in sorted(dims)]
-            found += _single(options)
     options = [[WHOLE, SUMMAND] if m.dtype.is_floating_point or m.dtype.is_complex else [WHOLE] for m in metas]
     if sum(map(len, options)) <= len(options) + 6:
         found += itertools.product(*options)
     else:
-        found += [*_single(options), tuple(option[-1] for option in options)]
+        found.append(tuple(option[-1] for option in options))
     return tuple(dict.fromkeys(found))[:MAX_HYPOTHESES]
-
-
-def _single(options: list[list[Placement]]) -> list[Division]:
-    """One operand divided, the others whole."""
-    return [
-        tuple(choice if j == i else WHOLE for j in range(len(options)))
-        for i, option in enumerate(options)
-        for choice in option[1:]
-    ]
 
 
 @contextmanager
@@ -225,6 +200,7 @@ def _not_repeatable(trial: Trial) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    # `!=` of itself: nan, which is as good as another nan.
     return a.shape == b.shape and bool(torch.all((a == b) | ((a != a) & (b != b))))
 
 
@@ -288,6 +264,7 @@ class Experiment:
 
     def _runs(self, trial: Trial, n: int) -> list[Run] | None:
         """What the op gives on each of `n` devices; None when it refuses a part, which the whole did not deserve."""
+        # The same summands in every process, so that the verdict is.
         generator = torch.Generator().manual_seed(n)
         alike = trial.kind in SHARED_KINDS
         summed_grads = None

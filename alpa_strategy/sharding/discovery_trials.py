@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
-from alpa_strategy.ir.custom_ops import custom_op
-from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta
 from alpa_strategy.ir.user_code import closure_values, code_names, reached_functions
 from alpa_strategy.sharding.isolation import tried
 
@@ -116,7 +115,7 @@ def _runs_on_meta(call: OpCall, shapes: tuple[tuple[int, ...], ...]) -> bool:
 def variants(call: OpCall) -> list[OpCall]:
     """The call at other shapes: equal sizes stay equal. Small ones first, the call's own (or nearest to it) last.
 
-    The op may refuse them: `with_fitting_shapes`.
+    The op may refuse them.
 
     Of the results only the ranks are kept, so that calls of one pattern have equal small variants.
     """
@@ -159,18 +158,6 @@ def _small_enough(found: list[OpCall]) -> list[OpCall]:
     return [v for v in dict.fromkeys(found) if _num_elements(v, {}) <= MAX_ELEMENTS]
 
 
-def with_target(call: OpCall, target: Any) -> OpCall:
-    """The same call of another target."""
-    return dataclasses.replace(call, target=target)
-
-
-def with_fitting_shapes(call: OpCall, candidates: Sequence[OpCall]) -> list[int]:
-    """Numbers of those candidates that the op's shape function takes; all of them if it has none."""
-    if not _runs_on_meta(call, _shapes(call)):
-        return list(range(len(candidates)))
-    return [i for i, v in enumerate(candidates) if v == call or _runs_on_meta(v, _shapes(v))]
-
-
 def _num_elements(call: OpCall, sizes: dict[int, int]) -> int:
     return sum(math.prod(sizes.get(size, size) for size in meta.shape) for meta in call.operands)
 
@@ -199,17 +186,16 @@ def draws_random_numbers(call: OpCall) -> bool:
 
     True for ops that cannot be run there: at worst devices keep the same random state for nothing.
     """
-    answer = tried(call, lambda target: _draws_random_numbers(with_target(call, target)))
+    answer = tried(call, lambda: _draws_random_numbers(call))
     return True if answer is None else answer
 
 
 def _draws_random_numbers(call: OpCall) -> bool:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        candidates = variants(call)
-        for i in with_fitting_shapes(call, candidates):
+        for candidate in variants(call):
             state = torch.get_rng_state()
             generator = torch.Generator().manual_seed(0)
-            if _run_trial(_in_dtype(candidates[i], torch.float64), "normal", 0, generator) is not None:
+            if _run_trial(_in_dtype(candidate, torch.float64), "normal", 0, generator) is not None:
                 return not torch.equal(torch.get_rng_state(), state)
     return True
 
@@ -363,6 +349,7 @@ def _in_dtype(call: OpCall, dtype: torch.dtype | None) -> OpCall:
 
 def trials(call: OpCall, kinds: tuple[str, ...]) -> Iterator[Trial]:
     """Trials of one variant, in double precision when the op takes it. None when the whole op does not run."""
+    # By the op's name: the same data in every process.
     generator = torch.Generator().manual_seed(random.Random(call.target_name).randrange(2**31))
     for dtype in (torch.float64, torch.float32, None):  # many kernels of users are compiled for one type only
         found = False
@@ -422,8 +409,7 @@ def _python_code(target: Any) -> list[Callable[..., Any]]:
     """The Python functions that an op is made of; none for ops of other languages."""
     if not isinstance(target, torch._ops.OpOverload):
         return [target]
-    known = custom_op(target)
-    functions = list(known.python_code) if known is not None else []
+    functions = list(CUSTOM_OPS[target].python_code) if target in CUSTOM_OPS else []
     definition = OPDEFS.get(target._schema.name)
     if definition is not None:
         functions += [definition._init_fn, definition._backward_fn, *definition._backend_fns.values()]

@@ -1,8 +1,7 @@
 """Running ops that nobody vouches for: in a forked child, where one that crashes or hangs ends the child only.
 
-A run that crashed is noted by its number, the experiment is repeated, and there that run raises: a crash counts as a
-refusal, which experiments handle anyway. For that, experiments must be repeatable. Where no child can do it (not Linux,
-or autograd has threads for a GPU, which a child does not get), only ops that need no such care are tried: `tried`.
+Where no child can do it (not Linux, or autograd has threads for a GPU, which a child does not get), only ops that need
+no such care are tried.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
-import mmap
 import os
 import pickle
 import resource
@@ -19,65 +17,44 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 
-from alpa_strategy.ir.op import OpCall, target_name
+from alpa_strategy.ir.op import OpCall
 
 T = TypeVar("T")
 
-MAX_CRASHES = 12
-MAX_HANGS = 2
-SECONDS_PER_RUN = 30.0  # of tiny operands
+SECONDS = 120.0  # of some hundred runs on tiny operands, which take a second or two
 
 _DONE, _FAILED, _NO_BACKWARD = 101, 102, 103  # exit codes of a child; of an op that exits itself rather 0 or 1
 _log = logging.getLogger(__name__)
 
 
-class CannotForkError(Exception):
-    """A forked child cannot run PyTorch's backward here."""
-
-
-class CrashingError(Exception):
-    """The op ended its process, or hung, in one run too many."""
-
-
-class CrashedRunError(Exception):
-    """Stands in a repeated experiment for a run that crashed."""
-
-
-class _Watched:
-    """A target that counts its runs, and raises in those that are known to crash."""
-
-    def __init__(self, target: Any, counter: mmap.mmap, crashed: frozenset[int], seconds: float) -> None:
-        self.__module__, _, self.__qualname__ = target_name(target).partition(".")  # the name stays
-        self._target, self._counter, self._crashed, self._seconds = target, counter, crashed, seconds
-        self._number = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._number += 1
-        # In shared memory before the run: what the parent reads when the run was the last.
-        self._counter[:8] = self._number.to_bytes(8, "little")
-        if self._number in self._crashed:
-            raise CrashedRunError
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)  # unhandled, it ends this process
-        return self._target(*args, **kwargs)
-
-
-def tried(call: OpCall, experiment: Callable[[Any], T]) -> T | None:
-    """`isolated` for the call's target; None: the op cannot be tried, or crashes too often.
+def tried(call: OpCall, experiment: Callable[[], T], seconds: float = SECONDS) -> T | None:
+    """What `experiment()`, which runs the call's op, returns; None where the op crashes, hangs or may not be tried.
 
     Where no child can be forked, the experiment runs in this process if it is certain to leave it alive: PyTorch's own
     ops check shapes, but some take integers for granted (positions, counts), and ops of others promise nothing.
+
+    Args:
+        experiment: what it returns can be pickled.
+
+    Raises:
+        RuntimeError: the experiment itself failed; with the child's traceback.
     """
-    try:
-        return isolated(call.target, experiment)
-    except CannotForkError:
-        return experiment(call.target) if _is_harmless(call) else None
-    except CrashingError:
-        return None
+    if sys.platform.startswith("linux"):
+        with tempfile.TemporaryFile() as answer:
+            code = _exit_code_of_child(experiment, answer, seconds)
+            answer.seek(0)
+            if code == _DONE:  # an op that calls exit() itself gives 0 or 1
+                return pickle.load(answer)
+            if code == _FAILED:
+                raise RuntimeError(f"trials of {call.target_name} failed:\n{answer.read().decode()}")
+        if code not in (None, _NO_BACKWARD):
+            _log.info("%s hangs or ends its process in a trial (exit code %s)", call.target_name, code)
+            return None
+    return experiment() if _is_harmless(call) else None
 
 
 def _is_harmless(call: OpCall) -> bool:
@@ -87,54 +64,18 @@ def _is_harmless(call: OpCall) -> bool:
     return call.target.namespace in ("aten", "prims", "alpa") and floating
 
 
-def isolated(target: Any, experiment: Callable[[Any], T], seconds_per_run: float = SECONDS_PER_RUN) -> T:
-    """What `experiment(target)` returns, from a child process in which the op may crash or hang.
+def _exit_code_of_child(work: Callable[[], Any], answer: IO[bytes], seconds: float) -> int | None:
+    """Fork, let the child pickle what `work` returns into `answer`, and wait for it: minus the signal that ended it.
 
-    Args:
-        target: the op.
-        experiment: calls what it is given like the op, always in the same order; what it returns can be pickled.
-
-    Raises:
-        CannotForkError: no child can do this on this machine, or not any more in this process.
-        CrashingError: the op crashed in more than `MAX_CRASHES` runs or hung in more than `MAX_HANGS`.
-        RuntimeError: the experiment itself failed; with the child's traceback.
+    None: there is no memory or no process left.
     """
-    if not sys.platform.startswith("linux"):
-        raise CannotForkError
-    crashed: set[int] = set()
-    num_hangs = 0
-    while True:
-        with tempfile.TemporaryFile() as answer, mmap.mmap(-1, 8) as counter:
-            watched = _Watched(target, counter, frozenset(crashed), seconds_per_run)
-            code = _exit_code_of_child(partial(experiment, watched), answer)
-            number = int.from_bytes(counter[:8], "little")
-            answer.seek(0)
-            if code == _DONE:  # an op that calls exit() itself gives 0 or 1
-                return pickle.load(answer)
-            if code == _FAILED:
-                raise RuntimeError(f"trials of {target_name(target)} failed:\n{answer.read().decode()}")
-        if code == _NO_BACKWARD or number == 0:
-            raise CannotForkError
-        crashed.add(number)  # refused next time, and everything before it runs as it did
-        num_hangs += code == -signal.SIGALRM
-        how = "hangs" if code == -signal.SIGALRM else f"ends its process ({_name_of(code)})"
-        _log.info("%s %s in a trial: run %d is taken as refused", target_name(target), how, number)
-        if len(crashed) > MAX_CRASHES or num_hangs > MAX_HANGS:
-            raise CrashingError(f"{target_name(target)} {how}")
-
-
-def _name_of(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _exit_code_of_child(work: Callable[[], Any], answer: IO[bytes]) -> int:
-    """Fork, let the child pickle what `work` returns into `answer`, and wait for it. Minus the signal that ended it."""
     try:
         child = os.fork()
-    except OSError as error:  # no memory or no process left
-        raise CannotForkError from error
+    except OSError:
+        return None
+    # The child never comes back from this call.
     if child == 0:
-        _run_as_child(work, answer)
+        _run_as_child(work, answer, seconds)
     status = None
     try:
         _, status = os.waitpid(child, 0)
@@ -145,10 +86,10 @@ def _exit_code_of_child(work: Callable[[], Any], answer: IO[bytes]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _run_as_child(work: Callable[[], Any], answer: IO[bytes]) -> NoReturn:
+def _run_as_child(work: Callable[[], Any], answer: IO[bytes], seconds: float) -> NoReturn:
     code = _FAILED
     try:
-        _detach_from_parent()
+        _detach_from_parent(seconds)
         if not _backward_works():
             code = _NO_BACKWARD
         else:
@@ -163,11 +104,11 @@ def _run_as_child(work: Callable[[], Any], answer: IO[bytes]) -> NoReturn:
         os._exit(code)  # nothing of the parent's is flushed, closed or torn down twice
 
 
-def _detach_from_parent() -> None:
-    """No output, no core file, no life after the parent's or beyond a run's time; threads of pools are not here."""
+def _detach_from_parent(seconds: float) -> None:
+    """No output, no core file, no life after the parent's or beyond its time; threads of pools are not here."""
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_RUN)
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # unhandled, it ends this process
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
-from alpa_strategy.ir.placement import DualLayout, value_layout
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.binding import bind, rebuild
 from alpa_strategy.sharding.discovery_trials import draws_random_numbers
 from alpa_strategy.sharding.rule_families import RESHAPES
@@ -18,6 +18,7 @@ from alpa_strategy.sharding.rule_families import RESHAPES
 aten = torch.ops.aten
 
 _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
+RING = "ring_attention"  # the implementation that computes more than its local call says, see `priced_call`
 
 # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
 _VIEWS = frozenset(RESHAPES)
@@ -60,6 +61,32 @@ def localize(
     )
 
 
+def priced_call(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> OpCall:
+    """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's keys and values."""
+    if any(s.implementation == RING for s in strategies):
+        query = bind(call)["query"].index
+        strategies = tuple(
+            replace(s, inputs=tuple(p if i == query else INVARIANT for i, p in enumerate(s.inputs)))
+            if s.implementation == RING
+            else s
+            for s in strategies
+        )
+    return localize(call, strategies, mesh_shape, coordinate).call
+
+
+def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall) -> int:
+    """Short-lived bytes of a ring beside operands, results and their gradients; 0 where there is none.
+
+    Chunks of the query and its gradients as they are exchanged; keys, values and what is due to them, here and coming.
+    """
+    if all(s.implementation != RING for s in strategies):
+        return 0
+    query, key, value = (local.operands[bind(call)[name].index].num_bytes for name in ("query", "key", "value"))
+    return 3 * query + 5 * (key + value)
+
+
 @lru_cache(maxsize=16384)
 def is_random(call: OpCall) -> bool:
     """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode.
@@ -68,9 +95,6 @@ def is_random(call: OpCall) -> bool:
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
-    known = custom_op(call.target)
-    if known is not None and known.is_random is not None:
-        return known.is_random
     if call.target.namespace not in _DESCRIBED:
         return draws_random_numbers(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
@@ -129,6 +153,14 @@ def _narrow(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tenso
     return {"length": results[0].shape[dim]}
 
 
+def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """`[:-1]` of a chunk: of all but the last device's it leaves nothing out."""
+    bound = bind(call)
+    dim = bound["dim"] % len(results[0].shape)
+    changed = results[0].shape[dim] != call.results[0].shape[dim]
+    return {"end": results[0].shape[dim]} if changed and bound["start"] in (None, 0) else {}
+
+
 def _grid(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
     return {"size": (results[0].shape[0], *bind(call)["size"][1:])}
 
@@ -160,6 +192,7 @@ _CHANGES: dict[str, Changes] = {
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
+    "slice": _slice,
     "narrow": _narrow,
     "narrow_copy": _narrow,
     "affine_grid_generator": _grid,

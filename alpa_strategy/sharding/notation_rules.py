@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from alpa_strategy.ir.op import OpCall, Slot
+from alpa_strategy.ir.op import InnerCollective, OpCall, Slot
 from alpa_strategy.sharding.binding import bind, dims_of, slots
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import linear_sets
-from alpa_strategy.sharding.splits import Found
+from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _OTHER_MATRIX, _THIRD_MATRIX = "[*b, k!, l!]", "[*b, m!, n!]"
@@ -205,11 +205,13 @@ class Notation:
 
     linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
     carries: offer `R*` -> `R*` (see `Found`).
+    more: splits that no line says.
     """
 
     line: str | Callable[[OpCall, int], str]
     linear: tuple[tuple[int, ...], ...] = ()
     carries: bool = False
+    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
         """The line for this call."""
@@ -219,7 +221,8 @@ class Notation:
         splits = read(self.line_for(call, axis_size), call)
         if splits is None:
             return None
-        return Found(splits, linear_sets(call, self.linear), self.carries)
+        more = self.more(call, axis_size) if self.more else ()
+        return Found((*splits, *more), linear_sets(call, self.linear), self.carries)
 
 
 def _matmul(call: OpCall, axis_size: int) -> str:
@@ -249,6 +252,35 @@ def _attention(call: OpCall, axis_size: int) -> str:
     heads = "h=, " if arguments["enable_gqa"] else ""  # query heads stay with the key head that they share
     query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
     return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
+
+
+def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
+    """Attention with the sequence cut in queries, keys and values alike: the keys and values go around.
+
+    Under a causal mask chunks are folded first, so that all devices have as much work: halves of them must be equal.
+    """
+    bound = bind(call)
+    query, key, value = (bound[name].index for name in ("query", "key", "value"))
+    shapes = [call.operands[i].shape for i in (query, key, value)]
+    (rows, width), (columns, _) = shapes[0][-2:], shapes[1][-2:]
+    causal, heads = bound["is_causal"], 1 if bound["enable_gqa"] else 2
+    same = all(s[:heads] == shapes[0][:heads] and s[-1] == width and s[-2] == columns for s in shapes[1:])
+    if len(shapes[0]) != 4 or not same or shapes[1][1] != shapes[2][1] or bound["attn_mask"] is not None:
+        return ()
+    if bound["dropout_p"] or (causal and (rows != columns or rows % (2 * axis_size))):
+        return ()
+    q, pair = call.operands[query].num_bytes, call.operands[key].num_bytes + call.operands[value].num_bytes
+    folded = [(q + pair, "forward"), (q, "forward"), (q, "backward"), (q + pair, "backward")] if causal else []
+    collectives = [InnerCollective("all_to_all", num_bytes, phase) for num_bytes, phase in folded]
+    # A ring sends as much as an all-gather does; gradients of keys and values as much as their reduce-scatter.
+    around = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"))
+    collectives += [InnerCollective(kind, pair, phase) for kind, phase in around]
+    if not call.results[0].requires_grad:
+        collectives = [c for c in collectives if c.phase == "forward"]
+    dims = [(i, 2) for i in (query, key, value)]
+    return (
+        split_from_dims(call, dims, [2], even=True, implementation="ring_attention", collectives=tuple(collectives)),
+    )
 
 
 def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
@@ -405,7 +437,7 @@ NOTATION: dict[str, Notation] = {
     "aten.group_norm": Notation(_group_norm),
     "aten.native_group_norm": Notation("[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"),
     "aten.instance_norm": Notation(_instance_norm),
-    "aten.scaled_dot_product_attention": Notation(_attention),
+    "aten.scaled_dot_product_attention": Notation(_attention, more=_ring),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
     "aten.convolution": Notation(_convolution),

@@ -14,7 +14,8 @@ from functools import cache
 
 import torch
 
-from alpa_strategy.ir.op import OpCall, Slot
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot
+from alpa_strategy.ir.placement import shard
 from alpa_strategy.sharding.binding import bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
 
@@ -264,11 +265,15 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> F
     return _moved(call, zip(others, range(rank) if removed else others, strict=False))
 
 
-def slice_(call: OpCall) -> Found:
-    """slice, narrow: a dim whose size does not change maps one to one."""
-    source, target = _source(call), call.results[0].shape
-    dim = bind(call)["dim"] % len(source)
-    return _moved(call, [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]])
+def slice_(call: OpCall, axis_size: int) -> Found:
+    """slice, narrow: a dim whose size does not change maps one to one; and `[:-1]` of equal chunks, where all but the
+    last keep theirs (logits against shifted labels)."""
+    source, target, bound = _source(call), call.results[0].shape, bind(call)
+    dim = bound["dim"] % len(source)
+    found = _moved(call, [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]])
+    if bound["start"] in (None, 0) and target[dim] == source[dim] - 1 and source[dim] % axis_size == 0:
+        found = replace(found, extra=(AxisStrategy((shard(dim),), (shard(dim),)),))
+    return found
 
 
 def pad(call: OpCall) -> Found:

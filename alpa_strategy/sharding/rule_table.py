@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
     **_of("diagonal diagonal_copy linalg_diagonal", families.keep_other_dims, "dim1", "dim2", removed=True),
     **_of("diag_embed", families.diag_embed),
     **_of("rot90", families.rot90),
-    **_of("slice.Tensor narrow.default narrow_copy", families.slice_),
+    **dict.fromkeys(("aten.slice.Tensor", "aten.narrow.default", "aten.narrow_copy"), families.slice_),
     **_of("pad constant_pad_nd", families.pad),
     **_of("cat concat diff", families.concatenate),
     **_of("hstack column_stack", families.concatenate, 1),

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.ir.custom_ops import custom_op
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.op import AxisStrategy, OpCall
+from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, OpCall
 from alpa_strategy.sharding.discovery import discover
-from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.localize import RING, localize
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.units import format_bytes, format_seconds
@@ -58,9 +57,14 @@ def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[Axis
             if chosen:
                 last = tuple(n - 1 for n in mesh_shape[:axis])  # uneven chunks: the last device has the fewest
                 local = localize(call, chosen, mesh_shape[:axis], last).call
-            longer += [(*chosen, s) for s in axis_strategies(local, axis_size)]
+            longer += [(*chosen, s) for s in axis_strategies(local, axis_size) if not _is_second_ring(chosen, s)]
         combinations = longer
     return tuple(_shrink_collectives(c, mesh_shape) for c in combinations)
+
+
+def _is_second_ring(chosen: tuple[AxisStrategy, ...], strategy: AxisStrategy) -> bool:
+    """Keys and values go around one axis only: the mesh with both axes in one has the other plan."""
+    return strategy.implementation == RING and any(s.implementation == RING for s in chosen)
 
 
 def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]) -> tuple[AxisStrategy, ...]:
@@ -111,6 +115,6 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
 
 
 def _advice(target: Any) -> str:
-    if not isinstance(target, torch._ops.OpOverload) or custom_op(target) is not None:
-        return ""  # a module or autograd.Function that was captured as one op: there is no name to register
+    if not isinstance(target, torch._ops.OpOverload) or target in CUSTOM_OPS:
+        return ""  # an autograd.Function: there is no name to register
     return f'; if its work can be divided, register_sharding("{target._schema.name}", ...) says how'

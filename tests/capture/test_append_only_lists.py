@@ -14,7 +14,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import ValueRef
-from alpa_strategy.ir.guards import attributes_hold
+from alpa_strategy.ir.guards import AttributeCheck
 
 
 class Keeps(LightningModule):
@@ -62,16 +62,16 @@ def test_what_lies_in_the_lists_does_not_matter() -> None:
     module = Keeps()
     module.plain.append(torch.ones(2))
     step = capture_step(module, torch.ones(4, 3))
-    assert attributes_hold(module, step.attributes) is None
+    assert AttributeCheck(module, step.attributes).changed() is None
     for record in step.appended:
         record.place.find(module).extend(record.items)
     module.by_loader[0].append(3)
-    assert attributes_hold(module, step.attributes) is None
+    assert AttributeCheck(module, step.attributes).changed() is None
     assert len(module.plain) == 2
     module.plain, module.made = [], defaultdict(list)
-    assert attributes_hold(module, step.attributes) is None
+    assert AttributeCheck(module, step.attributes).changed() is None
     module.by_loader = None
-    assert attributes_hold(module, step.attributes) == "by_loader"
+    assert AttributeCheck(module, step.attributes).changed() == "by_loader"
 
 
 def looks_at_length(module: Keeps) -> float:

@@ -17,7 +17,7 @@ from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.guards import attributes_hold
+from alpa_strategy.ir.guards import AttributeCheck
 
 WEIGHT = 0.5
 NOT_READ = 7
@@ -60,7 +60,7 @@ class AddsAgain(ReadsGlobals):
 
 
 def changed(model: pl.LightningModule, step: Any) -> str | None:
-    return attributes_hold(model, step.attributes)
+    return AttributeCheck(model, step.attributes).changed()
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {

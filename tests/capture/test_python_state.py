@@ -19,7 +19,7 @@ from models import GPT
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.guards import AttributeCheck, attributes_hold
+from alpa_strategy.ir.guards import AttributeCheck
 
 
 @dataclass
@@ -101,7 +101,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
 def test_a_change_of_what_the_step_read_is_noticed(change: str) -> None:
     module = Reader()
     step = capture_step(module, torch.randn(6, 4))
-    assert attributes_hold(module, step.attributes) is None
+    assert AttributeCheck(module, step.attributes).changed() is None
     check = AttributeCheck(module, step.attributes)
     name, act = changes()[change]
     act(module)
@@ -125,7 +125,7 @@ def test_other_changes_are_not(act: Callable[[Reader], Any]) -> None:
     module = Reader()
     step = capture_step(module, torch.randn(6, 4))
     act(module)
-    assert attributes_hold(module, step.attributes) is None
+    assert AttributeCheck(module, step.attributes).changed() is None
 
 
 def test_eval_and_train_again_holds() -> None:

@@ -137,8 +137,8 @@ def test_any_box_can_be_read_from_any_chunks(
         ]
     path = tmp_path_factory.mktemp("any") / "a.ckpt"
     held = LocalShards(shape, tensor.dtype, [Chunk(c.offsets, c.tensor.clone()) for c in chunks])
-    CheckpointWriter(None, is_rank_zero=True).save({"w": held}, path)
-    stored = open_checkpoint(path)["w"]
+    CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": held}}, path)
+    stored = open_checkpoint(path)["state_dict"]["w"]
     box = [(min(a, b) % size, max(a, b) % size + 1) for (a, b), size in zip(asked, shape, strict=False)]
     box = [(min(low, high - 1), high) for low, high in box]
     part = torch.empty([high - low for low, high in box])

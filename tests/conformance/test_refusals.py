@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.nn
-from conformance.bench import RANKS, Bench, Net
+from conformance.bench import PLANS, RANKS, Bench, Net
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from quiet import QUIET
@@ -131,7 +131,7 @@ REFUSED = {
 def fit(name: str, kind: str, root: str) -> tuple[str, int]:
     """The error's text, and how many steps were done."""
     bench = Bench(kind, root)
-    module, trainer = bench.module(globals()[name]), bench.trainer()
+    module, trainer = bench.module(globals()[name]), bench.trainer({**PLANS[kind], "capture": "require"})
     try:
         trainer.fit(module, bench.loader())
     except AlpaError as error:
@@ -155,7 +155,7 @@ def fit_two(root: str) -> None:
 
 
 def test_several_optimizers(pool, tmp_path) -> None:
-    """Lightning itself wants manual optimization for them, which is refused in turn."""
+    """Lightning itself wants manual optimization for them."""
     with pytest.raises(WorkerError, match="multiple optimizers is only supported with manual optimization"):
         pool.run(RANKS, fit_two, str(tmp_path))
 

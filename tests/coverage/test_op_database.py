@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from proofs.judge import divides, judge, merged, refutation, summary
 from proofs.samples import CapturedCall, captured_calls, database
+from proofs.verdicts import NONE_EXISTS, load
 
 from alpa_strategy.cli import main
+from alpa_strategy.display.op_table import op_table
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.sharding import axis_strategies
-from alpa_strategy.tools.op_report import NONE_EXISTS, load, op_table
 
 pytest.importorskip("expecttest")
 

@@ -75,18 +75,20 @@ def record_model(
     root: str = ".",
     precision: str = "64-true",
     num_microbatches: int = 1,
+    samples: int = SAMPLES_PER_STEP,
 ) -> dict[str, Any]:
     """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and buffers, modes used.
 
     `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of every global batch, the
     reference where statistics are those of a micro-batch. Lightning divides their losses by their number: they add up.
+    `samples`: of all ranks in a step.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(7)
         model = model_class(**model_kwargs)
-        rows = model.example_batch(SAMPLES_PER_STEP * steps * accumulate, torch.Generator().manual_seed(3))
+        rows = model.example_batch(samples * steps * accumulate, torch.Generator().manual_seed(3))
     finally:
         torch.set_default_dtype(torch.float32)
     recorder = Recorder()
@@ -104,7 +106,7 @@ def record_model(
     data = Rows(rows)
     if strategy_kwargs is None:
         trainer = pl.Trainer(devices=1, **common)
-        batches = _global_batches(len(data), world_size, SAMPLES_PER_STEP)
+        batches = _global_batches(len(data), world_size, samples)
         parts = [_part(batch, world_size, num_microbatches, m) for batch in batches for m in range(num_microbatches)]
         loader = DataLoader(data, batch_sampler=parts)
     else:
@@ -112,11 +114,11 @@ def record_model(
 
         trainer = pl.Trainer(devices=world_size, strategy=AlpaStrategy(**strategy_kwargs), **common)
         if strategy_kwargs.get("batch_scope") == "global":
-            loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, SAMPLES_PER_STEP))
+            loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
         else:
             rank = int(os.environ.get("RANK", "0"))  # the Trainer's own sampler would shuffle
             sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
-            loader = DataLoader(data, batch_size=SAMPLES_PER_STEP // world_size, sampler=sampler)
+            loader = DataLoader(data, batch_size=samples // world_size, sampler=sampler)
     trainer.fit(model, loader)
     plan = getattr(trainer.strategy, "plan", None)
     return {
@@ -126,8 +128,11 @@ def record_model(
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
         "modes": {} if plan is None else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
         "pipeline": None if plan is None else (len(plan.stages), plan.num_microbatches, plan.schedule),
+        "strategies": {} if plan is None else plan.stages[0].strategies,
+        "recomputed": () if plan is None else plan.stages[0].recomputed,
         "mesh": None if plan is None else plan.stages[0].logical_mesh,
         "notes": () if plan is None else plan.notes,
+        "plan": None if plan is None else plan.to_dict(),
     }
 
 

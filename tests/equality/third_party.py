@@ -155,9 +155,7 @@ def _variant(name: str, suffix: str, **more: Any) -> None:
 
 
 for _name in ("mixtral", "qwen_moe"):
-    _variant(_name, "_eager", experts="eager")  # a loop over experts, whose tokens depend on data
     _variant(_name, "_float64", float64=True)
-    _variant(_name, "_eager_float64", experts="eager", float64=True)
 
 
 class Recurrent(Wrapped):
@@ -311,41 +309,16 @@ class CustomOps(Wrapped):
         return F.cross_entropy(self.out(hidden).flatten(0, 1), ids[:, 1:].flatten())
 
 
-class _Experts(nn.Module):
-    """Mixtral's experts as they were first written: a loop over experts, each with the tokens that chose it."""
-
-    def __init__(self, width: int, num_experts: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, num_experts, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = hidden.flatten(0, 1)
-        logits = self.gate(tokens)
-        weights, chosen = logits.softmax(-1).topk(2, -1)
-        result = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            where, slot = torch.where(chosen == number)
-            if where.shape[0] > 0:
-                result.index_add_(0, where, torch.tanh(expert(tokens[where])) * weights[where, slot, None])
-        return result.view_as(hidden), logits
-
-
-class ExpertsLoop(Wrapped):
-    """How many tokens an expert gets depends on data; tables of several ids a row."""
+class Bags(Wrapped):
+    """Tables of several ids a row."""
 
     def build(self, width: int = 8) -> None:
         self.bags = nn.EmbeddingBag(VOCAB, width, mode="mean")
         self.embed, self.norm, self.out = nn.Embedding(VOCAB, width), nn.LayerNorm(width), nn.Linear(width, VOCAB)
-        self.first, self.second = _Experts(width, 3), _Experts(width, 4)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         x = self.embed(ids[:, :-1]) + self.bags(ids[:, :4]).unsqueeze(1)
-        more, logits = self.first(self.norm(x))
-        x = x + more + self.second(x)[0]
-        balance = logits.logsumexp(-1).square().mean()
-        self.log("balance", balance)
-        return F.cross_entropy(self.out(x).flatten(0, 1), ids[:, 1:].flatten()) + 0.01 * balance
+        return F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Indices(Wrapped):
@@ -380,7 +353,7 @@ OTHERS: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     "unet": (UNet, {}),
     "custom_ops": (CustomOps, {}),
     "indices": (Indices, {}),
-    "experts_loop": (ExpertsLoop, {}),
+    "bags": (Bags, {}),
 }
 CASES = {**HUGGING_FACE, **OTHERS}
 

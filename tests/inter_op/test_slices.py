@@ -169,7 +169,7 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                     gradient = mesh.axes[0].all_reduce(gradient)
                 whole = torch.zeros_like(summed[name])
                 cut(whole, layout).copy_(gradient)
-                summed[name] += whole if layout == Layout.replicated(1) else mesh.axes[0].all_reduce(whole)
+                summed[name] += whole if layout == Layout.parse("R") else mesh.axes[0].all_reduce(whole)
             return {k: v.detach() for k, v in found.items()}, summed
 
         for found, summed in run_on_threads(mesh_shape, device):

@@ -6,7 +6,7 @@ import pytest
 from pipeline_net import StageCase, check_steps
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.pipeline.executor import _forward_orders, _training_orders
+from alpa_strategy.pipeline.executor import _orders
 from alpa_strategy.schedules import (
     SCHEDULES,
     Action,
@@ -83,7 +83,7 @@ def test_orders_that_cannot_be_run_are_refused(case):
     register_schedule(Schedule(f"bad: {case}", lambda num_stages, num_microbatches, num_meshes: BAD[case]))
     try:
         with pytest.raises(PlanError, match=REASONS[case]):
-            _training_orders(f"bad: {case}", (0, 1), 2)
+            _orders(f"bad: {case}", (0, 1), 2)
     finally:
         del SCHEDULES[f"bad: {case}"]
 
@@ -96,10 +96,6 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
             looped = [s % num_meshes for s in range(v * num_meshes)]
             for count in range(1, 13):
                 if why_not(schedule, num_meshes, count) is None:
-                    orders = _training_orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
+                    orders = _orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
                     assert orders == actions(schedule, num_meshes, count, v)
                     _check_waiting(schedule, orders, num_meshes * v)
-
-
-def test_evaluation_runs_stage_by_stage():
-    assert list(map(tuple, _forward_orders((0, 1, 0), 2))) == [order("0F0 0F1 2F0 2F1"), order("1F0 1F1")]

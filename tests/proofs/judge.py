@@ -16,15 +16,16 @@ from pathlib import Path
 import torch
 from proofs.prove import distribute, prove
 from proofs.samples import CapturedCall
+from proofs.verdicts import NONE_EXISTS, OpVerdict, figures, without_strategies
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from alpa_strategy.display.op_table import STORED
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
 from alpa_strategy.sharding.localize import is_random, localize
-from alpa_strategy.tools.op_report import NONE_EXISTS, STORED, OpVerdict, figures, without_strategies
 
 AXIS_SIZES = (2, 3)
 
@@ -211,9 +212,12 @@ def summary(verdicts: Sequence[OpVerdict]) -> str:
 
 def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
     """Write the verdicts, one line an op (temporary file in the same folder, then rename)."""
-    rows = [json.dumps(asdict(v)) for v in sorted(verdicts, key=lambda v: v.op)]
+    verdicts = sorted(verdicts, key=lambda v: v.op)
+    rows = [json.dumps(asdict(v)) for v in verdicts]
     version = torch.__version__.partition("+")[0]
-    content = f'{{"torch": "{version}", "ops": [\n' + ",\n".join(rows) + "\n]}\n"
+    content = (
+        f'{{"torch": "{version}", "figures": {json.dumps(figures(verdicts))}, "ops": [\n' + ",\n".join(rows) + "\n]}\n"
+    )
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(content)
     os.replace(file.name, path)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from alpa_strategy.comm.mesh import AxisComm
+from alpa_strategy.comm.mesh import AxisComm, Pending
 from alpa_strategy.ir.placement import chunk_range
 
 T = TypeVar("T")
@@ -79,6 +79,17 @@ class ThreadAxis(AxisComm):
             raise ValueError(f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}")
         self.record.append(("all_to_all", gathered.nbytes))
         return self._own_chunk(gathered, split_dim)
+
+    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """See `AxisComm`."""
+        self.record.append(("exchange", flat.nbytes))
+        rows = [
+            each.split(splits.tolist())[self.index]
+            for each, splits in zip(self._share(flat), self._share(torch.tensor(sent)), strict=True)
+        ]
+        if [len(row) for row in rows] != list(received):
+            raise ValueError(f"exchange: {[len(row) for row in rows]} elements came, expected {list(received)}")
+        return Pending(lambda: torch.cat(rows))
 
     def _own_chunk(self, tensor: Tensor, dim: int) -> Tensor:
         start, stop = chunk_range(tensor.shape[dim], self.size, self.index)

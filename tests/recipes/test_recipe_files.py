@@ -11,7 +11,9 @@ from alpa_strategy.recipe import build_data, build_model, load_recipe, read_yaml
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "gpt_tiny.yaml"
 MILLIONS = {  # parameters as the names promise
+    "dpo_tiny": 0.241,  # policy and reference
     "gpt_tiny": 0.84,
+    "grpo_tiny": 0.206,
     "gpt_small": 124,
     "gpt_350m": 355,
     "gpt_1_3b": 1315,
@@ -20,6 +22,7 @@ MILLIONS = {  # parameters as the names promise
     "gpt_15b": 15400,
     "gpt_39b": 39100,
     "gpt_175b": 174600,
+    "llama_405b": 405853,
     "moe_tiny": 1.63,
     "moe_380m": 384,
     "moe_1_3b": 1347,

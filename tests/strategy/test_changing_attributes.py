@@ -64,7 +64,7 @@ class Model(MLP):
 
 model = Model()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False)
+strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require")
 trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1,
     default_root_dir=sys.argv[1], **QUIET)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))

@@ -24,7 +24,6 @@ from ortools.math_opt.python import mathopt
 
 from alpa_strategy.intra_op.problem import Problem
 
-INTEGRAL = 1e-6
 STARVED = 1.5  # wall seconds per CPU second above which a time-out is not the solver's own
 TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are scaled to about this sum
 
@@ -58,11 +57,6 @@ class LpResult:
     feasible: bool
     bound: float
     mass: tuple[np.ndarray, ...] | None
-
-    @property
-    def integral(self) -> bool:
-        """Whether every choice has one strategy."""
-        return self.mass is not None and all(m.max() > 1 - INTEGRAL for m in self.mass)
 
     def assignment(self) -> list[int]:
         """Per choice the strategy that has most of it."""

@@ -1,0 +1,185 @@
+"""PlacedModule: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and hooks ask of it.
+
+How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them as they are written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from alpa_strategy.comm.collectives import any_rank, broadcast_buffers
+from alpa_strategy.ir.graph import BufferInput
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.digests import copies_of
+from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks
+from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.memory_headroom import MemoryHeadroom
+from alpa_strategy.lightning.metric_state import MetricStates
+from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.runtime.clip import use_whole_norms
+from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
+from alpa_strategy.runtime.parameters import ParameterStore
+
+Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
+
+
+class PlacedModule(ABC):
+    """See the file's docstring. What gathers or reduces is collective.
+
+    Args:
+        module: the LightningModule; its Parameter objects stay.
+        optimizers: made on the whole parameters.
+        optimizer_info: of all of them together.
+        limit: bytes of a device that may be used.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizers: Sequence[Optimizer],
+        optimizer_info: OptimizerInfo,
+        plan: Plan,
+        store: ParameterStore,
+        job: Job,
+        limit: float,
+    ) -> None:
+        self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
+        self._job, self.say = job, job.say
+        self.whole = FullParameters(store)
+        self.headroom = MemoryHeadroom(store, optimizer_info, limit)
+        self.metrics = MetricStates()
+        self._parameters = ParametersAsTheyWere(module)
+        self.buffers_differ = False
+        self._num_updates = 0
+        self.check_copies(())
+        self._hooks: UnshardForHooks | None = None
+        self._clipping: Any = None  # the precision plugin that clips by the norm of all shards
+
+    @abstractmethod
+    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+        """What `module.training_step(batch, batch_idx)` returns, its loss differentiable; `as_written` calls it."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """After the Trainer's backward: gradients are complete, where no more are added to them."""
+
+    @abstractmethod
+    def changed_parameters(self) -> str | None:
+        """What happened to the module's parameters that wants another plan, None when nothing did."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
+
+    def sync(self, enabled: bool) -> None:
+        """Whether the next backward completes gradients; else they stay local, as more are added to them."""
+        if not self.plan.is_pipelined:  # it reduces the gradients of each of its steps
+            self.store.sync(enabled)
+
+    def leave_steps(self) -> None:
+        """The next step is another run's, in the midst of an epoch."""
+        return
+
+    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """All of the gradients that are there, on every rank, for another run. Collective."""
+        if not self.plan.is_pipelined:
+            self.store.sync(True)
+            self.store.finish_backward()
+        names = {p: self.store.name_of(p) for p in self.module.parameters()}
+        there = any_rank([p.grad is not None for p in names])
+        found = [(p, n) for (p, n), is_there in zip(names.items(), there, strict=True) if is_there]
+        grads = [(p, n, torch.zeros_like(p) if p.grad is None else p.grad) for p, n in found]
+        return [(p, grad if n is None else self.store.gather_like(n, grad)) for p, n, grad in grads]
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
+        yield
+
+    def meet(self) -> None:
+        """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""
+        return
+
+    def end_of_backward(self) -> None:
+        """This rank's backward is done: in parts, others may still need parameters. Within `in_step`."""
+        return
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Around code that works on parameters as they lie, perhaps within a step that runs its own backward."""
+        yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step. Collective at the steps at which copies are compared."""
+        self.copies.finish()
+        if self.store.awaits_finish:  # after `loss.backward()` in a step that runs its own backward passes
+            self.end_of_backward()
+            self.finish_backward()
+        with self.outside_step():
+            yield
+            self.store.after_optimizer_step()
+            self._num_updates += 1
+            if self.copies.due(self._num_updates):
+                self.copies.begin(f"after step {self._num_updates}")
+
+    def check_copies(self, buffers: Sequence[BufferInput]) -> None:
+        """From now on compare, beside parameters, these buffers between the ranks. Collective."""
+        every = self._job.limits.check_replicas_every
+        self.copies = copies_of(self.store, self.module, buffers, every, self._job.device)
+
+    def take_buffers(self) -> None:
+        """Buffers are rank 0's, where the ranks have run a step of their own on them since they were."""
+        if self.buffers_differ:
+            broadcast_buffers(self.module)
+        self.buffers_differ = False
+
+    def adapt_trainer(self, trainer: Any) -> None:
+        """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
+        plugin clip by the norm of all shards."""
+        if self.store.sharded_parameters or not self.plan.is_as_written:
+            self._clipping = trainer.precision_plugin
+            use_whole_norms(self._clipping, self.store, lambda: self.whole.is_active)
+        if self.store.sharded_parameters:
+            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.headroom.for_whole)
+
+    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict as a plain Trainer would write it. Collective."""
+        with self.whole.suspended():
+            return whole_state_dict(optimizer, self.store)
+
+    def release(self) -> None:
+        """Give the module and the optimizers their whole tensors back, for good. Collective."""
+        self.copies.finish()
+        self.metrics.make_local()
+        for optimizer in self.optimizers:
+            unshard_state(optimizer, self.store)
+        self.store.unshard()
+
+    def close(self) -> None:
+        """End what runs beside the main thread, give the hooks back. No communication."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._clipping is not None:
+            vars(self._clipping).pop("clip_grad_by_norm", None)
+
+
+def shard_all(
+    store: ParameterStore, optimizers: Sequence[Optimizer], values: Callable[[Tensor], Tensor], bucket_bytes: int
+) -> None:
+    """Keep this rank's parts of the parameters and of the optimizers' state. `values`: the whole of each."""
+    store.shard(values, bucket_bytes)
+    for optimizer in optimizers:
+        shard_state(optimizer, store, values)

@@ -1,0 +1,214 @@
+"""WrittenRun: a training whose steps run as they are written, each rank on its own batch: DDP's contract.
+
+Random numbers, logs and metrics are each rank's own, as under DDP with the same seeds; gradients are averaged while the
+backward runs, buffers are rank 0's when a step begins. Parameters lie as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
+from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.memory_headroom import device_limit
+from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.planning import check_optimizer
+from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.planner.early_step import TrainerSettings
+from alpa_strategy.planner.optimizer_info import optimizer_info_in
+from alpa_strategy.planner.written_plan import against_written, plan_as_written
+from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.runtime.gradients import Replicas
+from alpa_strategy.runtime.parameters import ParameterStore
+
+
+def why_written(module: Any, num_optimizers: int, job: Job) -> CaptureError | None:
+    """Why capture is not even tried, None where it is."""
+    if job.limits.capture == "never":
+        return CaptureError('capture="never"')
+    if job.options.batch_scope == "replica":
+        return CaptureError('batch_scope="replica"')
+    if not module.automatic_optimization:
+        return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
+    return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers") if num_optimizers != 1 else None
+
+
+def check_may_run_as_written(why: CaptureError, job: Job) -> None:
+    """Raises `why` where a captured step is demanded, with what demands it."""
+    asked = job.limits.capture == "never" or job.options.batch_scope == "replica"
+    against = against_written(job.options) or ("a plan file is given" if job.plan_file is not None else None)
+    if against is None and (asked or job.may_run_as_written):
+        return
+    if against is None:
+        against = 'capture="require"' if job.limits.capture == "require" else f"batch_scope={job.options.batch_scope!r}"
+    way_out = f'as it is written the step runs without that ({against}), per replica as under DDP: capture="auto"'
+    raise type(why)(why.problem, f"{why.fix}; {way_out}" if why.fix else way_out) from why
+
+
+def start_written(
+    module: Any, optimizers: Sequence[Optimizer], job: Job, sharding: Sharding, why: CaptureError
+) -> WrittenRun:
+    """The module's parameters as a plan for its sizes has them. Collective.
+
+    Args:
+        optimizers: none: for an evaluation.
+
+    Raises:
+        AlpaError: shards are asked for, and an optimizer cannot work on them.
+    """
+    settings = TrainerSettings.of(module.trainer)
+    infos = [optimizer_info_in(module, [optimizer], settings) for optimizer in optimizers]
+    parameters, limit = _inputs(module, trains=bool(optimizers)), device_limit(job)
+    plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
+    for info in infos:
+        check_optimizer(info, plan.stages)
+    if optimizers:
+        _say_why(why)
+    with sharding(module) as whole:
+        store = _store(module, parameters, plan, job)
+        shard_all(store, optimizers, whole, job.limits.bucket_bytes)
+    return WrittenRun(module, optimizers, infos, store, plan, job, limit)
+
+
+def _say_why(why: CaptureError) -> None:
+    rank_zero_info(
+        f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
+        f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and its ops "
+        "could be divided (tensor, sequence and pipeline parallelism, recomputation)"
+    )
+
+
+def _inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
+    """Every parameter once, with all its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [
+        ParameterInput(i, tuple(each), TensorMeta(tuple(p.shape), p.dtype, p.requires_grad and trains))
+        for i, (p, each) in enumerate(names.items())
+    ]
+
+
+def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job) -> ParameterStore:
+    group = cpu_group()
+    mesh = build_mesh((world_size(),), backend=job.backend)
+    # Gradients are on their way while parameters are gathered, in another order perhaps on another rank.
+    own_mesh = build_mesh((world_size(),), backend=job.backend, own_group=True)
+    replicas = Replicas(own_mesh, lambda flags: any_rank(flags, group))
+    return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
+
+
+class WrittenRun(PlacedModule):
+    """See the file's docstring."""
+
+    def __init__(
+        self,
+        module: Any,
+        optimizers: Sequence[Optimizer],
+        infos: Sequence[OptimizerInfo],
+        store: ParameterStore,
+        plan: Plan,
+        job: Job,
+        limit: float,
+    ) -> None:
+        info = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
+        super().__init__(module, optimizers, info, plan, store, job, limit)
+        self.buffers_differ = True  # perhaps
+        self._syncs = True
+        self._on_use: GatherOnUse | None = None
+        if store.sharded_parameters and optimizers:
+            keeps = not any(parameter.uses_shards for parameter in plan.stages[0].parameter_plans.values())
+            self._on_use = GatherOnUse(module, store, cpu_group(), keeps)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+        self.take_buffers()
+        with self.in_step():
+            output = as_written()
+            if self._on_use is not None and not self.module.automatic_optimization:
+                self._on_use.rounds.finish()
+        # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
+        self.buffers_differ = self._syncs and self.module.automatic_optimization
+        return output
+
+    @contextmanager
+    @override
+    def in_step(self) -> Iterator[None]:
+        if self._on_use is None:
+            yield
+            return
+        self._on_use.enter(for_backward=True)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._on_use.leave(failed)
+
+    @override
+    def meet(self) -> None:
+        if self._on_use is not None:
+            self._on_use.meet()
+
+    @override
+    def end_of_backward(self) -> None:
+        if self._on_use is not None:
+            self._on_use.rounds.finish()
+
+    @contextmanager
+    @override
+    def outside_step(self) -> Iterator[None]:
+        if self._on_use is None:
+            yield
+            return
+        with self._on_use.suspended():
+            yield
+            self._on_use.drop()
+
+    @override
+    def sync(self, enabled: bool) -> None:
+        self._syncs = enabled
+        if self._on_use is None:  # what parameters in parts keep of a gradient is its part
+            self.store.sync(enabled)
+
+    @override
+    def finish_backward(self) -> None:
+        if self._on_use is None:
+            self.store.finish_backward()
+            return
+        with self._on_use.suspended():
+            self.store.finish_backward()
+        if not self._on_use.is_active:
+            self._on_use.drop()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        if self._on_use is not None:
+            self._on_use.remove()
+
+    @override
+    def changed_parameters(self) -> str | None:
+        return self._parameters.changed()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        is_first = world_size() == 1 or dist.get_rank() == 0
+        return {"as_written": True, "plan": self.plan.to_dict() if is_first else None}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        return bool(state.get("as_written", False))

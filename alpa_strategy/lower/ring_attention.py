@@ -1,0 +1,241 @@
+"""Attention whose sequence is cut over a mesh axis: every device keeps its queries, keys and values go around.
+
+Each device attends to one other's keys and values at a time, while the next ones come in, and merges by the
+log-sum-exp of each row. Under a causal mask the last device of contiguous chunks would do nearly all the work: chunks
+are exchanged before and after, so that of 2 n halves of chunks device i computes the i-th and the i-th from the end.
+Then every step is as much work on every device: two of four quarters, whole, or the diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.comm.mesh import AxisComm, Pending
+
+aten = torch.ops.aten
+Tensors = tuple[Tensor, ...]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def ring_attention(comm: AxisComm, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+    """`scaled_dot_product_attention` on this device's chunks of the sequence.
+
+    Args:
+        comm: the axis that cuts the sequence into equal chunks; under a causal mask these have an even length.
+        query: [batch, heads, rows, width]; key, value: [batch, heads or a divisor of it, columns, width].
+        causal: row r sees the columns up to r, counted over all devices.
+        scale: of the scores.
+
+    Returns [batch, heads, rows, width], and gradients of the own chunks only.
+    """
+    return _RingAttention.apply(query, key, value, comm, causal, scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, comm: AxisComm, causal: bool, scale: float
+    ) -> Tensor:
+        if causal:
+            query, key, value = _zigzag(comm, (query, key, value))
+        out, lse = torch.zeros_like(query, dtype=_wide(query)), query.new_full((), -torch.inf, dtype=_wide(query))
+        lse = lse.repeat(query.shape[:-1])  # [batch, heads, rows]; out is [batch, heads, rows, width]
+        pair = _flat((key, value))
+        for source in _sources(comm):
+            coming = _pass_on(comm, pair) if source != _next(comm) else None  # the last ones have been everywhere
+            rows, columns, diagonal = _visible(comm.index, source, causal, query, key)
+            part, part_lse = _attend(_cut(query, rows), _seen(pair, (key, value), columns), diagonal, scale)
+            seen_out, seen_lse = _cut(out, rows), lse[..., rows]
+            merged = torch.logaddexp(seen_lse, part_lse.to(lse.dtype))
+            seen_out.mul_((seen_lse - merged).exp().unsqueeze(-1))
+            seen_out.addcmul_(part.to(out.dtype), (part_lse - merged).exp().unsqueeze(-1))
+            seen_lse.copy_(merged)
+            pair = pair if coming is None else coming.wait()
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.comm, ctx.causal, ctx.scale = comm, causal, scale
+        return _zigzag(comm, (out,), back=True)[0] if causal else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        comm = ctx.comm
+        if ctx.causal:
+            (grad,) = _zigzag(comm, (grad,))
+        grad_query = torch.zeros_like(query, dtype=_wide(query))
+        # What is due to a key travels one step behind it, and one step further: home.
+        pair, own = _flat((key, value)), (key, value)
+        due = torch.zeros_like(pair, dtype=_wide(pair))
+        coming_due: Pending | None = None
+        for source in _sources(comm):
+            coming = _pass_on(comm, pair) if source != _next(comm) else None
+            rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
+            seen, merged = _seen(pair, own, columns), (_cut(out, rows), lse[..., rows])
+            parts = _attend_backward(_cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale)
+            _cut(grad_query, rows).add_(parts[0])
+            due = due if coming_due is None else coming_due.wait()
+            for total, part in zip(_seen(due, own, columns), parts[1:], strict=True):
+                total.add_(part)
+            coming_due = _pass_on(comm, due)
+            pair = pair if coming is None else coming.wait()
+        assert coming_due is not None
+        due = coming_due.wait()
+        grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
+        grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
+        return (
+            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)),
+            None,
+            None,
+            None,
+        )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Sums over devices are kept in at least float32."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _cut(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[..., rows, :]
+
+
+# --- What lies where
+
+
+def _sources(comm: AxisComm) -> list[int]:
+    """Whose keys and values are here, step by step."""
+    return [(comm.index - step) % comm.size for step in range(comm.size)]
+
+
+def _next(comm: AxisComm) -> int:
+    return (comm.index + 1) % comm.size
+
+
+def _visible(own: int, source: int, causal: bool, query: Tensor, key: Tensor) -> tuple[slice, slice, bool]:
+    """Rows of device `own` that see anything of `source`, the columns that they see, whether that is the diagonal.
+
+    Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the first half, with all
+    its rows; of a later one it sees both halves, with its second half's rows.
+    """
+    everything = slice(None)
+    if not causal or source == own:
+        return everything, everything, causal
+    if source < own:
+        return everything, slice(0, key.shape[-2] // 2), False
+    return slice(query.shape[-2] // 2, None), everything, False
+
+
+def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
+    """Start sending to the next device; what comes is as long."""
+    sent, received = [0] * comm.size, [0] * comm.size
+    sent[_next(comm)] = received[(comm.index - 1) % comm.size] = flat.numel()
+    return comm.start_exchange(flat, sent, received)
+
+
+def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
+    """Columns of somebody's keys and values, or of what is due to them, that came one after the other; `own` has their
+    shapes."""
+    parts = flat.split([x.numel() for x in own])
+    return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
+    """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width]; or back."""
+    n, i = comm.size, comm.index
+    in_order, folded = (2 * i, 2 * i + 1), (i, 2 * n - 1 - i)
+
+    def owner_in_order(half: int) -> int:
+        return half // 2
+
+    def owner_folded(half: int) -> int:
+        return min(half, 2 * n - 1 - half)
+
+    held, wanted, to, of = (in_order, folded, owner_folded, owner_in_order)
+    if back:
+        held, wanted, to, of = folded, in_order, owner_in_order, owner_folded
+    halves = [x.chunk(2, -2) for x in tensors]
+    shapes = [pair[0].shape for pair in halves]
+    size = sum(shape.numel() for shape in shapes)
+    flat = _flat([pair[p] for p in sorted((0, 1), key=lambda p: to(held[p])) for pair in halves])
+    sent, received = [0] * n, [0] * n
+    for mine, others in zip(held, wanted, strict=True):
+        sent[to(mine)] += size
+        received[of(others)] += size
+    came = comm.start_exchange(flat, sent, received).wait().split(size)
+    places = sorted((0, 1), key=lambda p: of(wanted[p]))  # halves that one device sends come in their order
+    ordered = [part.split([shape.numel() for shape in shapes]) for _, part in sorted(zip(places, came, strict=True))]
+    return tuple(
+        torch.cat([ordered[0][k].view(shape), ordered[1][k].view(shape)], -2) for k, shape in enumerate(shapes)
+    )
+
+
+# --- One block: attention with the log-sum-exp of its rows. The backward of a block takes the whole's result and
+# log-sum-exp, and gives the block's share of the gradients.
+
+
+def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    key, value = (_as_heads(x, query) for x in pair)
+    if query.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    if _has_flash(query):
+        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+    scores = _scores(query, key, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ value.to(scores.dtype), lse
+
+
+def _attend_backward(
+    grad: Tensor, query: Tensor, pair: Tensors, merged: Tensors, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value. `pair`: key and value; `merged`: result and log-sum-exp over all columns."""
+    groups, (out, lse) = pair[0].shape[1], merged
+    key, value = (_as_heads(x, query) for x in pair)
+    if query.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad, query, key, value, out, lse, 0.0, causal), scale=scale
+        )
+    elif _has_flash(query):
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, out, lse, None, None, query.shape[-2], key.shape[-2], 0.0, causal),
+            *(unused, unused),
+            scale=scale,
+        )
+    else:
+        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()  # [batch, heads, rows, columns]
+        query, key, value, out, grad = (x.to(weights.dtype) for x in (query, key, value, out, grad))
+        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        grads = grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad
+    grad_query, grad_key, grad_value = grads
+    return grad_query, _as_groups(grad_key, groups), _as_groups(grad_value, groups)
+
+
+def _has_flash(query: Tensor) -> bool:
+    return query.device.type == "cuda" and query.dtype in _HALVES and query.shape[-1] % 8 == 0
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = (query @ key.mT).to(_wide(query)) * scale
+    if not causal:
+        return scores
+    ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(ones.triu(1), -torch.inf)
+
+
+def _as_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    """Heads that several query heads share, once for each of them."""
+    return (
+        tensor if tensor.shape[1] == query.shape[1] else tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+    )
+
+
+def _as_groups(grad: Tensor, groups: int) -> Tensor:
+    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)

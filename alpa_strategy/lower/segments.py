@@ -1,0 +1,210 @@
+"""Segments: runs of a program's lines that `torch.compile` makes one kernel graph of, forward and backward.
+
+A program is cut where ranks talk (reshardings stay between the segments, in eager), where random numbers are drawn
+(from generators of our own), and between the layers of the model, so that gradients of a layer start their reduction
+while the backward goes on. A segment is a function of tensors alone. Those that are equal up to names of variables, N
+blocks of a model, are one function and compiled once; Inductor's cache on disk serves other ranks and the next start.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.ir.op import OpCall
+from alpa_strategy.lower.lines import Line, drop_dead
+
+LEAST_OPS = 6  # a layer of fewer is compiled together with its neighbours
+MOST_OPS = 64  # of one segment: one of a whole model would hold up its gradients, and compile for minutes
+PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, which Dynamo follows
+
+
+def is_compilable(call: OpCall) -> bool:
+    """Whether a deterministic op may stand in a compiled segment: what runs user code (opaque ops) may not."""
+    if isinstance(call.target, torch._ops.OpOverload):
+        return call.target.namespace in ("aten", "prims")
+    return getattr(call.target, "__module__", None) == PLAIN_FUNCTIONS
+
+
+class Compiler:
+    """Compiles segments; equal ones of any of its programs share one compilation.
+
+    Args:
+        options: keyword arguments of `torch.compile`: `backend`, `mode`, `options`.
+
+    Attributes:
+        segments: the distinct ones.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self.segments: dict[Hashable, Segment] = {}
+
+    def compiled(
+        self, lines: Sequence[Line], namespace: MutableMapping[str, Any], parameters: Collection[str]
+    ) -> list[Line]:
+        """`lines` with calls of segments in the place of runs of ops. The last line, the return, stays as it is.
+
+        Args:
+            namespace: what `lines` refer to; gets the segments.
+            parameters: variables that hold the parameters.
+        """
+        made_ahead = _made_ahead(lines, parameters)
+        result: list[Line] = []
+        pieces = [piece for layer in _layers(lines[:-1], made_ahead) for piece in _pieces(layer)]
+        read_later: list[set[str]] = [set(lines[-1].reads)]
+        for piece in reversed(pieces):
+            read_later.append(read_later[-1].union(*(line.reads for line in piece)))
+        for piece, later in zip(pieces, read_later[-2::-1], strict=True):
+            is_segment = sum(line.call is not None for line in piece) > 1
+            result += [self._call(piece, later, namespace)] if is_segment else piece
+        return [*result, lines[-1]]
+
+    def _call(self, lines: Sequence[Line], read_later: Collection[str], namespace: MutableMapping[str, Any]) -> Line:
+        """The line that calls the segment which stands for `lines`."""
+        results = tuple(name for line in lines for name in line.defines if name in read_later)
+        made = {name for line in lines for name in line.defines}
+        returned = Line(f"return ({''.join(f'{name}, ' for name in results)})", (), results)
+        tree = ast.parse("\n".join(line.code for line in drop_dead([*lines, returned])))
+        renamed = _Renamed(namespace, made)
+        body = [ast.unparse(renamed.visit(statement)) for statement in tree.body]
+        source = "\n    ".join([f"def segment({', '.join(renamed.arguments.values())}):", *body]) + "\n"
+        key = source, tuple(line.call for line in lines)
+        if key not in self.segments:
+            given = {short: namespace[name] for name, short in renamed.bound.items()}
+            layers = dict.fromkeys(line.module for line in lines if line.module)
+            self.segments[key] = Segment(source, given, self._options, next(iter(layers), "the step"))
+        name = f"segment_{len([known for known in namespace if known.startswith('segment_')])}"
+        namespace[name] = self.segments[key]
+        arguments = tuple(renamed.arguments)
+        code = f"{', '.join(results)}, = {name}({', '.join(arguments)})" if results else f"{name}()"
+        return Line(code, results, arguments, f"{len(lines)} ops compiled, from {lines[0].note}")
+
+
+class Segment:
+    """A run of ops, called with its tensors; gives a tuple of tensors.
+
+    It compiles when it is called first (with and without gradients), and again for other strides.
+
+    Args:
+        source: of the function `segment`.
+        namespace: what it refers to.
+        options: of `torch.compile`.
+        place: whose ops these are, for messages.
+    """
+
+    def __init__(self, source: str, namespace: dict[str, Any], options: Mapping[str, Any], place: str) -> None:
+        filename = f"<alpa segment {id(self):x}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), namespace)
+        self.source, self._place = source, place
+        self._eager: Callable[..., tuple[Tensor, ...]] = namespace["segment"]
+        self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False, **options)
+        self._has_compiled: set[bool] = set()  # with gradients, without
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Compiled, or where that failed as it is written."""
+        if self._compiled is self._eager:
+            return self._eager(*operands)
+        try:
+            if torch.is_grad_enabled() in self._has_compiled:
+                return self._compiled(*operands)
+            # The backward too is compiled now: a failure in the midst of autograd's could not be caught.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                results = self._compiled(*operands)
+            self._has_compiled.add(torch.is_grad_enabled())
+            return results
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException  # loads Dynamo, which only those who compile need
+
+            if not isinstance(error, TorchDynamoException):
+                raise
+            why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
+            warnings.warn(f"alpa: compile: ops of {self._place} run uncompiled: {why}", stacklevel=2)
+            self._compiled = self._eager
+            return self._eager(*operands)
+
+
+class _Renamed(ast.NodeTransformer):
+    """Names of a segment's variables by the order in which they appear: arguments a0, what it makes t0, others g0.
+
+    Args:
+        namespace: holds functions and constants; its tensors become arguments.
+        made: variables that the segment makes.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], made: Collection[str]) -> None:
+        self._namespace, self._made = namespace, made
+        self.arguments: dict[str, str] = {}
+        self._own: dict[str, str] = {}
+        self.bound: dict[str, str] = {}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        known = self._namespace.get(node.id)
+        if node.id in self._made:
+            names, letter = self._own, "t"
+        elif known is None or isinstance(known, Tensor):
+            names, letter = self.arguments, "a"
+        else:
+            names, letter = self.bound, "g"
+        return ast.Name(names.setdefault(node.id, f"{letter}{len(names)}"), node.ctx)
+
+
+def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
+    """Numbers of the lines that gather parameters for use, and of what these need.
+
+    They are made of parameters alone, and run uncompiled before the other ops of their layer, so that they do not cut
+    it: as ZeRO-3 by layers does. ZeRO-3's second gathering knows them by their autograd nodes (`comm/regather.py`).
+    """
+    of_parameters = set(parameters)
+    for line in lines:
+        if line.reads and of_parameters.issuperset(line.reads):
+            of_parameters.update(line.defines)
+    needed: set[str] = set()
+    found: set[int] = set()
+    for number, line in reversed(list(enumerate(lines))):
+        if line.reads and of_parameters.issuperset(line.reads) and (line.is_resharding or needed & set(line.defines)):
+            found.add(number)
+            needed.update(line.reads)
+    return found
+
+
+def _layers(lines: Sequence[Line], made_ahead: Collection[int]) -> Iterator[list[Line]]:
+    """Runs of lines of one layer, each with what is made ahead first and never compiled."""
+    sizes = Counter(path for line in lines if line.call is not None for path in _numbered(line.module))
+    own = [next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "") for line in lines]
+    runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=own.__getitem__)]
+    layers: list[list[int]] = []
+    for run in runs:
+        both_small = layers and max(len(run), len(layers[-1])) < LEAST_OPS
+        if both_small:
+            layers[-1] += run
+        else:
+            layers.append(run)
+    for layer in layers:
+        ahead = [replace(lines[number], call=None) for number in layer if number in made_ahead]
+        yield [*ahead, *(lines[number] for number in layer if number not in made_ahead)]
+
+
+def _numbered(module: str) -> list[str]:
+    """The module and those around it that are one of a row (`blocks.3`), the innermost first."""
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in reversed(range(len(parts))) if parts[i].isdigit()]
+
+
+def _pieces(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """Runs of ops that can be compiled, and of lines that cannot."""
+    for can, run in groupby(lines, key=lambda line: line.call is not None):
+        piece = list(run)
+        step = MOST_OPS if can else len(piece)
+        for start in range(0, len(piece), step):
+            yield piece[start : start + step]

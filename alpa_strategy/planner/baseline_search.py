@@ -1,0 +1,274 @@
+"""Other ways to search, on the same stage costs and in the same space as the stage DP: what they find, and how soon.
+
+A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step of
+`inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are functions from a
+`Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may find something else
+every time. `megatron` tries equal stages of one shape, `exhaustive` every state in turn, `greedy` takes the best change
+while there is one, `mcmc` changes at random and takes what is better, or slightly worse (FlexFlow, arXiv 1807.05358).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from alpa_strategy.inter_op.candidates import Candidate, crossings, stage_tables, to_candidate
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, terms, why_not
+
+HEAT = 0.02  # by what share a change may be worse to be taken once in e times
+
+
+@dataclass(frozen=True)
+class State:
+    """Stages in pipeline order: (layers, submesh) each; with several a mesh, all submeshes are the same."""
+
+    schedule: str
+    stages_per_mesh: int
+    stages: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Trace:
+    """The best that was found: `history` has (seconds since the start, seconds of a step) at every improvement."""
+
+    best: Candidate | None = None
+    history: list[tuple[float, float]] = field(default_factory=list)
+    tried: int = 0
+
+
+class Space:
+    """The states of one job, and their prices."""
+
+    def __init__(self, job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> None:
+        self.job, self.meshes, self.runs = job, meshes, runs
+        self.tables = stage_tables(job, meshes, runs)
+        self.sizes = [math.prod(mesh) for mesh in meshes]
+        self._priced: dict[State, Candidate | None] = {}
+
+    @cached_property
+    def kinds(self) -> list[tuple[str, int]]:
+        """(schedule, stages per mesh) that may be."""
+        pinned = self.job.options.schedule
+        names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+        return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
+
+    def price(self, state: State) -> Candidate | None:
+        """None where it cannot be: devices left over, a schedule that does not go, no memory."""
+        if state not in self._priced:
+            self._priced[state] = self._price(state)
+        return self._priced[state]
+
+    def _price(self, state: State) -> Candidate | None:
+        job, v, B = self.job, state.stages_per_mesh, self.job.num_microbatches
+        ranks, rest = divmod(len(state.stages), v)
+        sizes = [self.sizes[mesh] for _, mesh in state.stages]
+        is_pinned = job.options.num_stages in (None, len(state.stages))
+        if rest or not is_pinned or sum(sizes) != v * job.cluster.num_devices or (v > 1 and len(set(sizes)) > 1):
+            return None
+        if job.options.schedule is not None and len(sizes) == 1:  # one stage has none
+            return None
+        if why_not(state.schedule, ranks, B) or sum(n for n, _ in state.stages) != job.num_layers:
+            return None
+        left = [sum(sizes[i:]) for i in range(len(sizes))]
+        fits = self.tables.fits
+        if (
+            v == 1
+            and fits is not None
+            and not all(fits[d, mesh] for d, (_, mesh) in zip(left, state.stages, strict=True))
+        ):
+            return None
+        weights, pairs = (
+            terms(state.schedule, ranks, B, v, splits=not job.remat),
+            in_flight(state.schedule, ranks, B, v),
+        )
+        alive = tuple(pairs[mesh_of(state.schedule, ranks, i)] for i in range(len(sizes)))
+        stages = self._stages(state, alive, v)
+        if stages is None:
+            return None
+        tables = self.tables
+        if v > 1:
+            places = [sizes[0] * mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
+            tables, left = replace(tables, crosses=crossings(job, places)), list(range(len(sizes), 0, -1))
+        choice = StageChoice(stages, 0.0, 0.0)
+        return to_candidate(job, self.runs, tables, left, state.schedule, v, weights, choice, alive)
+
+    def _stages(self, state: State, alive: Sequence[int], v: int) -> tuple[StageRange, ...] | None:
+        """Every stage by its cheapest candidate that fits."""
+        t, B, first = self.tables, self.job.num_microbatches, 0
+        apart = splits_backward(state.schedule, len(alive) // v, B, v) and not self.job.remat
+        found = []
+        for (count, mesh), pairs in zip(state.stages, alive, strict=True):
+            at = (first, first + count, mesh)
+            need = v * t.bytes_always[at] + pairs * t.bytes_in_flight[at]
+            total = np.where(need <= self.job.memory_limit, B * t.seconds[at] + t.once_seconds[at], np.inf)
+            if apart:
+                again = self.runs[mesh].remat[first, first + count]
+                total[: len(again)][again] = np.inf
+            best = int(total.argmin())
+            if not np.isfinite(total[best]):
+                return None
+            found.append(StageRange(first, first + count, mesh, best))
+            first += count
+        return tuple(found)
+
+    def equal(self, mesh: int, schedule: str, v: int) -> State | None:
+        """Stages of about equally many layers on equal meshes; None where there are more stages than layers."""
+        ranks, rest = divmod(self.job.cluster.num_devices, self.sizes[mesh])
+        count = ranks * v
+        if rest or count > self.job.num_layers or (ranks == 1 and v > 1):
+            return None
+        cuts = [round(i * self.job.num_layers / count) for i in range(count + 1)]
+        return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
+
+    def changes(self, state: State) -> Iterator[State]:
+        """Neighbours: a layer to the next stage, a stage cut into two on half the devices each, two made one."""
+        stages = state.stages
+        for i, ((n, mesh), (m, other)) in enumerate(pairwise(stages)):
+            for moved in (-1, 1):
+                if n + moved > 0 and m - moved > 0:
+                    yield replace(state, stages=(*stages[:i], (n + moved, mesh), (m - moved, other), *stages[i + 2 :]))
+            whole = self.sizes[mesh] + self.sizes[other]
+            if state.stages_per_mesh == 1 and whole in self.sizes:
+                one = (n + m, self.sizes.index(whole))
+                yield replace(state, stages=(*stages[:i], one, *stages[i + 2 :]))
+        if state.stages_per_mesh == 1:
+            for i, (n, mesh) in enumerate(stages):
+                half = self.sizes[mesh] / 2
+                if n > 1 and half in self.sizes:
+                    small = self.sizes.index(int(half))
+                    yield replace(state, stages=(*stages[:i], (n - n // 2, small), (n // 2, small), *stages[i + 1 :]))
+        for mesh, (schedule, v) in product(range(len(self.sizes)), self.kinds):
+            jump = self.equal(mesh, schedule, v)
+            if jump is not None and (schedule, v) != (state.schedule, state.stages_per_mesh):
+                yield jump
+
+
+class _Watch:
+    """Prices states until the time is over, and keeps the best."""
+
+    def __init__(self, space: Space, seconds: float) -> None:
+        self.space, self.trace, self.started = space, Trace(), time.perf_counter()
+        self.end = self.started + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self.end
+
+    def price(self, state: State) -> float:
+        found = self.space.price(state)
+        self.trace.tried += 1
+        if found is None:
+            return math.inf
+        if self.trace.best is None or found.seconds < self.trace.best.seconds:
+            self.trace.best = found
+            self.trace.history.append((time.perf_counter() - self.started, found.seconds))
+        return found.seconds
+
+
+def megatron(space: Space, seconds: float, seed: int = 0) -> Trace:
+    """Equal stages on equal meshes, every size and schedule."""
+    watch = _Watch(space, seconds)
+    for mesh, (schedule, v) in product(range(len(space.sizes)), space.kinds):
+        state = space.equal(mesh, schedule, v)
+        if state is not None and not watch.is_over:
+            watch.price(state)
+    return watch.trace
+
+
+def greedy(space: Space, seconds: float, seed: int = 0) -> Trace:
+    """From the best equal stages, the best change while there is one."""
+    watch = _Watch(space, seconds)
+    state, now = _start(space, watch)
+    while state is not None and not watch.is_over:
+        priced = []
+        for change in space.changes(state):
+            if watch.is_over:
+                break
+            priced.append((watch.price(change), change))
+        best = min(priced, key=lambda entry: entry[0], default=None)
+        if best is None or best[0] >= now:
+            break
+        now, state = best
+    return watch.trace
+
+
+def mcmc(space: Space, seconds: float, seed: int = 0) -> Trace:
+    """Random changes from any equal stages, better ones and now and then a worse one taken."""
+    watch, rng = _Watch(space, seconds), random.Random(seed)
+    state, now = _start(space, watch, rng)
+    while state is not None and not watch.is_over:
+        change = rng.choice(list(space.changes(state)) or [state])
+        price = watch.price(change)
+        if price < now or (math.isfinite(price) and rng.random() < math.exp(-(price / now - 1) / HEAT)):
+            state, now = change, price
+    return watch.trace
+
+
+def exhaustive(space: Space, seconds: float, seed: int = 0) -> Trace:
+    """Every state, few stages first, as far as the time goes."""
+    watch, L = _Watch(space, seconds), space.job.num_layers
+    for count in range(1, L + 1):
+        for meshes in product(range(len(space.sizes)), repeat=count):
+            devices = sum(space.sizes[mesh] for mesh in meshes)
+            kinds = [(s, v) for s, v in space.kinds if devices == v * space.job.cluster.num_devices]
+            for schedule, v in kinds:
+                for cuts in combinations(range(1, L), count - 1):
+                    if watch.is_over:
+                        return watch.trace
+                    runs = pairwise((0, *cuts, L))
+                    stages = tuple((b - a, mesh) for (a, b), mesh in zip(runs, meshes, strict=True))
+                    watch.price(State(schedule, v, stages))
+            if watch.is_over:
+                return watch.trace
+    return watch.trace
+
+
+def _start(space: Space, watch: _Watch, rng: random.Random | None = None) -> tuple[State | None, float]:
+    """An equal division that fits: a random one, or the best under the first schedule."""
+    kinds = space.kinds if rng else space.kinds[:1]
+    states = [space.equal(mesh, *kind) for mesh, kind in product(range(len(space.sizes)), kinds)]
+    if rng:
+        rng.shuffle(states)
+    priced = []
+    for state in filter(None, states):
+        priced.append((watch.price(state), state))
+        if rng and math.isfinite(priced[-1][0]):
+            break
+    now, best = min(priced, key=lambda entry: entry[0], default=(math.inf, None))
+    return (best, now) if math.isfinite(now) else (None, now)
+
+
+SEARCHES: dict[str, Callable[[Space, float, int], Trace]] = {
+    "mcmc": mcmc,
+    "greedy": greedy,
+    "exhaustive": exhaustive,
+    "megatron": megatron,
+}
+
+
+def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
+    """The best plan that a search finds, with `seconds` for each number of micro-batches that is looked at.
+
+    Raises:
+        PlanError: it finds none that fits.
+    """
+
+    def solve(
+        job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float, **_: object
+    ) -> list[Candidate]:
+        found = SEARCHES[name](Space(job, meshes, runs), seconds, 0).best
+        return [found] if found is not None and found.seconds < known else []
+
+    return plan_pipeline(task, solve=solve)

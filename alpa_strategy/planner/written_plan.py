@@ -1,0 +1,102 @@
+"""The plan of a training that runs as it is written: only how parameters are stored is decided, from their sizes.
+
+Nothing is captured and nothing solved: every rank runs the user's own step on its own batch, as under DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.parameter_plan import ParameterPlan
+from alpa_strategy.ir.plan import AS_WRITTEN, Plan
+from alpa_strategy.ir.stage_plan import Fingerprint, Predicted, StagePlan
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+
+SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
+KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
+
+
+def against_written(options: PlanOptions) -> str | None:
+    """The option that only a captured step can meet, None where there is none."""
+    if options.asks_for_pipeline:
+        return "a pipeline or micro-batches are asked for"
+    if options.parallel not in SUPPORTED:
+        return f"parallel={options.parallel!r} is asked for"
+    if options.placements:
+        return "placements are asked for"
+    if options.logical_mesh is not None and len(options.logical_mesh) > 1:
+        return f"logical_mesh={list(options.logical_mesh)} is asked for"
+    return None
+
+
+def plan_as_written(
+    parameters: Sequence[ParameterInput],
+    options: PlanOptions,
+    optimizers: Sequence[OptimizerInfo],
+    devices: tuple[int, int],
+    limit: float,
+    why: CaptureError,
+) -> Plan:
+    """How a training that runs as it is written stores its parameters.
+
+    Args:
+        devices: (nodes, devices per node).
+        limit: bytes of a device.
+        why: what stood against a captured step.
+    """
+    num_devices = devices[0] * devices[1]
+    state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
+    plans, peak = _stored(parameters, "data", num_devices, state_bytes)
+    ways = (options.parallel,) if options.parallel != "auto" else ("data", "zero2", "zero3")
+    may_cut = all(info.element_wise for info in optimizers)
+    for way in ways if may_cut or options.parallel != "auto" else ("data",):
+        plans, peak = _stored(parameters, str(way), num_devices, state_bytes)
+        if peak <= limit:
+            break
+    predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
+    stage = StagePlan(
+        submesh=devices,
+        first_device=0,
+        logical_mesh=(num_devices,),
+        ops=(0, 0),
+        parameter_plans=plans,
+        strategies={},
+        collectives=(),
+        predicted=predicted,
+        shapes={given.name: given.meta.shape for given in parameters},
+    )
+    what = " ".join(why.problem.split())
+    return Plan(
+        fingerprint=Fingerprint(*[AS_WRITTEN] * len(Fingerprint.__dataclass_fields__)),
+        stages=(stage,),
+        predicted=predicted,
+        schedule=AS_WRITTEN,
+        notes=(f"each rank runs the step as it is written, on its own batch: {what}",),
+    )
+
+
+def _stored(
+    parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float
+) -> tuple[dict[str, ParameterPlan], float]:
+    """How each parameter lies, and the bytes of parameters, gradients and optimizer state at the peak."""
+    plans: dict[str, ParameterPlan] = {}
+    least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
+    total = largest = 0.0
+    for given in parameters:
+        meta = given.meta
+        sizes = enumerate(meta.shape) if way != "data" and meta.num_elements > least else ()
+        dim = next((dim for dim, size in sizes if size >= num_devices), None)
+        letter = "S" if way == "zero3" else "G" if meta.requires_grad else None
+        mode = ("R*" if meta.requires_grad else "R") if dim is None or letter is None else f"{letter}{dim}"
+        plans[given.name] = ParameterPlan.parse(mode)
+        trained = meta.num_bytes * meta.requires_grad
+        kept = meta.num_bytes + trained + meta.num_elements * state_bytes * meta.requires_grad
+        if mode[0] == "R":
+            total += kept
+            continue
+        total += kept / num_devices
+        whole = meta.num_bytes + trained  # while it is used
+        total, largest = (total + whole, largest) if mode[0] == "G" else (total, max(largest, whole))
+    return plans, total + 2 * largest

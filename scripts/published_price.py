@@ -1,0 +1,284 @@
+"""What the planner predicts for a published configuration: its own layouts pinned, priced by the planner's own costs.
+
+Blocks are equal, so models of one block and of two are solved as stages (`StageSolver`, as for any plan), and the
+difference stands for every further block. Stages of a pipeline are then put on the simulated clock as any plan's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from published_models import Transformer
+from published_rows import Case
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.flops import is_view, op_base_name
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_problem import StageCost, beside_compute, cost_of
+from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.decode import messages, working_bytes
+from alpa_strategy.intra_op.options import local_bytes
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.op import OpCall
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.schedules import in_flight
+from alpa_strategy.sharding.cross_mesh import boundary_seconds
+from alpa_strategy.sharding.localize import localize
+
+ZERO = {0: "data", 1: "zero1", 2: "zero2", 3: "zero3"}
+FIELDS = ("forward", "backward", "once", "always", "saved", "kept")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step: seconds, bytes of the device that needs most, whether it has them, and what they are made of."""
+
+    seconds: float
+    num_bytes: float
+    fits: bool
+    parts: dict[str, float]
+
+
+def predict(case: Case) -> Prediction:
+    """The case's own configuration, priced."""
+    return _of_blocks(case, *(_solved(case, num_blocks) for num_blocks in (1, 2)))
+
+
+class Repricer:
+    """A case solved once, priced for other constants of its cluster: what `--fit` needs thousands of times."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._solved = [_solved(case, num_blocks) for num_blocks in (1, 2)]
+        self._calls = [list(_local_calls(case, solved)) for solved in self._solved]
+
+    def seconds(self, cluster: ClusterSpec) -> float:
+        """Of a step on `cluster`, under the layouts that were found."""
+        case = replace(self.case, cluster=cluster)
+        costs = RooflineCosts(cluster.device, compiled=case.compiled)
+        mesh = cluster.logical_mesh(*_mesh(case))
+        found = []
+        for solved, calls in zip(self._solved, self._calls, strict=True):
+            intra = replace(solved.intra, mesh=mesh)
+            seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+            for message in messages(intra, solved.assignment):
+                seconds[message.phase] += message.seconds(intra)
+            again = 0.0
+            for call, runs_again in calls:
+                forward, backward = costs.op_seconds(call)
+                seconds["forward"] += forward
+                seconds["backward"] += backward
+                again += forward * runs_again
+            cost = replace(solved.cost, forward=seconds["forward"], backward=seconds["backward"], once=seconds["step"])
+            cost = beside_compute(intra, solved.assignment, cost, prefetches=True)
+            found.append(replace(solved, cost=cost, seconds_again=again))
+        return _of_blocks(case, *found).seconds
+
+
+def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
+    """What one device runs of every op, and whether it runs again; the optimizer's time is left out."""
+    intra, products = solved.intra, 0
+    for index, op in enumerate(intra.step.ops):
+        strategy = intra.ops[index].strategies[solved.assignment[len(intra.parameters) + index]]
+        name, shape = op_base_name(op.call), intra.mesh.shape
+        products += name == "linear" and op.module.startswith("blocks")
+        again = op.module.startswith("blocks") and is_recomputed(case.recompute, name, op.module, products)
+        yield localize(op.call, strategy, shape, (0,) * len(shape)).call, again
+
+
+def _of_blocks(case: Case, one: _Solved, two: _Solved) -> Prediction:
+    block = {name: getattr(two.cost, name) - getattr(one.cost, name) for name in FIELDS}
+    rest = {name: getattr(one.cost, name) - block[name] for name in FIELDS}
+    return _pipelined(case, block, rest, one, two)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """`cost` without recomputation; of all blocks: seconds to recompute what is, bytes that are kept nevertheless."""
+
+    cost: StageCost
+    seconds_again: float
+    bytes_kept: float
+    intra: IntraOp
+    assignment: Sequence[int]
+
+
+def mesh_and_pins(case: Case) -> tuple[tuple[int, ...], str | tuple[str, ...]]:
+    """The logical mesh of a stage and the named plan of each of its axes."""
+    zero = ZERO[case.zero]
+    axes = [(case.dp // case.shard, "data"), (case.shard, zero)] if case.zero == 3 else [(case.dp, zero)]
+    axes = [axis for axis in (*axes, (case.tp, "tensor")) if axis[0] > 1] or [(1, "data")]
+    return tuple(size for size, _ in axes), tuple(name for _, name in axes)
+
+
+def _mesh(case: Case) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """(logical shape, submesh) of a stage."""
+    shape = mesh_and_pins(case)[0]
+    per_node = min(math.prod(shape), case.cluster.devices_per_node)
+    return shape, (math.prod(shape) // per_node, per_node)
+
+
+def _solved(case: Case, num_blocks: int) -> _Solved:
+    shape, parallel = mesh_and_pins(case)
+    num_devices = math.prod(shape)
+    with torch.device("meta"):
+        model = Transformer(num_blocks, **case.model).to(torch.bfloat16)
+        tokens = torch.zeros(case.rows * case.dp, case.model["seq_len"], dtype=torch.long)
+    step = capture_step(model, (tokens, tokens), world_size=num_devices, batch_scope="global")
+    graph = microbatch(step, 1).graph
+    options = PlanOptions(batch_scope="global", parallel=parallel, logical_mesh=shape, memory_limit=math.inf)
+    program = case.program
+    optimizer = OptimizerInfo(state_bytes=program.state_bytes, gradient_itemsize=program.gradient_bytes)
+    costs = RooflineCosts(case.cluster.device, compiled=case.compiled)
+    job = CostJob(graph, (0, len(graph.ops)), case.num_microbatches, case.cluster, costs, options, optimizer, math.inf)
+    solver = StageSolver(job)
+    wish = StageWish(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
+    priced = solver.price(wish)
+    assignment = priced.free.assignment
+    stage = priced.unrestricted(wish.starts)
+    cost = cost_of(stage, assignment, working_bytes(stage.intra, assignment), prefetches=True)
+    seconds, kept = _again(case, stage.intra, assignment)
+    cost = _as_programmed(case, cost, stage.intra, assignment)
+    return _Solved(cost, seconds, kept, stage.intra, assignment)
+
+
+def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequence[int]) -> StageCost:
+    """`cost` without bytes that our runtime needs and the case's program does not.
+
+    A fused loss overwrites the logits by their gradient. FSDP that keeps gathered parameters (ZeRO-2) reduces gradients
+    block by block: where there is one micro-batch, they are never all there.
+    """
+    always, saved, working = cost.always, cost.saved, cost.working
+    if case.program.fused_loss:
+        options = list(intra.ops)
+        for index, op in enumerate(intra.step.ops):
+            name, own = op_base_name(op.call), intra.ops[index]
+            if name not in ("to", "cross_entropy_sum") or op.module:
+                continue
+            options[index] = replace(own, temporary_bytes=0 * own.temporary_bytes)
+            saved -= float(own.num_bytes[assignment[len(intra.parameters) + index]])
+        saved += case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp  # the logits
+        working = working_bytes(replace(intra, ops=tuple(options)), assignment)
+    if case.zero == 2 and case.num_microbatches == 1:
+        elements = sum(p.meta.num_elements for p in intra.step.parameters) / case.tp
+        always -= elements * case.program.gradient_bytes * (1 - 1 / case.dp)
+    return replace(cost, always=always, saved=saved, working=working)
+
+
+def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float, float]:
+    """(seconds to recompute what the case recomputes, bytes that it keeps nevertheless) in all blocks together."""
+    seconds = kept = 0.0
+    offset, products = len(intra.parameters), 0
+    again: set[int] = set()
+    for index, op in enumerate(intra.step.ops):
+        if not op.module.startswith("blocks"):
+            continue
+        name, choice = op_base_name(op.call), assignment[offset + index]
+        products += name == "linear"
+        if is_recomputed(case.recompute, name, op.module, products):
+            again.add(index)
+            seconds += float(intra.ops[index].forward_seconds[choice])
+        else:
+            kept += float(intra.ops[index].num_bytes[choice])
+    maker = {value: index for index, op in enumerate(intra.step.ops) for value in op.results}
+    for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
+        value = layouts.value
+        readers = {op for op, _ in intra.step.consumers.get(value, ())}
+        if not any(intra.step.ops[op].module.startswith("blocks") for op in readers):
+            continue
+        source = transfer.source[assignment[transfer.producer]]
+        targets = {int(use.layout[assignment[use.choice]]) for use in transfer.uses}
+        num_bytes = sum(float(transfer.memory[source, target]) for target in targets)
+        if case.program.gathers_again:  # what tensor parallelism gathers is kept in shards
+            num_bytes = min(num_bytes, local_bytes(intra.step.values[value], layouts.sources[source], intra.mesh.shape))
+        if value in maker and (maker[value] not in again or _enters_block(intra.step, maker[value], readers)):
+            kept += num_bytes
+            if not num_bytes and readers <= again and readers and not is_view(intra.step.ops[maker[value]].call):
+                meta = intra.step.values[value]  # nobody's backward needs it, but recomputing does
+                kept += min(local_bytes(meta, layouts.targets[t], intra.mesh.shape) for t in targets)
+    return seconds, kept
+
+
+def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
+    """Whether an op of a block runs again in the backward; `products`: linears up to and with this one."""
+    if policy == "op":
+        return name != "scaled_dot_product_attention" and not (name == "linear" and products % 2 == 1)
+    if policy == "attention":
+        return "attention" in module and name in ("softmax", "matmul", "dropout")
+    return policy != "none"
+
+
+def _enters_block(graph: StepGraph, maker: int, readers: set[int]) -> bool:
+    """Whether a value goes from one block to the next."""
+    own = graph.ops[maker].module.split(".")[:2]
+    return any(graph.ops[op].module.split(".")[:2] != own for op in readers)
+
+
+def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one: _Solved, two: _Solved) -> Prediction:
+    """Blocks over stages, the embedding with the first one and the head with the last."""
+    stages = case.pp * case.loops
+    share = 0.5 if case.recompute == "layer" else 1.0
+    again = (two.seconds_again - one.seconds_again) * share
+    kept = two.bytes_kept - one.bytes_kept
+    # While a block's backward runs, all that it saves is there.
+    working = two.cost.working + (block["saved"] - kept if case.recompute != "none" else 0.0)
+    saved = kept * share + block["saved"] * (1 - share) if case.recompute == "layer" else kept
+    costs = []
+    numbers = _blocks_of_stages(case, stages, block, rest)
+    for stage in range(stages):
+        blocks = numbers[stage]
+        ends = (stage + 1 == stages) + 0.0
+        half = (stage in (0, stages - 1)) / (1 if stages == 1 else 2)  # of what embedding and head store
+        costs.append(
+            StageCost(
+                blocks * block["forward"] + ends * rest["forward"],
+                blocks * (block["backward"] + again) + ends * rest["backward"],
+                blocks * block["once"] + half * rest["once"],
+                blocks * block["always"] + half * rest["always"],
+                blocks * saved + ends * rest["saved"],
+                0.0,
+                (0.0,),
+                working,
+            )
+        )
+    schedule = "1F1B" if case.loops == 1 else "Interleaved1F1B"
+    num_devices = case.dp * case.tp
+    per_node = min(num_devices, case.cluster.devices_per_node)
+    submesh = num_devices // per_node, per_node
+    size = 2 * case.rows * case.dp * case.model["seq_len"] * case.model["dim"]
+    wire = 2 * boundary_seconds(size, submesh, submesh, case.cluster) if stages > 1 else 0.0
+    seconds = simulated_seconds(
+        schedule, case.pp, case.num_microbatches, costs, [False] * stages, [wire] * (stages - 1) + [0.0],
+        runtime_seconds(case.cluster.device),
+    )  # fmt: skip
+    num_bytes = max(_mesh_bytes(case, costs, mesh, schedule) for mesh in range(case.pp))
+    fits = num_bytes <= case.cluster.device.memory_bytes
+    parts = {"forward": sum(c.forward for c in costs), "backward": sum(c.backward for c in costs)}
+    return Prediction(seconds, num_bytes, fits, parts | {"once": max(c.once for c in costs)})
+
+
+def _blocks_of_stages(case: Case, stages: int, block: dict[str, float], rest: dict[str, float]) -> list[int]:
+    """Equal numbers, or the last stage as many fewer as the head takes time, where the program cuts by time."""
+    last = case.num_blocks // stages
+    if case.program.balanced and stages > 1:
+        head = (rest["forward"] + rest["backward"]) / (block["forward"] + block["backward"])
+        last = max(1, round((case.num_blocks + head) / stages - head))
+    others = max(1, stages - 1)
+    left = case.num_blocks - last
+    equal = [left // others + (stage < left % others) for stage in range(stages - 1)]
+    return [*equal, last if stages > 1 else case.num_blocks]
+
+
+def _mesh_bytes(case: Case, costs: Sequence[StageCost], mesh: int, schedule: str) -> float:
+    own = costs[mesh :: case.pp]
+    alive = in_flight(schedule, case.pp, case.num_microbatches, case.loops)[mesh] / case.loops if case.pp > 1 else 1
+    always, saved = sum(c.always for c in own), sum(c.saved for c in own)
+    return always + alive * saved + max(c.working for c in own)

@@ -1,0 +1,246 @@
+"""Rows of published results as cases that can be priced: the model, the cluster, the configuration, what was measured.
+
+A row gives the configuration; what it leaves out (which kernels, how many bytes the optimizer keeps) follows from the
+program that was run (`PROGRAMS`). Nothing here is about a single row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alpa_strategy.cluster.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a row's source trained with.
+
+    Attributes:
+        fused_attention: flash attention or one like it; before 2022 attention was written out.
+        compiled: pointwise ops fused, by a compiler or by hand; rows that say `compile` overrule it.
+        state_bytes: of the optimizer's per parameter, beside a bf16 parameter and its gradient: fp32 master weights and
+            two moments are 12.
+        gradient_bytes: of an element of a gradient where it is reduced and accumulated.
+        alibi, fused_loss, balanced: attention with a bias; a loss that makes no float32 logits; stages of a pipeline
+            that are cut by time and not by blocks.
+        gathers_again: sequence-parallel activations are kept in shards and gathered again in the backward.
+        flops: how tokens/s follow from published FLOP/s (`measured_seconds`).
+    """
+
+    fused_attention: bool = True
+    alibi: bool = False
+    fused_loss: bool = False
+    balanced: bool = False
+    gathers_again: bool = False
+    compiled: bool = False
+    state_bytes: float = 12.0
+    gradient_bytes: int = 4
+    bias: bool = True
+    flops: str = ""
+
+
+PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source matches
+    ("torchtitan", Program()),
+    # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for `mp_mode PURE` (in notes)
+    ("llm-foundry", Program(bias=False, alibi=True, fused_loss=True)),
+    ("cases_april2021", Program(fused_attention=False, compiled=True, gradient_bytes=2, flops="recomputed")),
+    ("arXiv 2205", Program(fused_attention=False, compiled=True, gradient_bytes=2, gathers_again=True)),
+    ("Megatron-LM", Program(compiled=True, gathers_again=True, flops="model")),
+    ("nanotron", Program(balanced=True, gathers_again=True, flops="model")),
+    ("fms-fsdp", Program(compiled=True, gradient_bytes=2)),
+    ("lightning-thunder", Program(state_bytes=4.0, gradient_bytes=2)),
+)
+
+REACHED = 0.7  # of the line rate between nodes, as in the cluster files
+CLUSTERS = (
+    (r"A100 40GB", "a100_40gb"),
+    (r"A100", "a100_80gb"),
+    (r"H100.*(500 W|lower TDP)", "h100_500w"),
+    (r"H100", "dgx_h100"),
+    (r"H200", "dgx_h200"),
+    (r"B200", "dgx_b200"),
+    (r"V100", "p3_16xlarge_x8"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that can be priced. Sizes are counts; `model` are the arguments of `Transformer` without `num_blocks`.
+
+    Attributes:
+        rows: sequences of one replica's micro-batch.
+        num_microbatches: of a step, per replica.
+        shard: devices among which ZeRO cuts a parameter (fewer than `dp`: the rest keeps replicas).
+        recompute: `none`, `full`, `layer` (every other block), `attention`, or `op` (all but attention and every other
+            product).
+        seconds, num_bytes: of a step, as measured; None: not published.
+    """
+
+    row: int
+    source: str
+    name: str
+    program: Program
+    cluster: ClusterSpec
+    num_blocks: int
+    model: dict[str, Any]
+    rows: int
+    num_microbatches: int
+    dp: int
+    tp: int
+    pp: int
+    loops: int
+    zero: int
+    shard: int
+    recompute: str
+    compiled: bool
+    seconds: float
+    num_bytes: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.num_microbatches * self.dp * self.model["seq_len"]
+
+
+def express(row: dict[str, Any]) -> Case | str:
+    """The case of a row, or why it cannot be expressed."""
+    program = next((p for pattern, p in PROGRAMS if re.search(pattern, row["source"])), None)
+    if program is None:
+        return "its source says too little of the program (precision, kernels, layout)"
+    precision = str(row["precision"]).lower()
+    if "fp8" in precision or "float8" in precision:
+        return "float8 products are not planned for"
+    if (row["cp"] or 1) > 1:
+        return "context parallelism (a ring) is not planned for"
+    if (row["ep"] or 1) > 1:
+        return "expert parallelism: the row's `arch` does not say the experts"
+    arch, notes = row["arch"], str(row["notes"] or "")
+    seq_len = row["seq_len"] or _number(r"block size (\d+)", notes)
+    if not seq_len:
+        return "the sequence length is not published"
+    gpus, dp, tp, pp = row["gpus"], row["dp"], row["tp"] or 1, row["pp"] or 1
+    dp = dp or gpus // (tp * pp)
+    if dp * tp * pp != gpus:
+        return f"{dp} x {tp} x {pp} devices are not {gpus}"
+    if pp > 1 and dp * tp > 8 and dp * tp % 8:
+        return "stages that take parts of several nodes"
+    own = row["local_batch"] or (row["global_batch"] or 0) // dp
+    if not own:
+        return "the batch size is not published"
+    if row["micro_batch"]:
+        rows = row["micro_batch"]
+    elif row["grad_accum"]:
+        rows = own // row["grad_accum"]
+    elif row["local_batch"]:  # torchtitan's default is as many micro-batches as stages
+        rows = max(1, own // pp)
+    else:
+        return "the micro-batch is not published"
+    recompute = _recompute(row["activation_checkpointing"])
+    if recompute is None:
+        return f"recomputation {row['activation_checkpointing']!r} is not known"
+    gated = "llama" in row["model"].lower()
+    model = {
+        "dim": arch["hidden"],
+        "heads": arch["heads"],
+        "kv_heads": arch.get("kv_heads") or arch["heads"],
+        "ffn": arch.get("ffn") or 4 * arch["hidden"],
+        "vocab": arch.get("vocab") or 51200,  # Megatron's GPT-2 vocabulary, padded
+        "seq_len": seq_len,
+        "gated": gated,
+        "bias": program.bias and not gated,
+        "fused": program.fused_attention,
+        "alibi": program.alibi,
+        "fused_loss": program.fused_loss,
+        "tied": bool(arch.get("tied", not gated)),
+    }
+    if "mp_mode PURE" in notes:
+        program = replace(program, gradient_bytes=2)
+    case = Case(
+        row["id"], _short(row["source"]), row["model"], program, _cluster(row), arch["layers"], model, rows,
+        max(1, own // rows), dp, tp, pp, row["vp"] or 1, row["zero"] or 0,
+        min(8, dp) if "HSDP" in notes else dp, recompute,
+        program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes),
+    )  # fmt: skip
+    seconds = _measured_seconds(row, case)
+    if not seconds:
+        return "neither seconds, tokens/s nor FLOP/s are published"
+    return replace(case, seconds=seconds)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+def _recompute(text: str | None) -> str | None:
+    if text is None or text == "none":
+        return "none"
+    if text.startswith("full"):
+        return "full"
+    if text == "selective layer":
+        return "layer"
+    if text.startswith("selective"):
+        return "attention" if "attention" in text else "op"
+    return None
+
+
+def _bytes(row: dict[str, Any], notes: str) -> float | None:
+    if row["memory_gib"] is None:
+        return None
+    return row["memory_gib"] * (1e9 if "GB as printed" in notes else 2**30)
+
+
+def _cluster(row: dict[str, Any]) -> ClusterSpec:
+    hardware = row["hardware"]
+    name = next(name for pattern, name in CLUSTERS if re.search(pattern, hardware["gpu"]))
+    per_node, gpus = hardware["gpus_per_node"] or 8, row["gpus"]
+    counts: dict[str, Any] = {"num_nodes": max(1, -(-gpus // per_node)), "devices_per_node": min(per_node, gpus)}
+    speed = re.search(r"(\d+) ?Gb(?:ps|/s)(.*)", hardware.get("inter") or "")
+    if speed:  # bits per second of a node, or of each of its GPUs
+        line = int(speed[1]) * 1e9 / 8 * (per_node if "per GPU" in speed[2] else 1)
+        counts["inter_node.bandwidth"] = REACHED * line
+    return ClusterSpec.load(name, counts)
+
+
+def _measured_seconds(row: dict[str, Any], case: Case) -> float:
+    """Of a step: as published, or from tokens/s, or from FLOP/s or MFU as the program counts FLOPs."""
+    if row["step_seconds"]:
+        return float(row["step_seconds"])
+    if row["tokens_per_s_per_gpu"]:
+        return case.tokens / row["gpus"] / row["tokens_per_s_per_gpu"]
+    rate = (row["tflops_per_gpu"] or 0) * 1e12
+    if not rate and row["mfu_percent"]:
+        peak = dict(case.cluster.device.peak_flops)["bfloat16"]
+        rate = row["mfu_percent"] / 100 * peak
+    return step_flops(case) / rate / row["gpus"] if rate and case.program.flops else 0.0
+
+
+def step_flops(case: Case) -> float:
+    """FLOPs of a step as Megatron counts them: attention as if it were not causal, recomputation where it says so."""
+    m = case.model
+    width = m["kv_heads"] * m["dim"] // m["heads"]
+    block = 2 * m["dim"] * (2 * m["dim"] + 2 * width + (3 if m["gated"] else 2) * m["ffn"])
+    block += 4 * m["seq_len"] * m["dim"]
+    times = 4 if case.program.flops == "recomputed" else 3
+    return case.tokens * (times * case.num_blocks * block + 3 * 2 * m["dim"] * m["vocab"])
+
+
+def _short(source: str) -> str:
+    """`torchtitan asyncTP`, `llm-foundry A100 40GB`: the source in a table."""
+    for pattern, name in (
+        (r"llm-foundry.*Large Scale", "llm-foundry H100 at scale"),
+        (r"llm-foundry.*\"(.*?)( with|\")", "llm-foundry {}"),
+        (r"torchtitan.*asyncTP", "torchtitan TP"),
+        (r"torchtitan.*h200", "torchtitan H200"),
+        (r"torchtitan.*performance", "torchtitan A100"),
+        (r"torchtitan", "torchtitan H100"),
+        (r"cases_april2021", "Megatron 2021"),
+        (r"arXiv 2205", "Megatron 2022"),
+        (r"Megatron-LM", "Megatron H100"),
+        (r"(nanotron|fms-fsdp|lightning-thunder|autoparallel)", "{}"),
+    ):
+        if found := re.search(pattern, source):
+            return name.format(*found.groups())
+    return " ".join(source.split()[:3])

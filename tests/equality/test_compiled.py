@@ -1,0 +1,131 @@
+"""Compiled segments give the single-device result under every plan: fp64, losses, gradients, weights to 1e-9.
+
+`aot_eager` takes the same way as Inductor, Dynamo's graphs and AOTAutograd's backward included, but writes no C++.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from equality.harness import assert_same, record
+from models import MLP
+from quiet import QUIET
+from torch.utils.data import DataLoader, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+
+STEPS = 3
+PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
+PLANS = {
+    "data": {"parallel": "data"},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "pipelined": PIPELINE,
+    "recomputed": {**PIPELINE, "remat": True},
+}
+MODELS = {"gpt": {"num_layers": 3, "ignore_fraction": 0.4}, "convnet": {}, "mlp": {}}
+
+
+def fails(graph: Any, inputs: Any) -> Any:
+    """A backend that compiles nothing."""
+    raise NotImplementedError("no such luck")
+
+
+def record_compiled(*args: Any) -> tuple[dict[str, Any], list[str], int]:
+    """`record`, what it warned of compiling, and how many graphs were compiled."""
+    if "fails" not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(fails)
+    counters = torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    before = counters["unique_graphs"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = record(*args)
+    said = [str(warning.message) for warning in caught if str(warning.message).startswith("alpa: compile")]
+    return run, said, counters["unique_graphs"] - before
+
+
+def compiled_runs(pool, tmp_path, model, ranks, plan, backend, precision="64-true", tolerance=1e-9):
+    arguments = STEPS, ranks, None, 1, str(tmp_path), precision
+    reference = pool.run(1, record, model, MODELS[model], None, *arguments, init_group=False)[0]
+    strategy = {**plan, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path / "plans"), "compile": {"backend": backend}}
+    runs = pool.run(ranks, record_compiled, model, MODELS[model], strategy, *arguments)
+    for run, _, _ in runs:
+        assert_same(run, reference, tolerance)
+    return [(said, graphs) for _, said, graphs in runs]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_are_compiled_once_and_change_nothing(pool, tmp_path, plan):
+    for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, PLANS[plan], "aot_eager"):
+        assert said == []
+        # Three equal blocks; recomputation compiles each graph with and without gradients.
+        assert 1 <= graphs <= {"recomputed": 12, "tensor": 10}.get(plan, 6)
+
+
+@pytest.mark.parametrize("plan", ["data", "zero3"])
+def test_statistics_of_batches(pool, tmp_path, plan):
+    for said, graphs in compiled_runs(pool, tmp_path, "convnet", 2, PLANS[plan], "aot_eager"):
+        assert said == []
+        assert graphs
+
+
+def test_a_split_backward_runs_uncompiled_and_says_so(pool, tmp_path):
+    plan = {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"}
+    for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, plan, "aot_eager"):
+        assert graphs == 0
+        assert len(said) == 1
+        assert "InterleavedZeroBubble splits the backward" in said[0]
+
+
+def test_what_does_not_compile_runs_as_it_is_and_says_why(pool, tmp_path):
+    for said, _ in compiled_runs(pool, tmp_path, "gpt", 2, PLANS["data"], "fails"):
+        assert said
+        assert all("run uncompiled" in line and "no such luck" in line for line in said)
+
+
+def test_inductor(pool, tmp_path):
+    for said, graphs in compiled_runs(pool, tmp_path, "mlp", 1, PLANS["data"], "inductor"):
+        assert said == []
+        assert graphs
+
+
+def fit_what_the_user_compiled(how: str, folder: str) -> int:
+    """Graphs that a backend of the user's gets."""
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model: Any = MLP()
+    if how == "part":
+        model.net = torch.compile(model.net, backend=backend)
+    strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=folder, compile=False if how == "refused" else None)
+    trainer = pl.Trainer(devices=2, accelerator="cpu", strategy=strategy, max_steps=2, **QUIET)
+    data = DataLoader(TensorDataset(*MLP().example_batch(16)), batch_size=4)
+    trainer.fit(model if how == "part" else torch.compile(model, backend=backend), data)
+    return len(seen)
+
+
+@pytest.mark.parametrize(("how", "graphs"), [("whole", 1), ("part", 1), ("refused", 0)])
+def test_a_module_that_the_user_compiled_is_compiled_with_its_backend(pool, tmp_path, how, graphs):
+    for seen in pool.run(2, fit_what_the_user_compiled, how, str(tmp_path)):
+        assert seen == graphs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("model", "plan"), [*(("gpt", plan) for plan in PLANS), ("convnet", "data"), ("convnet", "zero3")]
+)
+def test_inductor_on_two_ranks(pool, tmp_path, model, plan):
+    for said, graphs in compiled_runs(pool, tmp_path, model, 2, PLANS[plan], "inductor"):
+        assert said == []
+        assert graphs

@@ -1,0 +1,105 @@
+"""Half precision moves half the bytes: parameters are cast before they are gathered, gradients summed as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from equality.harness import assert_same, record
+from models import MODELS
+from quiet import QUIET
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.comm import mesh
+
+BULK = 64  # bytes: losses and counts are smaller, and stay as they are
+
+
+class Counting:
+    """A backend that adds up the bytes of what it is given by kind and dtype."""
+
+    counts: dict[str, int]
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            return found
+
+        def call(tensor: Tensor, *rest: Any) -> Any:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if num_bytes >= BULK:
+                Counting.counts[name] = Counting.counts.get(name, 0) + num_bytes
+            return found(tensor, *rest)
+
+        return call
+
+
+def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]:
+    """Bytes of the collectives of two training steps after the first, by kind."""
+    Counting.counts = {}
+    init = mesh.TorchAxisComm.__init__
+
+    def counting(self: Any, size: int, index: int, group: Any, backend: Any) -> None:
+        init(self, size, index, group, Counting(backend))
+
+    class Steps(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                Counting.counts.clear()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.found = dict(Counting.counts)
+
+    torch.manual_seed(0)
+    model, steps = MODELS["mlp"](d_in=32, d_hidden=64, d_out=32, num_layers=3), Steps()
+    mesh.TorchAxisComm.__init__ = counting
+    try:
+        strategy = AlpaStrategy(parallel=parallel, cluster="pcie_8gpu", plan_dir=folder)
+        trainer = pl.Trainer(
+            devices=2,
+            accelerator="cpu",
+            precision=precision,
+            strategy=strategy,
+            max_steps=3,
+            callbacks=[steps],
+            **QUIET,
+        )
+        trainer.fit(model, DataLoader(TensorDataset(*model.example_batch(2 * 3 * 32768)), batch_size=32768))
+    finally:
+        mesh.TorchAxisComm.__init__ = init
+    return steps.found
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
+def test_half_the_bytes_under_bf16(pool, tmp_path, parallel):
+    whole, half = (
+        pool.run(2, bytes_of_steps, parallel, precision, str(tmp_path / precision))[0]
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert len(whole) == 2  # gatherings, and sums of gradients
+    assert half == {kind: num_bytes // 2 for kind, num_bytes in whole.items()}
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("parallel", ["zero2", "zero3"])
+def test_results_are_those_of_one_device(pool, tmp_path, parallel, compile):
+    kwargs = {"num_layers": 2, "tied": True}
+    reference = pool.run(1, record, "gpt", kwargs, None, 3, 2, None, 1, str(tmp_path), "bf16-mixed", init_group=False)[
+        0
+    ]
+    strategy = {"parallel": parallel, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "compile": compile}
+    runs = pool.run(2, record, "gpt", kwargs, strategy, 3, 2, None, 1, str(tmp_path), "bf16-mixed")
+    for mine in runs:
+        losses = (torch.tensor(run["losses"]) for run in (mine, reference))
+        torch.testing.assert_close(*losses, rtol=5e-3, atol=0)
+        for name, expected in reference["gradients"][0].items():
+            error = (mine["gradients"][0][name] - expected).norm() / expected.norm().clamp(min=1e-6)
+            assert error < 0.03, (name, error)
+    assert_same(runs[1], runs[0], 0.0)

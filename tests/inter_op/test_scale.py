@@ -1,0 +1,103 @@
+"""No plan that people would try by hand is better than the searched one; what is called a bound is one."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.flops import op_flops
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op import candidates
+from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.stage_costs import RunCosts
+from alpa_strategy.inter_op.subgraph import cluster_layers
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.task import PlanTask
+
+ADAM = OptimizerInfo()
+PAIRS = (
+    ("gpt", {"num_layers": 6, "d_model": 64, "vocab_size": 64}, "p3_16xlarge_x8", (1, 4)),
+    ("gpt", {"num_layers": 4, "d_model": 256, "vocab_size": 32}, "p3_16xlarge_x8", (2, 2)),
+    ("llama", {"num_layers": 4}, "pcie_8gpu", (2, 2)),
+    ("mlp", {}, "pcie_8gpu", (1, 4)),
+)
+
+
+def step_of(name: str, sizes: dict, rows: int = 16):
+    module = MODELS[name](**sizes)
+    batch = module.example_batch(rows, torch.Generator().manual_seed(0))
+    return capture_step(module, batch, world_size=1, batch_scope="global")
+
+
+def regular_options(num_devices: int, count: int):
+    """p equal stages, each on a mesh of d x t devices, for every p, d and t with p d t = the number of devices."""
+    for stages in range(2, num_devices + 1):
+        if num_devices % stages == 0:
+            size = num_devices // stages
+            shapes = [(size,), *((d, size // d) for d in range(2, size) if size % d == 0)]
+            for shape in shapes:
+                yield PlanOptions(num_stages=stages, logical_mesh=shape, num_microbatches=count, batch_scope="global")
+
+
+@pytest.mark.parametrize(("name", "sizes", "cluster", "nodes"), PAIRS)
+@pytest.mark.parametrize("limit", [128, 2], ids=["every size", "sizes around the best regular plan's"])
+def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, cluster, nodes, limit, monkeypatch):
+    monkeypatch.setattr(candidates, "EVERY_SIZE", limit)
+    step, devices = step_of(name, sizes), ClusterSpec.load(cluster).with_nodes(*nodes)
+    best = plan_pipeline(PlanTask(step, devices, PlanOptions(batch_scope="global", num_microbatches=8), ADAM))
+    bound = best.predicted.step_seconds * (1 - best.gap)
+    tried = 0
+    for options in regular_options(math.prod(nodes), 8):
+        try:
+            plan = plan_pipeline(PlanTask(step, devices, options, ADAM))
+        except PlanError:  # more stages than layers or ops
+            continue
+        tried += 1
+        assert best.predicted.step_seconds <= plan.predicted.step_seconds * (1 + candidates.TOLERANCE)
+        assert bound <= plan.predicted.step_seconds * (1 + 1e-9)
+    assert tried > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_division_of_unequal_layers_is_below_the_bound(seed):
+    """Work alone: layers one after the other on meshes that cover the devices, the busiest mesh against the bound."""
+    rng = np.random.default_rng(seed)
+    L, meshes, D = int(rng.integers(2, 6)), ((1, 1), (1, 2), (1, 4)), 4
+    work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
+    runs = [RunCosts((), *[np.zeros(0)] * 6, least=work[:, a]) for a in range(3)]
+    job = SimpleNamespace(num_microbatches=4, cluster=SimpleNamespace(num_devices=D))
+    bound = step_bound(job, meshes, runs, 0.01)
+    best = math.inf
+    for count in range(1, min(L, D) + 1):
+        for sizes in product(range(3), repeat=count):
+            if sum(2**a for a in sizes) > D:
+                continue
+            for cuts in combinations(range(1, L), count - 1):
+                ends = list(pairwise((0, *cuts, L)))
+                busiest = max(work[a:b, mesh].sum() for (a, b), mesh in zip(ends, sizes, strict=True))
+                best = min(best, busiest + 4 * 0.01)
+    assert bound <= best * (1 + 1e-9)
+    assert bound >= best / 3, "it says something"
+
+
+@pytest.mark.parametrize("num_layers", [4, 6])
+def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
+    step = step_of("gpt", {"num_layers": num_layers, "d_model": 32, "vocab_size": 1024})
+    cuts = cluster_layers(step)
+    assert len(cuts) == num_layers + 2  # the head is work enough for a layer of its own
+    for first, last in pairwise(cuts):
+        assert sum(op_flops(op.call) for op in step.ops[first:last]) > 0
+    blocks = [step.ops[cut].module for cut in cuts[1:-2]]
+    assert [b.split(".")[:2] for b in blocks] == [["blocks", str(i)] for i in range(1, num_layers)]

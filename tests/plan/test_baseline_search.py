@@ -1,0 +1,59 @@
+"""Other searches price plans as the planner does, and never find better ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from models import MODELS
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
+from alpa_strategy.inter_op.pins import submeshes
+from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
+from alpa_strategy.inter_op.subgraph import cluster_layers
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.baseline_search import SEARCHES, Space, State
+
+CLUSTER = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    module = MODELS["gpt"](num_layers=4, d_model=64, vocab_size=32)
+    step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
+    graph = microbatch(step, 4).graph
+    job = CostJob(
+        graph, cluster_layers(graph), 4, CLUSTER, RooflineCosts(CLUSTER.device), PlanOptions(), OptimizerInfo(), np.inf
+    )
+    meshes = submeshes(CLUSTER)
+    return Space(job, meshes, stage_costs(job, meshes))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_nothing_that_a_search_finds_is_better(space, name):
+    solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
+    trace = SEARCHES[name](space, 3.0, 0)
+    assert trace.best is not None
+    assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
+    assert [s for _, s in trace.history] == sorted((s for _, s in trace.history), reverse=True)
+    assert sum(space.sizes[s.submesh] for s in trace.best.choice.stages) % CLUSTER.num_devices == 0
+
+
+def test_the_solved_stages_have_their_price_as_a_state(space):
+    for solved in solve_schedules(space.job, space.meshes, space.runs, math.inf):
+        stages = tuple((s.last - s.first, s.submesh) for s in solved.choice.stages)
+        priced = space.price(State(solved.schedule, solved.stages_per_mesh, stages))
+        assert priced is not None
+        assert priced.seconds <= solved.seconds * (1 + TOLERANCE)
+
+
+def test_states_that_leave_devices_or_layers_over_have_none(space):
+    one = space.sizes.index(1)
+    assert space.price(State("1F1B", 1, ((space.job.num_layers, one),))) is None
+    assert space.price(State("1F1B", 1, ((1, space.sizes.index(4)),))) is None

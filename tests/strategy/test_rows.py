@@ -1,0 +1,321 @@
+"""What is a row is known from the loader; what is none must be the same on every rank, and is checked at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from jobs import run_job
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from quiet import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.errors import AlpaError, OptionError, SetupError
+from alpa_strategy.lightning.batch_rows import WatchedCollate, watch
+
+ROWS, BATCHES = 4, 6
+
+
+class Samples(Dataset):
+    def __len__(self) -> int:
+        return 2 * ROWS * BATCHES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        length = index % 3 + 1
+        return {"x": torch.randn(5, generator=generator), "tokens": torch.arange(length), "y": index % 2}
+
+
+def sizes(loader: DataLoader) -> tuple[Any, tuple[str, ...] | None]:
+    watched = watch(loader)
+    return next(iter(watched)), watched.collate_fn.kinds
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    length = max(len(s["tokens"]) for s in samples)
+    tokens = torch.stack([F.pad(s["tokens"], (0, length - len(s["tokens"]))) for s in samples])
+    return {"x": torch.stack([s["x"] for s in samples]), "tokens": tokens, "y": torch.tensor([s["y"] for s in samples])}
+
+
+def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    lengths = torch.tensor([0, *(len(s["tokens"]) for s in samples)])
+    x = torch.stack([s["x"] for s in samples])
+    return {
+        "x": x,
+        "tokens": torch.cat([s["tokens"] for s in samples]),
+        "cu_seqlens": lengths.cumsum(0),
+        "own_row": torch.arange(len(samples)),
+        "shuffle": torch.randperm(len(samples)),
+        "views": torch.cat([x, x]),
+        "weights": torch.ones(len(samples[0]["x"])),
+        "rate": torch.tensor(0.5),
+        "y": torch.tensor([s["y"] for s in samples]),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_a_row_is_seen_in_the_collation(workers: int) -> None:
+    _, rows = sizes(DataLoader(Samples(), ROWS, collate_fn=padded, num_workers=workers))
+    assert rows == ("rows", "rows", "rows")
+    for size, sampler in ((ROWS, None), (1, [1])):
+        batch, kinds = sizes(DataLoader(Samples(), size, sampler=sampler, collate_fn=packed, num_workers=workers))
+        assert kinds is not None
+        found = dict(zip(batch, kinds, strict=True))
+        assert {name for name, kind in found.items() if kind == "rows"} == {"x", "y"}
+        assert {name for name, kind in found.items() if kind == "same"} == {"weights", "rate"}
+
+
+class Counting:
+    """A collate function that draws, counts its calls and takes its samples apart."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator, self.seen = 0, __import__("random").Random(3), []
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        self.calls += 1
+        self.seen.append(len(samples))
+        x = torch.stack([s.pop("x") for s in samples])
+        noise = torch.tensor([self.generator.random() for _ in samples])
+        return {"x": x + torch.randn_like(x), "noise": noise, "call": self.calls}
+
+
+def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> None:
+    torch.manual_seed(5)
+    plain = list(DataLoader(Samples(), ROWS, collate_fn=Counting()))
+    torch.manual_seed(5)
+    counting = Counting()
+    loader = watch(DataLoader(Samples(), ROWS, collate_fn=counting))
+    watched = list(loader)
+    assert isinstance(loader.collate_fn, WatchedCollate)
+    assert loader.collate_fn.kinds == ("rows", "rows")
+    assert counting.calls == len(plain) == len(counting.seen)
+    for a, b in zip(plain, watched, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+class Model(pl.LightningModule):
+    """Uses the leaf `use` of the batch."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.layer, self.use = nn.Linear(5, 5), use
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        other = batch[self.use].double()
+        return (self.layer(batch["x"]).square() * other.mean()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Masked:
+    """Each batch has a mask, another one on rank 1 in the batches from number `fault` on."""
+
+    def __init__(self, fault: int) -> None:
+        self.fault, self.calls = fault, 0
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        mask = torch.ones(7, 7).tril()
+        if self.calls >= self.fault and torch.distributed.get_rank() == 1:
+            mask[0, 3] = 1.0
+        self.calls += 1
+        return {"x": torch.stack([s["x"] for s in samples]).double(), "mask": mask}
+
+
+class Scaled:
+    """`packed` in fp64."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**packed(samples), "x": torch.stack([s["x"] for s in samples]).double()}
+
+
+class Fault(pl.Callback):
+    """Changes a weight on rank 1 by 1e-3 after a step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and trainer.global_rank == 1:
+            with torch.no_grad():
+                module.layer.weight[2, 3] += 1e-3
+
+
+def train(
+    root: str, use: str, fault: int | None, callbacks: Any = (), model: Any = Model, **options: Any
+) -> tuple[list[Tensor], bool]:
+    """Final weights, and whether the steps were run as they are written; fault: None with `packed` batches."""
+    torch.manual_seed(3)
+    model = model(use).double()
+    collate = Scaled() if fault is None else Masked(fault)
+    sampler: Any = DistributedSampler(Samples(), 2, torch.distributed.get_rank(), shuffle=False)
+    loader = DataLoader(Samples(), ROWS, sampler=sampler, collate_fn=collate)
+    strategy: Any = "ddp"
+    if options:
+        strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        strategy=strategy,
+        default_root_dir=root,
+        callbacks=[globals()[name]() for name in callbacks],
+        **QUIET,
+    )
+    trainer.fit(model, loader)
+    as_written = bool(options) and strategy.plan.is_as_written
+    return [p.detach() for p in model.parameters()], as_written
+
+
+def train_both(root: str, use: str, fault: int | None) -> Any:
+    return train(root, use, fault), train(root, use, fault, parallel="data")
+
+
+@pytest.mark.parametrize("fault", [0, 3, 100])
+def test_a_mask_that_differs_on_one_rank_runs_the_step_per_replica(pool, tmp_path, fault: int) -> None:
+    for (expected, _), (weights, as_written) in pool.run(2, train_both, str(tmp_path), "mask", fault):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        assert as_written == (fault < 100)
+
+
+@pytest.mark.parametrize("leaf", ["tokens", "cu_seqlens", "own_row", "views"])
+def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(pool, tmp_path, leaf: str) -> None:
+    for (expected, _), (weights, as_written) in pool.run(2, train_both, str(tmp_path), leaf, None):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        assert as_written
+
+
+def demand(root: str, use: str, fault: int | None) -> None:
+    train(root, use, fault, parallel="zero2", capture="require")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "fault", "what"),
+    [
+        ("mask", 0, "has no row per sample"),
+        ("mask", 3, "has no row per sample"),
+        ("views", None, "is made of this rank's"),
+    ],
+)
+def test_where_a_captured_step_is_demanded_the_leaf_is_named(pool, tmp_path, leaf: str, fault: Any, what: str) -> None:
+    with pytest.raises(WorkerError, match=rf"NotRowsError: the batch's leaf \['{leaf}'\] {what}"):
+        pool.run(2, demand, str(tmp_path), leaf, fault)
+
+
+def with_fault(root: str, as_written: bool) -> None:
+    train(root, "mask", 100, ["Fault"], parallel="data", capture="never" if as_written else "auto")
+
+
+@pytest.mark.parametrize("as_written", [False, True])
+def test_a_weight_that_changes_on_one_rank_is_named(pool, tmp_path, as_written: bool) -> None:
+    what = r"copies of layer.weight differ after step 8: on ranks \[1\] from those on ranks \[0\]"
+    with pytest.raises(WorkerError, match=what):
+        pool.run(2, with_fault, str(tmp_path), as_written)
+
+
+def threads_of(root: str) -> tuple[int, int]:
+    """This rank's threads before and after a training."""
+    torch.set_num_threads(1 + torch.distributed.get_rank())
+    before = torch.get_num_threads()
+    train(root, "mask", 100, parallel="data")
+    return before, torch.get_num_threads()
+
+
+def test_ranks_compute_with_equally_many_threads(pool, tmp_path) -> None:
+    """Kernels round by their number of threads: work that all ranks do alike must come out alike."""
+    assert pool.run(2, threads_of, str(tmp_path)) == [(1, 1), (2, 1)]
+
+
+class Unlike(Model):
+    """Computes something else on rank 1."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.layer(batch["x"])
+        return (x.tanh() if self.trainer.global_rank == 1 else x.sigmoid()).square().mean()
+
+
+def unlike(root: str) -> None:
+    train(root, "x", 100, parallel="data", capture="require", model=Unlike)
+
+
+def test_ranks_whose_steps_differ_are_told_the_first_op(pool, tmp_path) -> None:
+    what = r"differ in what training_step computes: rank 0: aten.sigmoid.*test_rows.py:\d+.*rank 1: aten.tanh"
+    with pytest.raises(WorkerError, match=what):
+        pool.run(2, unlike, str(tmp_path))
+
+
+def trainer_of(root: str) -> pl.Trainer:
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
+    return pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, default_root_dir=root, **QUIET)
+
+
+def test_a_trainer_that_has_trained_can_be_stored(tmp_path) -> None:
+    trainer, model = trainer_of(str(tmp_path)), Model("weights").double()
+    trainer.fit(model, DataLoader(Samples(), ROWS, collate_fn=Scaled()))
+    torch.save(trainer, tmp_path / "trainer.pt")
+    again = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    torch.testing.assert_close(again.lightning_module.state_dict(), model.state_dict())
+    assert again.global_step == trainer.global_step
+
+
+def test_data_may_be_set_up_before_the_fit(tmp_path) -> None:
+    trainer, model = trainer_of(str(tmp_path)), Model("weights").double()
+    loader = DataLoader(Samples(), ROWS, collate_fn=Scaled())
+    trainer.strategy._lightning_module = model
+    trainer._data_connector.attach_data(model, train_dataloaders=loader)
+    trainer.fit_loop.setup_data()
+    trainer.fit(model, loader)
+    assert trainer.global_step == len(loader)
+
+
+class TwiceSharded(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return type("ZeroRedundancyOptimizer", (type(optimizer),), {})(self.parameters(), lr=0.1)
+
+
+def test_errors_are_of_the_kinds_that_callers_look_for(tmp_path) -> None:
+    assert issubclass(AlpaError, RuntimeError)
+    assert issubclass(OptionError, MisconfigurationException)
+    with pytest.raises(SetupError, match='parallel="zero2"') as caught:
+        trainer_of(str(tmp_path)).fit(
+            TwiceSharded("weights").double(), DataLoader(Samples(), ROWS, collate_fn=Scaled())
+        )
+    assert isinstance(caught.value, MisconfigurationException)
+
+
+REFUSED = """
+import lightning.pytorch as pl, torch
+from alpa_strategy import AlpaStrategy
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        return loss if float(loss) > -1.0 else None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require")
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(16, 4), 4))
+"""
+
+
+def test_a_refusal_is_one_message_and_comes_last(tmp_path) -> None:
+    job = run_job(tmp_path, REFUSED)
+    assert job.returncode != 0
+    lines = job.stderr.strip().splitlines()
+    assert lines[-3].startswith("CaptureError: training_step cannot be captured")
+    assert "job.py" in lines[-2]
+    assert lines[-1].startswith("  What to do:")
+    assert "frame #" not in job.stderr
+    assert sum("What to do" in line for line in lines) == 1
+    assert "Traceback" not in job.stderr

@@ -1,0 +1,134 @@
+"""Steps that no graph can hold train as they are written: as under DDP, to the last digits, and the user is told."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from conformance.bench import differences
+from quiet import QUIET
+from written import programs
+from written.programs import PROGRAMS
+
+from alpa_strategy import AlpaStrategy
+from alpa_strategy.lightning.written_run import WrittenRun
+
+RANKS = 2
+
+
+class Watch(pl.Callback):
+    """What each step logs, and that the run is as written."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.is_written: list[bool] = []  # by step
+        self.modes: dict[str, str] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        run = getattr(trainer.strategy, "run", None)
+        self.is_written.append(isinstance(run, WrittenRun))
+        if run is not None:
+            self.modes = {name: str(plan.modes[0]) for name, plan in run.plan.stages[0].parameter_plans.items()}
+
+
+def train(name: str, kind: str, root: str, parallel: str = "auto") -> dict[str, Any]:
+    """The outcome of a program under "ddp" or "alpa" on this rank."""
+    program = getattr(programs, name)
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = program()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    watch, said = Watch(), Said()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(said)
+    strategy: Any = (
+        program.ddp if kind == "ddp" else AlpaStrategy(cluster="pcie_8gpu", verbose=False, parallel=parallel)
+    )
+    common = {"accelerator": "cpu", "devices": RANKS, "max_epochs": 2, "precision": "64-true", "callbacks": [watch]}
+    trainer = pl.Trainer(strategy=strategy, default_root_dir=root, **{**common, **QUIET, **program.arguments})
+    trainer.fit(module)
+    logger.removeHandler(said)
+    state = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    buffers = {key for key, _ in module.named_buffers()}
+    return {
+        "weights": {key: value for key, value in state.items() if key not in buffers},
+        # Those that a rank's own last step has left are its own, as under DDP.
+        "buffers": {key: value for key, value in state.items() if key in buffers},
+        "metrics": watch.metrics,
+        "steps": trainer.global_step,
+        "is_written": watch.is_written,
+        "said": said.lines,
+        "modes": watch.modes,
+    }
+
+
+class Said(logging.Handler):
+    """The package's lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "as they are written" in text:
+            self.lines.append(text)
+
+
+def check_equal(expected: list[Any], found: list[Any]) -> None:
+    parts = ("weights", "buffers", "metrics", "steps")
+    of_both = [[{part: rank[part] for part in parts} for rank in each] for each in (expected, found)]
+    assert not differences(*of_both)
+    for key, value in found[0]["weights"].items():
+        assert torch.equal(value, found[1]["weights"][key]), key
+
+
+def check_written(name: str, found: list[Any]) -> None:
+    """From the first step on, or from the one that no graph can hold."""
+    for rank in found:
+        assert rank["is_written"][-1]
+        assert rank["is_written"][0] is not PROGRAMS[name].begins_captured
+
+
+@pytest.fixture(scope="session")
+def under_ddp(pool, tmp_path_factory):
+    """Outcomes under "ddp", computed once."""
+    found: dict[str, list[Any]] = {}
+
+    def get(name: str) -> list[Any]:
+        if name not in found:
+            found[name] = pool.run(RANKS, train, name, "ddp", str(tmp_path_factory.mktemp("ddp")))
+        return found[name]
+
+    return get
+
+
+# Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
+IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam"})
+
+
+@pytest.mark.parametrize("parallel", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
+    check_equal(under_ddp(name), found)
+    check_written(name, found)
+    assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
+    found = pool.run(RANKS, train, name, "alpa", str(tmp_path))
+    check_equal(under_ddp(name), found)
+    check_written(name, found)
+    assert [len(rank["said"]) for rank in found] == [1, 0]
