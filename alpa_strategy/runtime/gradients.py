@@ -10,7 +10,7 @@ has no gradient in it keeps none, as on one device (optimizers pass it over), an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -233,7 +233,7 @@ class ReplicaReducer(GradientReducer):
             _run([again])
         self.reset()
 
-    def _start(self, buckets: Sequence[_Bucket], needed: Collection[str]) -> list[_Bucket]:
+    def _start(self, buckets: Sequence[_Bucket], needed: Set[str]) -> list[_Bucket]:
         """Those that hold what is needed, all of them started."""
         running = [bucket for bucket in buckets if not needed.isdisjoint(each.name for each in bucket.parameters)]
         for bucket in running:  # one that has left already has all that it needs
