@@ -254,7 +254,6 @@ class AlpaStrategy(ParallelJob):
         if fitting or self.world_size > 1:
             checks.check_shapes(self._module)
         if fitting:
-            checks.check_callbacks(trainer)
             checks.check_module(trainer, self._module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False

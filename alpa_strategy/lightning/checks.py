@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -47,15 +46,6 @@ def check_shapes(module: Any) -> None:
                 f"{name} has no shape before the first batch, and what the ranks share and plan is made from shapes",
                 "call the lazy layers on an example batch in __init__ or configure_model, or give them their sizes",
             )
-
-
-def check_callbacks(trainer: Any) -> None:
-    """SetupError for callbacks of Lightning's that cannot work under this strategy."""
-    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):
-        raise SetupError(
-            "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot follow",
-            "remove the callback and prune the trained module (torch.nn.utils.prune), or use another strategy",
-        )
 
 
 def check_precision(plugin: Any) -> None:

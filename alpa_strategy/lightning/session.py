@@ -52,6 +52,7 @@ class Session:
         self.process_bytes = 0
         self.deferred_init = DeferredInit()
         self._why_written: CaptureError | None = None
+        self._told: CaptureError | None = None  # of these, what the user knows
         self._is_accumulating = self._stays_local = False
         self._shards_for_evaluation = False
         self._loop: EvaluationLoop | None = None
@@ -100,7 +101,8 @@ class Session:
             if run is None:
                 assert self._why_written is not None
                 check_may_run_as_written(self._why_written, job)
-                run = start_written(module, optimizers, job, sharding, self._why_written)
+                is_news, self._told = self._why_written is not self._told, self._why_written
+                run = start_written(module, optimizers, job, sharding, self._why_written, is_news)
         self._begin(run, job)
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)

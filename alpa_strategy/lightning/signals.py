@@ -64,7 +64,8 @@ class JobSignals:
         for end in self._ends:
             end.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(self._ends[0],), daemon=True, name="alpa-signals").start()
+        self._listener = threading.Thread(target=self._listen, args=(self._ends[0],), daemon=True, name="alpa-signals")
+        self._listener.start()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user's own, or ignored
             self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -80,6 +81,7 @@ class JobSignals:
             if signal.getsignal(signal.SIGINT) == self._on_interrupt:
                 signal.signal(signal.SIGINT, self._old_interrupt)
         self._ends[1].close()  # ends the listener
+        self._listener.join(1.0)
         self._ends = None
         for owner, name in (
             (self._connector, "_sigterm_notifier_fn"),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
-from alpa_strategy.errors import CaptureError
+from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
@@ -43,6 +44,8 @@ def why_written(module: Any, num_optimizers: int, job: Job) -> CaptureError | No
         return CaptureError('batch_scope="replica"')
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
+    if _is_pruned(module):
+        return CaptureError("ModelPruning puts masks into the module while it trains")
     return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers") if num_optimizers != 1 else None
 
 
@@ -58,16 +61,21 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
     raise type(why)(why.problem, f"{why.fix}; {way_out}" if why.fix else way_out) from why
 
 
+def _is_pruned(module: Any) -> bool:
+    return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
+
+
 def start_written(
-    module: Any, optimizers: Sequence[Optimizer], job: Job, sharding: Sharding, why: CaptureError
+    module: Any, optimizers: Sequence[Optimizer], job: Job, sharding: Sharding, why: CaptureError, say: bool = True
 ) -> WrittenRun:
     """The module's parameters as a plan for its sizes has them. Collective.
 
     Args:
         optimizers: none: for an evaluation.
+        say: whether the user has yet to be told `why`.
 
     Raises:
-        AlpaError: shards are asked for, and an optimizer cannot work on them.
+        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
     """
     settings = TrainerSettings.of(module.trainer)
     infos = [optimizer_info_in(module, [optimizer], settings) for optimizer in optimizers]
@@ -75,7 +83,12 @@ def start_written(
     plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
     for info in infos:
         check_optimizer(info, plan.stages)
-    if optimizers:
+    if optimizers and _is_pruned(module) and not all(each.is_whole for each in plan.stages[0].parameter_plans.values()):
+        raise SetupError(
+            "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot follow",
+            'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
+        )
+    if optimizers and say:
         _say_why(why)
     with sharding(module) as whole:
         store = _store(module, parameters, plan, job)

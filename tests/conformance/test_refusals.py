@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.nn
 from conformance.bench import PLANS, RANKS, Bench, Net
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from quiet import QUIET
 from torch.distributed import all_reduce as all_reduce_by_name
@@ -101,11 +100,6 @@ class LooksAtAll(Net):
         return Trusts(self.parameters(), lr=0.1)
 
 
-class Prunes(Net):
-    def configure_callbacks(self) -> Any:
-        return [ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])]
-
-
 class Lazy(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +117,6 @@ REFUSED = {
     CountsOutside: "COUNT",
     Frozen: "no trainable parameters",
     LooksAtAll: "Trusts",
-    Prunes: "ModelPruning",
     Lazy: "more.weight has no shape",
 }
 

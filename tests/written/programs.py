@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -518,6 +519,22 @@ class ManyLengths(LengthsLater):
         return DataLoader(Rows(2 * ROWS * BATCHES, 1), batch_size=ROWS, collate_fn=collate)
 
 
+class Pruned(Program):
+    """Masks that grow at the end of every epoch, and are made permanent in what is left."""
+
+    arguments: ClassVar[dict[str, Any]] = {"max_epochs": 3}
+
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])]
+
+
+class LotteryTickets(Pruned):
+    """Pruned weights begin again at their first values."""
+
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured", amount=2, use_global_unstructured=True)]
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -530,6 +547,8 @@ PROGRAMS = {
         Contrastive,
         Checkpointed,
         RankDependent,
+        Pruned,
+        LotteryTickets,
         OtherShapes,
         Normalized,
         Recurrent,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conformance.bench import differences
 from quiet import QUIET
+from worker_pool import WorkerError
 from written import programs
 from written.programs import PROGRAMS
 
@@ -114,7 +115,7 @@ def under_ddp(pool, tmp_path_factory):
 
 
 # Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
-IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam"})
+IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets"})
 
 
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
@@ -132,3 +133,8 @@ def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
     check_equal(under_ddp(name), found)
     check_written(name, found)
     assert [len(rank["said"]) for rank in found] == [1, 0]
+
+
+def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
+    with pytest.raises(WorkerError, match="SetupError: ModelPruning puts masks"):
+        pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
