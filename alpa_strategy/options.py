@@ -52,6 +52,8 @@ class PlanOptions:
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
+        stages: what every stage holds, by names of modules: `"embed, blocks.0-11"`. What no stage names joins a stage
+            beside it; empty: solved.
         schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
@@ -73,6 +75,7 @@ class PlanOptions:
     num_microbatches: int | None = None
     schedule: str | None = None
     num_stages: int | None = None
+    stages: tuple[str, ...] = ()
     remat: bool | None = None
     costs: NamedCosts | None = None
     compile: bool = False
@@ -98,6 +101,13 @@ class PlanOptions:
             "placements": _placements(placements or {}, mesh),
             **{name: _SCALARS[name](name, value) for name, value in rest.items()},
         }
+        if values.get("stages"):
+            count = len(values["stages"])
+            if values.get("num_stages") not in (None, count):
+                raise OptionError(
+                    f"num_stages={values['num_stages']}, but stages has {count} entries", "leave num_stages out"
+                )
+            values["num_stages"] = count
         if values.get("num_stages") == 1 and values.get("schedule") is not None:
             raise OptionError(
                 f"num_stages=1 leaves nothing for schedule={values['schedule']!r} to order",
@@ -126,9 +136,11 @@ class PlanOptions:
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "compile")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "compile", "stages")}
         rows = list({**given, "batch_scope": self.rows}.items())  # a plan is for rows, whatever else may come
-        # Plans of those who use neither keep the digest that they had.
+        # Plans of those who use none of these keep the digest that they had.
+        if self.stages:
+            rows.append(("stages", self.stages))
         if self.costs is not None:
             rows.append(("costs", self.costs.name))
         if self.compile:
@@ -248,6 +260,17 @@ def _maybe_count(name: str, value: object) -> int | None:
     return value
 
 
+def _stages(name: str, value: object) -> tuple[str, ...]:
+    texts = () if value is None else value
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+    if not is_list or len(texts) == 1 or not all(isinstance(text, str) and text.strip(", ") for text in texts):
+        raise OptionError(
+            f"{name}={value!r} is no list of stages",
+            'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
+        )
+    return tuple(texts)
+
+
 def _schedule(name: str, value: object) -> str | None:
     if value is None or isinstance(value, Schedule):
         return None if value is None else register_schedule(value).name
@@ -311,6 +334,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "num_microbatches": _maybe_count,
     "schedule": _schedule,
     "num_stages": _maybe_count,
+    "stages": _stages,
     "remat": _maybe_bool,
     "costs": _costs,
     "compile": lambda name, value: compile_options(value) is not None,

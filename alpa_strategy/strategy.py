@@ -61,7 +61,7 @@ class AlpaStrategy(ParallelJob):
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
         parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
-            num_microbatches, schedule, num_stages, remat, costs: see `PlanOptions`.
+            num_microbatches, schedule, num_stages, stages, remat, costs: see `PlanOptions`.
         capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
             averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
@@ -96,6 +96,7 @@ class AlpaStrategy(ParallelJob):
         num_microbatches: int | None = None,
         schedule: str | Schedule | Callable[[int, int, int], Orders] | None = None,
         num_stages: int | None = None,
+        stages: Sequence[str] | None = None,
         remat: bool | None = None,
         costs: NamedCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
@@ -136,6 +137,7 @@ class AlpaStrategy(ParallelJob):
             num_microbatches=num_microbatches,
             schedule=schedule,
             num_stages=num_stages,
+            stages=stages,
             remat=remat,
             costs=costs,
             compile=compile,

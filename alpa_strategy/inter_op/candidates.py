@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.inter_op.pins import stage_fits
+from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_problem import StageCost
@@ -248,9 +248,14 @@ def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence
         ]
         return np.stack(padded, axis=2)
 
+    seconds = stack("seconds", np.inf) + runtime_seconds(job.cluster.device)
+    if pinned := pinned_layers(job):
+        others = np.ones(seconds.shape[:2], dtype=bool)
+        others[pinned[:-1], pinned[1:]] = False
+        seconds[others] = np.inf
     return StageTables(
         np.array([math.prod(mesh) for mesh in meshes]),
-        stack("seconds", np.inf) + runtime_seconds(job.cluster.device),
+        seconds,
         stack("once", 0.0),
         stack("always", 0.0),
         stack("in_flight", 0.0),
@@ -259,6 +264,11 @@ def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence
         _boundaries(job, meshes, False),
         crossings(job, range(job.cluster.num_devices)),
     )
+
+
+def pinned_layers(job: CostJob) -> list[int]:
+    """The first layer of every stage that `options.stages` names, and the end; none: the stages are solved."""
+    return [job.cuts.index(cut) for cut in stage_cuts(job.graph, job.options.stages)]
 
 
 def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]], crosses: bool) -> np.ndarray:

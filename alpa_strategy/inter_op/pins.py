@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
 
 import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.inter_op.stage_costs import axis_counts, is_allowed
+from alpa_strategy.inter_op.subgraph import boundary_bytes
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
@@ -22,9 +26,10 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     """PlanError where what is pinned of stages, schedule, micro-batches and meshes cannot be met together here.
 
     Raises:
-        OptionError: a pattern of `placements` matches no parameter of the step.
+        OptionError: a pattern of `placements` matches no parameter of the step, a name of `stages` no module.
     """
     check_placements(step, options)
+    stage_cuts(step, options.stages)
     wanted, schedule, count = options.num_stages, options.schedule, options.num_microbatches
     if wanted == 1:
         return
@@ -60,6 +65,61 @@ def least_stages(cluster: ClusterSpec, options: PlanOptions) -> int:
     if options.num_stages is not None or options.schedule is None:
         return options.num_stages or 1
     return min(n for n, _ in _possible(cluster, options)[options.schedule])
+
+
+def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
+    """Where `PlanOptions.stages` cuts the step's ops, both ends included; () where nothing is pinned.
+
+    Between two stages' modules at the fewest bytes; of equals the last.
+
+    Raises:
+        OptionError: a name without ops, or a stage whose ops do not all run after those of the one before it.
+    """
+    if not stages:
+        return ()
+    ops_of: dict[str, list[int]] = {}  # module -> its ops, those of its submodules included
+    for index, op in enumerate(step.ops):
+        parts = op.module.split(".")
+        for depth in range(1, len(parts) + 1):
+            ops_of.setdefault(".".join(parts[:depth]), []).append(index)
+    spans = []
+    for text in stages:
+        ops = [i for name in _module_names(text) for i in _ops_of(name, ops_of, text)]
+        spans.append((min(ops), max(ops) + 1))
+    bytes_at, cuts = boundary_bytes(step), [0]
+    for ((_, end), (start, _)), (text, other) in zip(pairwise(spans), pairwise(stages), strict=True):
+        if start < end:
+            raise OptionError(
+                f"stages: {other!r} does not run after {text!r}: {step.ops[start].name} of {step.ops[start].module} "
+                f"comes before {step.ops[end - 1].name} of {step.ops[end - 1].module}",
+                "name modules in the order in which training_step calls them, each in one stage",
+            )
+        cuts.append(min(range(start, end - 1, -1), key=lambda at: bytes_at[at]))
+    return (*cuts, len(step.ops))
+
+
+def _module_names(text: str) -> list[str]:
+    """`embed, blocks.0-2` -> embed, blocks.0, blocks.1, blocks.2; `blocks.0-blocks.2`, as plans are shown, too."""
+    names = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if found := re.fullmatch(r"(.+\.)(\d+)-(?:\1)?(\d+)", part):
+            first, last = int(found[2]), int(found[3])
+            if last < first:
+                raise OptionError(f"stages: {part!r} counts down", f"write {found[1]}{last}-{first}")
+            names += [f"{found[1]}{i}" for i in range(first, last + 1)]
+        else:
+            names.append(part)
+    return names
+
+
+def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
+    if name in ops_of:
+        return ops_of[name]
+    near = [known for known in ops_of if known.endswith("." + name)] or get_close_matches(name, ops_of, n=3)
+    raise OptionError(
+        f"stages: no op of training_step runs in a module {name!r} (of {text!r})",
+        "write " + " or ".join(near[:3] or list(ops_of)[:3]) + ", names as in named_modules()",
+    )
 
 
 def check_placements(step: StepGraph, options: PlanOptions) -> None:

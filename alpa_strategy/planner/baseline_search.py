@@ -19,7 +19,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, crossings, stage_tables, to_candidate
+from alpa_strategy.inter_op.candidates import Candidate, crossings, pinned_layers, stage_tables, to_candidate
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.ir.plan import Plan
@@ -127,9 +127,14 @@ class Space:
         """Stages of about equally many layers on equal meshes; None where there are more stages than layers."""
         ranks, rest = divmod(self.job.cluster.num_devices, self.sizes[mesh])
         count = ranks * v
-        if rest or count > self.job.num_layers or (ranks == 1 and v > 1):
+        if (
+            rest
+            or self.job.options.num_stages not in (None, count)
+            or count > self.job.num_layers
+            or (ranks == 1 and v > 1)
+        ):
             return None
-        cuts = [round(i * self.job.num_layers / count) for i in range(count + 1)]
+        cuts = pinned_layers(self.job) or [round(i * self.job.num_layers / count) for i in range(count + 1)]
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:

@@ -22,7 +22,14 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.candidates import TOLERANCE, Candidate, runtime_seconds, simulated_seconds, solve_schedules
 from alpa_strategy.inter_op.layer_matrix import WORKING
-from alpa_strategy.inter_op.pins import check_pins, check_placements, least_stages, logical_shapes, submeshes
+from alpa_strategy.inter_op.pins import (
+    check_pins,
+    check_placements,
+    least_stages,
+    logical_shapes,
+    stage_cuts,
+    submeshes,
+)
 from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_num_layers, span_name
@@ -293,6 +300,7 @@ class _Search:
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
             cuts = _cuts(graph, least_stages(task.cluster, task.options))
+            cuts = tuple(sorted({*cuts, *stage_cuts(graph, task.options.stages)}))
             return CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
                 task.options.remat,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ from models import MODELS
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.options import PlanOptions
+from alpa_strategy.planner.baseline_search import plan_by
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.schedules import SCHEDULES
 
 
-def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
+def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
     cluster = cluster or ClusterSpec.load("pcie_8gpu").with_devices(devices)
-    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options))
+    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +138,43 @@ def test_recomputation_makes_fit_what_else_would_not():
     assert solved.predicted.peak_bytes <= between
     assert solved.predicted.step_seconds <= kept.predicted.step_seconds * (1 + 1e-3)
     assert replace(solved, stages=()).num_microbatches == 8
+
+
+def names_of(stages):
+    return [stage.layers for stage in stages]
+
+
+def test_stages_hold_the_modules_that_are_named():
+    found = plan("gpt", stages=["blocks.0", "blocks.1"], num_microbatches=4, schedule="1F1B")
+    assert names_of(found.stages) == ["wte, wpe, blocks.0", "blocks.1, ln_f, head"]
+    # As plans are shown, and where no solver would cut.
+    found = plan("gpt", stages=["wte, wpe", "blocks.0-blocks.1", "ln_f, head"], num_microbatches=4)
+    assert names_of(found.stages) == ["wte, wpe", "blocks.0-blocks.1", "ln_f, head"]
+
+
+def test_other_searches_keep_to_the_stages_that_are_pinned():
+    search = partial(plan_by, name="megatron", seconds=1.0)
+    found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
+    assert "blocks.0.qkv" not in found.stages[1].layers
+    assert found.stages[0].ops[1] == found.stages[1].ops[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "fix"),
+    [
+        ({"stages": ["block.0", "blocks.1"]}, "runs in a module 'block.0'", "blocks.0 or blocks.1"),
+        ({"stages": ["blocks.0-2", "head"]}, "runs in a module 'blocks.2'", "blocks.1"),
+        ({"stages": ["wte", "qkv"]}, "runs in a module 'qkv'", "blocks.0.qkv or blocks.1.qkv"),
+        ({"stages": ["blocks.1-0", "head"]}, "'blocks.1-0' counts down", "blocks.0-1"),
+        ({"stages": ["blocks.1", "blocks.0"]}, "'blocks.0' does not run after 'blocks.1'", "in the order"),
+        ({"stages": ["blocks", "blocks.1"]}, "'blocks.1' does not run after 'blocks'", "each in one stage"),
+        ({"stages": ["blocks.0"]}, "is no list of stages", "at least two"),
+        ({"stages": ["blocks.0", " , "]}, "is no list of stages", "at least two"),
+        ({"stages": ["blocks.0", "blocks.1"], "num_stages": 3}, "but stages has 2 entries", "leave num_stages out"),
+    ],
+)
+def test_stages_that_cannot_be_met_are_one_error(options, problem, fix):
+    with pytest.raises((PlanError, OptionError)) as error:
+        plan("gpt", **options)
+    assert problem in error.value.problem
+    assert fix in error.value.fix
