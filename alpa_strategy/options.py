@@ -261,14 +261,14 @@ def _maybe_count(name: str, value: object) -> int | None:
 
 
 def _stages(name: str, value: object) -> tuple[str, ...]:
-    texts = () if value is None else value
-    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
-    if not is_list or len(texts) == 1 or not all(isinstance(text, str) and text.strip(", ") for text in texts):
+    texts = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    names = [text for text in texts if isinstance(text, str) and text.strip(", ")]
+    if value is not None and (len(names) < 2 or len(names) < len(texts)):
         raise OptionError(
             f"{name}={value!r} is no list of stages",
             'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
         )
-    return tuple(texts)
+    return tuple(names)
 
 
 def _schedule(name: str, value: object) -> str | None:
