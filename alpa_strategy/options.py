@@ -13,6 +13,7 @@ from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
+SELECTIVE = "selective"  # a value of `remat`
 BATCH_SCOPES = ("auto", "rank", "global", "replica")
 CAPTURES = ("auto", "require", "never")
 COMPILE_NAMES = ("backend", "mode", "options")  # of torch.compile's arguments; the others follow from what is compiled
@@ -57,6 +58,8 @@ class PlanOptions:
         schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
+            Or names: results of these ops and modules (glob patterns) are made again one by one and all others kept;
+            "selective": of norms and pointwise ops, not of products, convolutions and attention.
         compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
             AlpaStrategy's `compile`.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
@@ -76,7 +79,7 @@ class PlanOptions:
     schedule: str | None = None
     num_stages: int | None = None
     stages: tuple[str, ...] = ()
-    remat: bool | None = None
+    remat: bool | tuple[str, ...] | None = None
     costs: NamedCosts | None = None
     compile: bool = False
 
@@ -113,6 +116,11 @@ class PlanOptions:
                 f"num_stages=1 leaves nothing for schedule={values['schedule']!r} to order",
                 "leave one of them out, or ask for at least 2 stages",
             )
+        if values.get("compile") and isinstance(values.get("remat"), tuple):
+            raise OptionError(
+                f"remat={list(values['remat'])} names ops, and compiled programs decide by themselves what they keep",
+                "leave one of remat and compile out, or write remat=True",
+            )
         return cls(**values)
 
     @property
@@ -124,6 +132,11 @@ class PlanOptions:
             or self.schedule is not None
             or self.remat is True
         )
+
+    @property
+    def recomputes_stages(self) -> bool | None:
+        """Whether whole stages recompute, span by span; None: solved."""
+        return False if isinstance(self.remat, tuple) else self.remat
 
     @property
     def rows(self) -> str:
@@ -296,8 +309,16 @@ def _costs(name: str, value: Any) -> NamedCosts | None:
     return value
 
 
-def _maybe_bool(name: str, value: object) -> bool | None:
-    return None if value is None else _bool(name, value)
+def _remat(name: str, value: object) -> bool | tuple[str, ...] | None:
+    if value is None or isinstance(value, bool):
+        return value
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not names or not all(isinstance(each, str) for each in names):
+        raise OptionError(
+            f"{name}={value!r} says neither whether nor what",
+            'write true, false, "selective", or names of ops or modules',
+        )
+    return names
 
 
 def _bool(name: str, value: object) -> bool:
@@ -335,7 +356,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "schedule": _schedule,
     "num_stages": _maybe_count,
     "stages": _stages,
-    "remat": _maybe_bool,
+    "remat": _remat,
     "costs": _costs,
     "compile": lambda name, value: compile_options(value) is not None,
 }

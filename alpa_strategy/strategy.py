@@ -97,7 +97,7 @@ class AlpaStrategy(ParallelJob):
         schedule: str | Schedule | Callable[[int, int, int], Orders] | None = None,
         num_stages: int | None = None,
         stages: Sequence[str] | None = None,
-        remat: bool | None = None,
+        remat: bool | str | Sequence[str] | None = None,
         costs: NamedCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         backend: str = "auto",

@@ -24,7 +24,7 @@ from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.problem import Solution
-from alpa_strategy.intra_op.recompute import with_recompute
+from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
 from alpa_strategy.ir.parameter_plan import ParameterPlan
@@ -131,6 +131,7 @@ class StageSolver:
 
     def __init__(self, job: CostJob) -> None:
         self.job = job
+        self._again = pinned_again(job.graph, job.options)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
@@ -176,19 +177,28 @@ class StageSolver:
                 self._whole[wish.shape] = build(job.graph, tables)
             whole = self._whole[wish.shape]
             intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
+            whole, intra = self._pinned(whole), self._pinned(intra)
             free = solve(intra.problem, job.options.solver_seconds)
             return PricedStage(wish, tables, whole, intra, free, derives_again)  # most are not looked at again
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
-        pins = tuple((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned)
+        whole, intra = self._pinned(whole), self._pinned(intra)
+        pins = (
+            *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
+            *intra.recomputes,
+        )
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
         finest = take_apart(intra, tables, wish.starts)
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
             self._free[key] = solve(problem, job.options.solver_seconds)
         return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
+
+    def _pinned(self, intra: IntraOp) -> IntraOp:
+        """With what the user wants to be made again."""
+        return intra if self._again is None else with_recompute(intra, self._again)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
         """The cheapest layouts that fit, short-lived memory included.

@@ -7,18 +7,22 @@ op's own backward keeps anyway, or which are recomputed as well. So chains of no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
-from alpa_strategy.cost.flops import is_view
+from alpa_strategy.cost.flops import PRODUCTS, is_view, op_base_name
+from alpa_strategy.errors import OptionError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
 from alpa_strategy.intra_op.options import OpOptions
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.counters import is_symbolic
+from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall
+from alpa_strategy.options import SELECTIVE, PlanOptions
 from alpa_strategy.sharding.localize import is_random
 
 
@@ -28,10 +32,44 @@ def can_run_again(call: OpCall) -> bool:
     return one and not is_view(call) and not is_random(call) and not is_symbolic(call)
 
 
-def with_recompute(intra: IntraOp) -> IntraOp:
-    """The same choices and transfers with strategies that recompute behind those that keep (`IntraOp.recomputes`)."""
+def pinned_again(step: StepGraph, options: PlanOptions) -> frozenset[str] | None:
+    """Names of the ops that `PlanOptions.remat` wants to be made again, None where it names none.
+
+    Raises:
+        OptionError: a name of it is that of no op that could be.
+    """
+    if not isinstance(options.remat, tuple):
+        return None
+    found: set[str] = set()
+    able = [op for op in step.ops if can_run_again(op.call)]
+    for name in options.remat:
+        own = {op.name for op in able if _is_named(op, name)}
+        if not own:
+            has = any(_is_named(op, name) for op in step.ops)
+            what = "only views, random ops and ops of several results, which are kept" if has else "no op of the step"
+            raise OptionError(
+                f"remat={name!r} names {what}", 'name ops or modules as `alpa plan` shows them, or write "selective"'
+            )
+        found |= own
+    return frozenset(found)
+
+
+def _is_named(op: Op, name: str) -> bool:
+    """Whether a pattern names the op or a module around it; "selective" all but products, convolutions, attention."""
+    if name == SELECTIVE:
+        return op_base_name(op.call) not in PRODUCTS
+    parts = op.module.split(".")
+    return any(fnmatchcase(own, name) for own in (op.name, *(".".join(parts[: i + 1]) for i in range(len(parts)))))
+
+
+def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
+    """The same choices and transfers with strategies that recompute behind those that keep (`IntraOp.recomputes`).
+
+    Args:
+        pinned: names of ops that are made again wherever they can be, and no others are; None: solved.
+    """
     offset = len(intra.parameters)
-    again = {offset + i: _again(intra, i) for i in range(len(intra.ops))}
+    again = {offset + i: _again(intra, i) for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned}
     again = {choice: which for choice, which in again.items() if len(which)}
     ops = [
         _with_second_runs(options, again[offset + i]) if offset + i in again else options
@@ -46,7 +84,7 @@ def with_recompute(intra: IntraOp) -> IntraOp:
         intra,
         ops=tuple(ops),
         transfers=layouts,
-        problem=_doubled(intra, intra.problem, again),
+        problem=_doubled(intra, intra.problem, again, pinned is not None),
         unrestricted=intra.unrestricted and _doubled(intra, intra.unrestricted, again),
         recomputes=first,
     )
@@ -89,7 +127,7 @@ def _with_second_runs(options: OpOptions, again: np.ndarray) -> OpOptions:
     return replace(options, **longer)
 
 
-def _doubled(intra: IntraOp, problem: Problem, again: dict[int, np.ndarray]) -> Problem:
+def _doubled(intra: IntraOp, problem: Problem, again: dict[int, np.ndarray], only_again: bool = False) -> Problem:
     offset = len(intra.parameters)
 
     def longer(index: int, array: np.ndarray) -> np.ndarray:
@@ -100,7 +138,10 @@ def _doubled(intra: IntraOp, problem: Problem, again: dict[int, np.ndarray]) -> 
             return given
         more = np.zeros(len(given.cost) + len(again[index]))
         more[len(given.cost) :] = intra.ops[index - offset].forward_seconds[again[index]]
-        return replace(given, cost=longer(index, given.cost) + more, memory=longer(index, given.memory))
+        cost = longer(index, given.cost) + more
+        if only_again:
+            cost[again[index]] = np.inf  # the first run's, which keep
+        return replace(given, cost=cost, memory=longer(index, given.memory))
 
     def transfer(given: Transfer, named: TransferLayouts) -> Transfer:
         uses = tuple(Use(use.choice, longer(use.choice, use.layout)) for use in given.uses)

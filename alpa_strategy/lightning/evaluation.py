@@ -31,6 +31,7 @@ class Evaluation:
         self._run, self._job = run, job
         self._whole: FullParameters | None = None
         self._on_use: GatherOnUse | None = None
+        self._group: Any = None  # of all loops: each group of gloo's keeps connections and threads until the job ends
 
     def start(self) -> None:
         """Begin a loop over evaluation batches."""
@@ -42,7 +43,8 @@ class Evaluation:
         if not run.store.sharded_parameters:
             return
         if any_rank([run.headroom.for_evaluation(run.plan.predicted.peak_bytes) is not None])[0]:
-            self._on_use = GatherOnUse(run.module, run.store, cpu_group())
+            self._group = self._group or cpu_group()
+            self._on_use = GatherOnUse(run.module, run.store, self._group)
             run.whole.on_use = self._on_use
             self._on_use.enter()
         else:

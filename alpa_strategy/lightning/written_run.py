@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
-from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.comm.mesh import all_reduce_over, build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
@@ -120,6 +121,8 @@ def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, 
     mesh = build_mesh((world_size(),), backend=job.backend)
     # Gradients are on their way while parameters are gathered, in another order perhaps on another rank.
     own_mesh = build_mesh((world_size(),), backend=job.backend, own_group=True)
+    # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
+    all_reduce_over(own_mesh, torch.zeros((), device=job.device))
     replicas = Replicas(own_mesh, lambda flags: any_rank(flags, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 

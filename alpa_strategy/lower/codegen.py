@@ -247,6 +247,7 @@ class _Writer:
         arguments = [self.argument(op, arg, operands) for arg in call.args]
         arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in call.kwargs]
         is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
+        is_plain &= op.name not in self.stage.recomputed
         return f"{function}({', '.join(arguments)})", call if is_plain else None
 
     def argument(self, op: Op, arg: Any, operands: list[str]) -> str:

@@ -74,7 +74,10 @@ class _RingAttention(torch.autograd.Function):
         for source in _sources(comm):
             coming = _pass_on(comm, pair) if source != _next(comm) else None
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
-            seen, merged = _seen(pair, own, columns), (_cut(out, rows), lse[..., rows])
+            seen, merged = (
+                _seen(pair, own, columns),
+                (_cut(out, rows), lse[..., rows].contiguous()),
+            )  # kernels ask for it
             parts = _attend_backward(_cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale)
             _cut(grad_query, rows).add_(parts[0])
             due = due if coming_due is None else coming_due.wait()
@@ -219,7 +222,13 @@ def _attend_backward(
 
 
 def _has_flash(query: Tensor) -> bool:
-    return query.device.type == "cuda" and query.dtype in _HALVES and query.shape[-1] % 8 == 0
+    if (
+        query.device.type != "cuda"
+        or query.dtype not in _HALVES
+        or torch.cuda.get_device_capability(query.device) < (8, 0)
+    ):
+        return False
+    return query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:

@@ -303,7 +303,7 @@ class _Search:
             cuts = tuple(sorted({*cuts, *stage_cuts(graph, task.options.stages)}))
             return CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
-                task.options.remat,
+                task.options.recomputes_stages,
             )  # fmt: skip
 
     def _bound(self, count: int) -> float:

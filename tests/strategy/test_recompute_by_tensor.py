@@ -11,6 +11,7 @@ from equality.harness import assert_same, record
 from models import MODELS
 
 from alpa_strategy import ClusterSpec, Plan, PlanOptions, make_plan
+from alpa_strategy.errors import OptionError
 
 SIZES = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "seq_len": 64}
 
@@ -49,9 +50,45 @@ def test_less_memory_costs_less_than_recomputing_everything(model: str) -> None:
 def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parallel: str, world_size: int) -> None:
     """Gathered norms' weights included."""
     limit = plan(model, remat=False).predicted.peak_bytes * (0.8 if world_size == 1 else 0.45)
-    strategy = {
-        "memory_limit": limit, "parallel": parallel, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "num_stages": 1,
-    }  # fmt: skip
+    check(pool, tmp_path, model, world_size, {"memory_limit": limit, "parallel": parallel, "num_stages": 1})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"num_stages": 1}),
+        (2, {"parallel": "zero3", "num_stages": 1}),
+        (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
+        (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
+    ],
+    ids=["one", "zero3", "1F1B", "zero bubble"],
+)
+def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+    check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
+
+
+def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
+    kept, everything, selective = (plan("gpt", remat=remat) for remat in (False, True, "selective"))
+    assert {name.rpartition("_")[0] for name in selective.stages[0].recomputed} == {"layer_norm", "gelu"}
+    assert everything.predicted.peak_bytes < selective.predicted.peak_bytes < kept.predicted.peak_bytes
+    assert kept.predicted.step_seconds < selective.predicted.step_seconds < everything.predicted.step_seconds
+    assert plan("gpt", remat=["gelu_1", "norm"]).stages[0].recomputed == ("gelu_1", "layer_norm_4")
+
+
+def test_names_that_can_mean_nothing() -> None:
+    with pytest.raises(OptionError, match="names no op of the step"):
+        plan("gpt", remat=["nothing.*"])
+    with pytest.raises(OptionError, match="names only views, random ops and ops of several results"):
+        plan("gpt", remat="flatten_*")
+    with pytest.raises(OptionError, match="decide by themselves"):
+        PlanOptions.from_user(remat="selective", compile=True)
+    with pytest.raises(OptionError, match="says neither whether nor what"):
+        PlanOptions.from_user(remat=3)
+
+
+def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, Any]) -> None:
+    """Two steps are those of the plain Trainer, and something was made again."""
+    strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), **options}
     runs = pool.run(world_size, train, model, strategy, world_size)
     (reference,) = pool.run(1, train, model, None, world_size, init_group=False)
     for run in runs:
