@@ -95,9 +95,9 @@ def run(folder: Path, remat: Any, limit: float, sizes: list[str]) -> dict[str, A
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=16, help="of 256 tokens each")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps plans and timed ops; a new one by default")
     parser.add_argument("--require", action="store_true", help="exit 1 where a goal is missed")
