@@ -17,7 +17,10 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from lightning import Callback
+    from rich.console import Console
 
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.early_step import TrainerSettings
     from alpa_strategy.recipe import Recipe
@@ -75,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
+    )
+    plan.add_argument(
+        "--tune",
+        choices=("batch_size",),
+        help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
     )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
     plan.add_argument(
@@ -139,21 +147,39 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    import torch
     from rich.console import Console
 
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.display import Progress, peak_rss_bytes, plan_table, plan_timing
+    from alpa_strategy.display import peak_rss_bytes, plan_table, plan_timing
+
+    to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
+    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
+    overrides, console = [*to_recipe, *to_options], Console()
+    if arguments.tune:
+        plan, options = _tuned(arguments, cluster, overrides, console)
+    else:
+        plan, options = _planned(arguments, cluster, overrides)
+    console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
+    console.print(plan_timing(plan, peak_rss_bytes()))
+    if arguments.output:
+        plan.save(arguments.output)
+        console.print(f"plan stored in {arguments.output}")
+    return 0
+
+
+def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> tuple[Plan, PlanOptions]:
+    """The recipe's plan, and the options that it was made with."""
+    from pathlib import Path
+
+    import torch
+
+    from alpa_strategy.display import Progress
     from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.recipe import build_data, build_model, load_recipe
 
-    to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
-    recipe = load_recipe(arguments.recipe, [*to_recipe, *to_options])
-    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
+    recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
     progress = Progress()
     # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
@@ -171,13 +197,41 @@ def _plan(arguments: argparse.Namespace) -> int:
     with _rare_collections():
         plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store, choose=choose)
     store.done()
-    console = Console()
-    console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
-    console.print(plan_timing(plan, peak_rss_bytes()))
-    if arguments.output:
-        plan.save(arguments.output)
-        console.print(f"plan stored in {arguments.output}")
-    return 0
+    return plan, options
+
+
+def _tuned(
+    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
+) -> tuple[Plan, PlanOptions]:
+    """The plan of the best batch size around the recipe's; a table of all that were planned is printed.
+
+    A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
+    """
+    from alpa_strategy.display.tune_table import tune_table
+    from alpa_strategy.planner.tune import best_batch, tune_batch
+    from alpa_strategy.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, overrides)
+    given = recipe.data.get("batch_size")
+    if not isinstance(given, int) or given < 1:
+        raise OptionError(f"{recipe.path}: data.batch_size={given!r} cannot be tuned", "give a whole number, such as 8")
+    options = plan_options(recipe)
+    found = tune_batch(
+        lambda n: _planned(arguments, cluster, ["strategy.num_microbatches=null", *overrides, f"data.batch_size={n}"])[
+            0
+        ],
+        given,
+    )
+    ranks = 1 if options.rows == "global" else cluster.num_devices
+    best = best_batch(found)
+    console.print(tune_table(found, best, ranks))
+    if best is None:
+        error = found[min(found)]
+        assert isinstance(error, AlpaError)
+        raise error
+    plan = found[best]
+    assert not isinstance(plan, AlpaError)
+    return plan, options
 
 
 @contextmanager
