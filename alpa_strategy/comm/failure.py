@@ -77,6 +77,8 @@ class FailureWatch:
         if self._rank == 0 and ends_well:  # its store ends with it: slower ranks are not lost
             with contextlib.suppress(RuntimeError):
                 self._main_store.set(self._ended_key, "")
+        if self._thread.is_alive():
+            self._thread.join(1.0)  # longer only in a call to a store that is gone
 
     def publish(self, error: BaseException) -> None:
         """Called where `error` is about to end this rank: tell the others, and give them time to read it.
