@@ -10,12 +10,15 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from errno import EINVAL
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning import Callback
     from rich.console import Console
 
@@ -152,6 +155,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import peak_rss_bytes, plan_table, plan_timing
 
+    with _writing(arguments.output or "plan.json"):
+        pass  # an impossible path is told before the planning
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     overrides, console = [*to_recipe, *to_options], Console()
@@ -162,7 +167,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
-        plan.save(arguments.output)
+        with _writing(arguments.output):
+            plan.save(arguments.output)
         console.print(f"plan stored in {arguments.output}")
     return 0
 
@@ -248,8 +254,6 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from rich.console import Console
 
     from alpa_strategy.display import plan_html, plan_svg, plan_table
@@ -259,11 +263,24 @@ def _show(arguments: argparse.Namespace) -> int:
     Console().print(plan_table(plan))
     for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
         if path:
-            try:
-                Path(path).write_text(render(plan), encoding="utf-8")
-            except OSError as error:
-                raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
+            with _writing(path) as target:
+                target.write_text(render(plan), encoding="utf-8")
     return 0
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[Path]:
+    """Around what writes a file the user has named: an OptionError where it cannot be."""
+    from pathlib import Path
+
+    from alpa_strategy.files import is_possible
+
+    try:
+        if not is_possible(Path(path)) or Path(path).is_dir():
+            raise OSError(EINVAL, "it is a directory, or has a name that no file can have")
+        yield Path(path)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
 
 
 def _ops(arguments: argparse.Namespace) -> int:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+# The last ranges turn the direction of text: what a terminal shows then is not what is there.
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
+_LONG_WORD = re.compile(r"(\S{200})\S{300,}")
 
 
 class AlpaError(RuntimeError):
@@ -17,9 +22,14 @@ class AlpaError(RuntimeError):
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        self.problem = problem
-        self.fix = fix
-        super().__init__(f"{problem}\n  What to do: {fix}" if fix else problem)
+        self.problem = _shown(problem)
+        self.fix = _shown(fix)
+        super().__init__(f"{self.problem}\n  What to do: {self.fix}" if fix else self.problem)
+
+
+def _shown(text: str) -> str:
+    """Text for a terminal, whatever names of files and keys it quotes: no control characters, no endless words."""
+    return _LONG_WORD.sub(r"\1...", UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
 
 
 class SetupError(AlpaError, MisconfigurationException):

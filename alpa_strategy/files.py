@@ -6,6 +6,7 @@ deep or hold `1e999`. `read_json` and `check_yaml` say so in a line (`BadFileErr
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from alpa_strategy.errors import UNPRINTABLE
+
 MAX_BYTES = 64 << 20  # a plan of 100,000 ops has 20 MB
 MAX_DEPTH = 64
 MAX_YAML_BYTES = 1 << 20
@@ -24,8 +27,6 @@ MAX_DIGITS = 19  # of a whole number: 64 bits
 # The folders of a checkout, as package data in a wheel (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
-# The last ranges turn the direction of text: what a terminal shows then is not what is there.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]{%d,}" % (MAX_DIGITS + 1))  # noqa: UP031
 
 
@@ -94,7 +95,20 @@ def write_text(path: str | Path, text: str) -> None:
         raise
 
 
+def is_possible(path: Path) -> bool:
+    """Whether a file can have this path: no NUL, no lone surrogate, no name that is too long."""
+    try:
+        os.stat(path)
+    except ValueError:
+        return False
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
+
+
 def _text(path: Path, max_bytes: int) -> str:
+    if not is_possible(path):
+        raise BadFileError("has a name that no file can have")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadFileError("is no ordinary file")  # opening a pipe waits for somebody to write into it
     with path.open("rb") as file:
@@ -123,7 +137,7 @@ def _finite(text: str) -> float:
 def _check_values(data: Any, depth: int) -> None:
     """Depth, and texts: they are shown on terminals, where an escape sequence would be a command."""
     if isinstance(data, str):
-        if not data.isprintable() and (bad := _UNPRINTABLE.search(data)):
+        if not data.isprintable() and (bad := UNPRINTABLE.search(data)):
             raise BadFileError(f"holds the control character {bad[0]!a} in the text {data[:40]!a}")
     elif isinstance(data, dict | list):
         if depth == 0:
@@ -172,7 +186,7 @@ def find_named(name: str | Path, folder: str) -> Path | None:
     places = [given] if given.suffix in (".yaml", ".yml") else []
     if len(given.parts) == 1:
         places.append(shipped_folder(folder) / f"{given.name.removesuffix('.yaml')}.yaml")
-    return next((place for place in [*places, given] if place.is_file()), None)
+    return next((place for place in [*places, given] if is_possible(place) and place.is_file()), None)
 
 
 def shipped_names(folder: str) -> list[str]:

@@ -401,3 +401,4 @@ class Limits:
     bucket_bytes: int = BUCKET_BYTES
     capture: str = "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
     check_replicas_every: int = CHECK_REPLICAS_EVERY
+    check_gradients: bool = False

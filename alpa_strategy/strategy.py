@@ -73,6 +73,9 @@ class AlpaStrategy(ParallelJob):
         async_checkpoint: training goes on while a sharded checkpoint is written (as with AsyncCheckpointIO).
         check_replicas_every: steps between checks that what several ranks hold copies of (parameters, buffers) is the
             same in all of them, besides the first steps and checkpoints; 0: never.
+        check_gradients: look at every step's gradients before and after they are summed over the ranks: a warning says
+            where the first is not finite (one rank's own, a sum, or all ranks', as on one device), and gradients of
+            which several ranks hold copies must be the same. A pass over them, and a wait for the device, a step.
         plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: show phases, the plan, and predicted against measured step time (on rank 0).
@@ -105,6 +108,7 @@ class AlpaStrategy(ParallelJob):
         checkpoint: str = "auto",
         async_checkpoint: bool = False,
         check_replicas_every: int = CHECK_REPLICAS_EVERY,
+        check_gradients: bool = False,
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
@@ -151,7 +155,11 @@ class AlpaStrategy(ParallelJob):
         every = check_replicas_every
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise OptionError(f"check_replicas_every={every!r} cannot be", "give a number of steps; 0: no checks")
-        self.limits = Limits(plan_timeout_seconds, collective_timeout_seconds, bucket_bytes, capture, every)
+        if not isinstance(check_gradients, bool):
+            raise OptionError(f"check_gradients={check_gradients!r} cannot be", "give True or False")
+        self.limits = Limits(
+            plan_timeout_seconds, collective_timeout_seconds, bucket_bytes, capture, every, check_gradients
+        )
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
         self._cluster = cluster
@@ -305,7 +313,7 @@ class AlpaStrategy(ParallelJob):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self._session.in_backward():
+        with self._session.in_backward(closure_loss):
             self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, self._module)
 

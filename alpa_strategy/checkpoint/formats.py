@@ -19,6 +19,7 @@ from alpa_strategy.checkpoint.directory import DirectoryFormat
 from alpa_strategy.checkpoint.restricted import reading
 from alpa_strategy.checkpoint.tensors import LocalShards
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.files import is_possible
 
 
 class ShardedFormat(Protocol):
@@ -86,6 +87,8 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
         FileNotFoundError: nothing is there.
     """
     place = Path(path).absolute()
+    if not is_possible(place):
+        raise CheckpointError(f"{place} is a name that no file can have", "give a checkpoint's path")
     form = next((form for form in FORMATS.values() if form.is_one(place)), None)
     if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")

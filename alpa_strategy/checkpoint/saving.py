@@ -21,6 +21,7 @@ from alpa_strategy.checkpoint.directory import sync_folder
 from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.files import is_possible
 
 
 class CheckpointWriter:
@@ -151,8 +152,8 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
         CheckpointError: `source` is no complete checkpoint, or `target` is a directory or cannot be written.
     """
     target = Path(target).absolute()
-    if target.is_dir():
-        raise CheckpointError(f"{target} is a directory", "give the name of a file")
+    if not is_possible(target) or target.is_dir():
+        raise CheckpointError(f"{target} is a directory, or has a name that no file can have", "give a file's name")
     checkpoint = open_checkpoint(source, weights_only)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

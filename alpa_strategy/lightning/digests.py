@@ -21,6 +21,7 @@ REPLICA = (
     'batch_scope="replica" runs the step on each rank\'s own batch, as DDP does; or let the loader yield a row for '
     "each sample, and the same value of what belongs to no sample on every rank"
 )
+GRADIENT = "the gradient of "
 _WIDTH = 4096  # words of 8 bytes: bytes that change places within a row of so many change the digest
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -170,21 +171,29 @@ class CopyCheck:
         raise RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
             f"{sorted({first[rank] for rank in ranks})}; so do {int(unequal.any(0).sum())} of {len(self.names)} "
-            "parameters and buffers",
+            "that are compared",
             "look for code that changes them on one rank only (a hook, a callback, random numbers of its own); else a "
-            "device or link computes wrongly. check_replicas_every=0 leaves this check out",
+            "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave these checks out",
         )
 
 
-def copies_of(store: ParameterStore, module: Any, buffers: Sequence[BufferInput], every: int, device: Any) -> CopyCheck:
-    """The check of a training's parameters as they lie in `store`, and of `buffers`, which its step reads."""
+def copies_of(
+    store: ParameterStore, module: Any, buffers: Sequence[BufferInput], every: int, device: Any, of: str = ""
+) -> CopyCheck:
+    """The check of a training's parameters as they lie in `store`, and of `buffers`, which its step reads.
+
+    Args:
+        of: `GRADIENT`: of the parameters' complete gradients.
+    """
     names = {store.name_of(p) or "": p for p in store.parameters}
 
     def tensors() -> dict[str, Tensor | None]:
-        held: dict[str, Tensor | None] = {n: p if store.holds(p) else None for n, p in names.items()}
+        own = {n: p.grad if of else p for n, p in names.items()}
+        held: dict[str, Tensor | None] = {of + n: own[n] if store.holds(p) else None for n, p in names.items()}
         return held | {buffer.name: resolve(module, buffer.name) for buffer in buffers}
 
     def place(name: str) -> str:
+        name = name.removeprefix(of)
         if name not in names:
             return "whole"
         chunks = store.chunks(name, names[name].detach())

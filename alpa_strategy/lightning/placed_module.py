@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from alpa_strategy.comm.collectives import any_rank, broadcast_buffers
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.digests import copies_of
+from alpa_strategy.lightning.digests import GRADIENT, copies_of
 from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks
+from alpa_strategy.lightning.gradient_check import GradientCheck
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.memory_headroom import MemoryHeadroom
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import Limits, OptimizerInfo
 from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -39,6 +40,7 @@ class PlacedModule(ABC):
         optimizers: made on the whole parameters.
         optimizer_info: of all of them together.
         limit: bytes of a device that may be used.
+        check: has been looking at gradients since the store was sharded.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PlacedModule(ABC):
         store: ParameterStore,
         job: Job,
         limit: float,
+        check: GradientCheck | None = None,
     ) -> None:
         self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
         self._job, self.say = job, job.say
@@ -60,6 +63,9 @@ class PlacedModule(ABC):
         self.buffers_differ = False
         self._num_updates = 0
         self.check_copies(())
+        self._gradient_check = check
+        if check is not None:
+            check.copies = copies_of(store, module, (), 1, job.device, GRADIENT)
         self._hooks: UnshardForHooks | None = None
         self._clipping: Any = None  # the precision plugin that clips by the norm of all shards
 
@@ -128,12 +134,28 @@ class PlacedModule(ABC):
         if self.store.awaits_finish:  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
+            self.check_gradients()
         with self.outside_step():
             yield
             self.store.after_optimizer_step()
             self._num_updates += 1
             if self.copies.due(self._num_updates):
                 self.copies.begin(f"after step {self._num_updates}")
+
+    def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
+        """Where gradients are checked: what the step under way computes them from."""
+        if (check := self._gradient_check) is not None:
+            check.batch = check.batch if batch is None else batch
+            if loss is not None:
+                check.look_at_loss(loss)
+
+    def check_gradients(self) -> None:
+        """Where that is asked for, and they are complete. Collective."""
+        if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
+            return
+        if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
+            gradients = {self.store.name_of(p) or "": p.grad for p in self.store.parameters}
+            self._gradient_check.finish(gradients, self._num_updates + 1)
 
     def check_copies(self, buffers: Sequence[BufferInput]) -> None:
         """From now on compare, beside parameters, these buffers between the ranks. Collective."""
@@ -177,9 +199,20 @@ class PlacedModule(ABC):
 
 
 def shard_all(
-    store: ParameterStore, optimizers: Sequence[Optimizer], values: Callable[[Tensor], Tensor], bucket_bytes: int
-) -> None:
-    """Keep this rank's parts of the parameters and of the optimizers' state. `values`: the whole of each."""
-    store.shard(values, bucket_bytes)
+    store: ParameterStore,
+    optimizers: Sequence[Optimizer],
+    values: Callable[[Tensor], Tensor],
+    limits: Limits,
+    divided: bool,
+) -> GradientCheck | None:
+    """Keep this rank's parts of the parameters and of the optimizers' state; what looks at gradients, where asked for.
+
+    Args:
+        values: gives the whole of each.
+        divided: see `GradientCheck`.
+    """
+    check = GradientCheck(divided) if limits.check_gradients and optimizers else None
+    store.shard(values, limits.bucket_bytes, None if check is None else check.look)
     for optimizer in optimizers:
         shard_state(optimizer, store, values)
+    return check

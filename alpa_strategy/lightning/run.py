@@ -133,10 +133,10 @@ class Run(PlacedModule):
                 job.limits.bucket_bytes,
                 job.compile,
             )
-            shard_all(self._placed.store, optimizers, whole, job.limits.bucket_bytes)
+            check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
             program = self._program(step)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        super().__init__(module, optimizers, optimizer_info, self.plan, self._placed.store, job, limit)
+        super().__init__(module, optimizers, optimizer_info, self.plan, self._placed.store, job, limit, check)
         self._same = SameSteps(rank_zero, MAX_SHAPES)
         self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self.drop)
         self._captured.add(shape_key(batch), self._with_checks(step, program, batch))

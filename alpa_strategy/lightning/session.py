@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import world_size
@@ -118,6 +119,7 @@ class Session:
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         """What the module's own step returns, its loss differentiable; `as_written` calls it."""
         assert self.run is not None
+        self.run.begin_check(batch)
         try:
             return self.run.training_step(batch, batch_idx, as_written)
         except CaptureError as error:
@@ -172,13 +174,15 @@ class Session:
         self._is_accumulating = False
 
     @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Around the backward of a step; gradients are complete after it, unless more are added to them."""
+    def in_backward(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward of a step's loss; gradients are complete after it, unless more are added to them."""
         assert self.run is not None
+        self.run.begin_check(loss=loss)
         with self.run.in_step():
             yield
             self.run.end_of_backward()
         self.run.finish_backward()
+        self.run.check_gradients()
 
     def end_training(self) -> None:
         """The module and its optimizer are whole again, unless that would not fit."""

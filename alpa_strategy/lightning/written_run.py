@@ -24,6 +24,7 @@ from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.gradient_check import GradientCheck
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.memory_headroom import device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
@@ -93,8 +94,8 @@ def start_written(
         _say_why(why)
     with sharding(module) as whole:
         store = _store(module, parameters, plan, job)
-        shard_all(store, optimizers, whole, job.limits.bucket_bytes)
-    return WrittenRun(module, optimizers, infos, store, plan, job, limit)
+        check = shard_all(store, optimizers, whole, job.limits, divided=False)
+    return WrittenRun(module, optimizers, infos, store, plan, job, limit, check)
 
 
 def _say_why(why: CaptureError) -> None:
@@ -139,9 +140,10 @@ class WrittenRun(PlacedModule):
         plan: Plan,
         job: Job,
         limit: float,
+        check: GradientCheck | None,
     ) -> None:
         info = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
-        super().__init__(module, optimizers, info, plan, store, job, limit)
+        super().__init__(module, optimizers, info, plan, store, job, limit, check)
         self.buffers_differ = True  # perhaps
         self._syncs = True
         self._on_use: GatherOnUse | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_da
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 
 T = TypeVar("T")
+Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
 
 
 class MeshParameters:
@@ -72,8 +74,9 @@ class MeshParameters:
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
 
-    def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int) -> None:
+    def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None) -> None:
         """See `ParameterStore.shard`."""
+        self._look = look
         for sharded in self._sharded.values():
             parameter = sharded.parameter
             if not sharded.is_whole:
@@ -91,6 +94,8 @@ class MeshParameters:
         for sharded in trained:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
+            elif look is not None and not sharded.is_gathered_once:
+                self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(look, sharded.name)))
         if self._stepping is not None:
             complete = [s for s in trained if not s.to_use.backward_steps and not s.is_gathered_once]
             self._hooks += self._stepping.watch(sharded.parameter for sharded in complete)
@@ -141,7 +146,7 @@ class MeshParameters:
             if leaf.requires_grad:
                 leaf.grad_dtype = sharded.parameter.dtype  # in which micro-batches add up
                 leaf.grad, sharded.partial = sharded.partial, None
-                leaf.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
+                leaf.register_post_accumulate_grad_hook(partial(self._made, sharded.name))
             sharded.leaf = leaf
         return sharded.leaf
 
@@ -194,9 +199,13 @@ class MeshParameters:
         sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         parameter.data = part
         self._hooks.append(sharded.accumulator.register_prehook(sharded.set_complete_aside))
-        self._hooks.append(
-            sharded.parameter.register_post_accumulate_grad_hook(lambda _: self._reducer.mark_ready(sharded.name))
-        )
+        self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(self._made, sharded.name)))
+
+    def _made(self, name: str, used: Tensor) -> None:
+        """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
+        if self._look is not None:
+            self._look(name, used)
+        self._reducer.mark_ready(name)
 
 
 class _StepInputs(Mapping[str, Tensor]):
@@ -345,15 +354,21 @@ class ParameterStore:
 
     # Into shards, and out of them
 
-    def shard(self, values: Callable[[nn.Parameter], Tensor] = Tensor.detach, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def shard(
+        self,
+        values: Callable[[nn.Parameter], Tensor] = Tensor.detach,
+        bucket_bytes: int = BUCKET_BYTES,
+        look: Look | None = None,
+    ) -> None:
         """Replace every parameter's data by this rank's part, and watch the backward. Once, before training.
 
         Args:
             values: gives the whole of a parameter (all of it is freed before the next is asked for).
             bucket_bytes: size of the gradient buckets.
+            look: sees every gradient as this rank has made it, before any sum over ranks.
         """
         for mesh in self._meshes.values():
-            mesh.shard(values, bucket_bytes)
+            mesh.shard(values, bucket_bytes, look)
         for parameter, known in self._known.items():
             if known.held is None:
                 replace_data(parameter, parameter.new_empty(0))

@@ -74,3 +74,25 @@ def test_module_runs_as_a_command():
     )
     assert result.returncode == 2
     assert "nowhere.json" in result.stderr
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "d/" * 3000, "\ud800", "\x1b[2Jname", ".", "", "a\nb"])
+def test_a_path_that_cannot_be_is_one_message(plan_file, path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    drawn = [["show", str(plan_file), "--html", path], ["plan", TINY, "--cluster", P3, "-o", path]]
+    cannot_be_written = drawn if path in ("a\0b", "x" * 5000, "d/" * 3000, "\ud800", ".") else []
+    for command in (["show", path], ["export", path, "out"], ["plan", path, "--cluster", P3], *cannot_be_written):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert len(error) < 1000, command
+        assert "Traceback" not in error
+        assert error.startswith("error: ")
+        assert "\x1b" not in error
+
+
+def test_a_file_that_is_shown_speaks_no_escapes(tmp_path, capsys):
+    named = tmp_path / "\x1b[31mred"
+    for content in ("{}", '{"a": "\x1b[31m"}', "\x1b[31m", '{"version": "\\u001b[31m"}', "\0", "[" * 10**6):
+        named.write_text(content)
+        assert main(["show", str(named)]) == 2
+        assert "\x1b" not in capsys.readouterr().err
