@@ -50,13 +50,28 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
+_WHOLE_NUMBERS = {
+    torch.bool,
+    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+        if (
+            module == "torch"
+            and isinstance(found := getattr(torch, name, None), torch.dtype)
+            and _is_plain_dtype(found)
+        ):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
+
+
+def _is_plain_dtype(dtype: torch.dtype) -> bool:
+    """Whether its tensors are numbers: of quantized ones, views of what is made without a scale crash the process."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE_NUMBERS
 
 
 @contextmanager

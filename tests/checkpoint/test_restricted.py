@@ -73,6 +73,18 @@ def test_no_file_outside_is_read(folder, name):
         RestrictedReader(folder).read_metadata()
 
 
+@pytest.mark.parametrize("dtype", ["quint8", "qint8", "qint32", "quint4x2", "bits8", "uint4"])
+def test_tensors_that_are_no_plain_numbers_are_refused(folder, dtype):
+    """A quantized tensor without a scale is made, and the first slice of it ends the process (found by fuzz.py)."""
+
+    def quantize(metadata):
+        metadata.state_dict_metadata["a"].properties.dtype = getattr(torch, dtype)
+
+    changed(folder, quantize)
+    with pytest.raises(CheckpointError, match=f"torch.{dtype}, which no checkpoint"):
+        RestrictedReader(folder).read_metadata()
+
+
 def test_damaged_metadata_is_an_error_of_ours(folder):
     good = (folder / ".metadata").read_bytes()
     for seed in range(300):
