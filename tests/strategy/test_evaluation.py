@@ -40,6 +40,10 @@ class Evaluated(MLP):
         super().__init__(**kwargs)
         self.seen: list[Any] = []
         self.weights: list[tuple[int, ...]] = []
+        self.groups: list[int] = []  # of processes, after each loop
+
+    def on_validation_end(self) -> None:
+        self.groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         x, y = batch
@@ -114,6 +118,7 @@ def fit(
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         "seen": getattr(model, "seen", []),
         "weights": getattr(model, "weights", []),
+        "groups": getattr(model, "groups", []),
         "syncs": [m.sync_on_compute for m in model.modules() if isinstance(m, torchmetrics.Metric)],
     }
 
@@ -138,6 +143,7 @@ def test_validation_of_several_loaders_with_a_smaller_last_batch(pool, tmp_path:
     runs = pool.run(2, fit, "Evaluated", str(tmp_path), strategy, sizes, BIG)
     assert_same(runs, reference)
     assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference["metrics"].keys()
+    assert all(len(run["groups"]) == 2 and len(set(run["groups"])) == 1 for run in runs)
 
 
 class Plain(MLP):
