@@ -42,6 +42,8 @@ def worker(args: argparse.Namespace) -> None:
     from bench_compile import SEQUENCE, VOCABULARY, Llama
     from torch.utils.data import DataLoader, TensorDataset
 
+    import alpa_strategy.lightning.run
+    import alpa_strategy.planner.planner  # noqa: F401
     from alpa_strategy import AlpaStrategy
 
     class Clock(pl.Callback):
@@ -63,7 +65,7 @@ def worker(args: argparse.Namespace) -> None:
     base, _ = resident_bytes()
     watch, clock = Watch(), Clock()
     watch.start()
-    strategy = AlpaStrategy(memory_limit=args.limit, remat=json.loads(args.remat), verbose=False)
+    strategy = AlpaStrategy(memory_limit=args.limit, remat=json.loads(args.remat), num_microbatches=1, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -116,21 +118,26 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
     """Run all jobs, print; whether a goal is missed."""
     sizes = [f"--{name}={getattr(args, name)}" for name in ("width", "rows", "steps")]
     folder.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[dict[str, Any]]] = {}
     needed = run(folder, False, math.inf, sizes)["planned"]
     jobs = {name: (remat, math.inf) for name, remat in UNIFORM.items()}
     jobs |= {f"solved, {share:.0%}": (None, share * needed) for share in SHARES}
-    rounds = [{name: run(folder, *job, sizes) for name, job in jobs.items()} for _ in range(args.rounds)]
-    found = {name: {k: statistics.median(each[name][k] for each in rounds) for k in rounds[0][name]} for name in jobs}
+    for _ in range(args.rounds):
+        for name, job in jobs.items():
+            runs.setdefault(name, []).append(run(folder, *job, sizes))
+            print(name, runs[name][-1], flush=True)
+    found = {
+        name: {key: statistics.median(each[key] for each in rows) for key in rows[0]} for name, rows in runs.items()
+    }
     missed = False
     for name, row in found.items():
         ratio = row["measured"] / row["predicted"]
         missed |= abs(ratio - 1) > 0.1
-        how = " and its stage recomputes" if row["remat"] else ""
+        how = ", its spans as well" if row["remat"] else ""
         print(
             f"{name:15} step {row['predicted']:.3f} s predicted, {row['measured']:.3f} s measured ({ratio:.2f}); peak "
             f"{row['planned'] / 1e6:.0f} MB planned, {row['peak'] / 1e6:.0f} MB measured; {row['again']:.0f} ops made "
-            f"again{how}, {row['microbatches']:.0f} micro-batches",
-            flush=True,
+            f"again{how}, {row['microbatches']:.0f} micro-batches"
         )
     for share in SHARES:
         own, limit = found[f"solved, {share:.0%}"], share * needed

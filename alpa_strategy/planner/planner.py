@@ -131,6 +131,10 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
             return plan_pipeline(of_stages())
     if not isinstance(error, DoesNotFitError):
         raise error
+    if task.options.remat is None:  # whole spans made again need less than single results
+        alone = replace(task.options, num_stages=1, num_microbatches=1)
+        with suppress(PlanError):
+            return replace(plan_pipeline(replace(of_stages(), options=alone)), fingerprint=task.fingerprint)
     against = against_early_step(task.step, task.optimizer, task.options)
     if against is None:
         early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True))
