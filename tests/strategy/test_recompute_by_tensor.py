@@ -16,11 +16,11 @@ from alpa_strategy.errors import OptionError
 SIZES = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "seq_len": 64}
 
 
-def plan(model: str, **options: Any) -> Plan:
+def plan(model: str, layers: int = 2, **options: Any) -> Plan:
     """For one device and the harness's batch in float64."""
     torch.set_default_dtype(torch.float64)
     try:
-        module = MODELS[model](**SIZES)
+        module = MODELS[model](**{**SIZES, "num_layers": layers})
         cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
         given = PlanOptions.from_user(batch_scope="global", num_stages=1, **options)
         return make_plan(module, module.example_batch(8), cluster, given)
@@ -73,6 +73,14 @@ def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
     assert everything.predicted.peak_bytes < selective.predicted.peak_bytes < kept.predicted.peak_bytes
     assert kept.predicted.step_seconds < selective.predicted.step_seconds < everything.predicted.step_seconds
     assert plan("gpt", remat=["gelu_1", "ln_f"]).stages[0].recomputed == ("gelu_1", "layer_norm_4")
+
+
+def test_spans_are_made_again_where_single_results_do_not_fit() -> None:
+    limit = plan("llama", remat=True, num_microbatches=1, layers=8).predicted.peak_bytes * 1.01
+    found = plan("llama", memory_limit=limit, layers=8)
+    assert found.stages[0].remat
+    assert found.num_microbatches == 1
+    assert found.predicted.peak_bytes <= limit
 
 
 def test_names_that_can_mean_nothing() -> None:
