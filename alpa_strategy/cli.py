@@ -75,6 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument(
+        "--search",
+        choices=("mcmc", "greedy", "exhaustive", "megatron"),
+        help="find stages by this instead, on the same costs: for comparison",
+    )
+    plan.add_argument(
+        "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
+    )
+    plan.add_argument(
         "--tune",
         choices=("batch_size",),
         help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
@@ -187,8 +195,13 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     context = _apply_precision(recipe, model)
     optimizer = optimizer_info_of(model, _trainer_settings(recipe))
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
+    choose = None
+    if arguments.search:
+        from alpa_strategy.planner.baseline_search import plan_by
+
+        choose = partial(plan_by, name=arguments.search, seconds=arguments.search_seconds)
     with _rare_collections():
-        plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store)
+        plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store, choose=choose)
     store.done()
     return plan, options
 

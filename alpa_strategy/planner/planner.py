@@ -42,6 +42,7 @@ def make_plan(
     context: Callable[[], AbstractContextManager] | None = None,
     store: CostStore | None = None,
     costs: OpCosts | None = None,
+    choose: Callable[[PlanTask], Plan] | None = None,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
@@ -52,6 +53,7 @@ def make_plan(
         context: what surrounds the step, such as autocast (see `capture_step`).
         store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
         costs: a cost model of your own, as `options.costs`.
+        choose: finds the plan; None: `choose_plan`.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -64,7 +66,7 @@ def make_plan(
         step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.rows, context=context)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    plan = choose_plan(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
+    plan = (choose or choose_plan)(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 

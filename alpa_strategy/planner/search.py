@@ -126,19 +126,25 @@ def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, float | None]:
     return found
 
 
-def plan_pipeline(task: PlanTask, known: float = math.inf, several: bool = False) -> Plan:
+def plan_pipeline(
+    task: PlanTask,
+    known: float = math.inf,
+    several: bool = False,
+    solve: Callable[..., list[Candidate]] = solve_schedules,
+) -> Plan:
     """The best plan with micro-batches and stages (one stage included); its ops are those of the micro-batched graph.
 
     Args:
         known: seconds of a step that is there already: only what the DP prices below it is looked at.
         several: at least two stages and two micro-batches.
+        solve: finds stages for one number of micro-batches; its arguments are those of `solve_schedules`.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
     task = replace(task, costs=task.op_costs)
     check_pins(task.step, task.cluster, task.options)
-    search = _Search(task, several)
+    search = _Search(task, several, solve)
     search.run(known)
     plan = search.solve_best()
     if plan is not None:
@@ -219,8 +225,8 @@ class _Search:
         spent: seconds by phase.
     """
 
-    def __init__(self, task: PlanTask, several: bool) -> None:
-        self.task = task
+    def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
+        self.task, self._solve = task, solve
         self.several = several
         self.store = task.store or CostStore()
         self.meshes = submeshes(task.cluster)
@@ -324,7 +330,7 @@ class _Search:
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
                 # A schedule that the user asks for is one of several stages (`pins.py`).
                 allowed[0, job.num_layers] = not self.several and job.options.schedule is None
-                found = solve_schedules(job, meshes, runs, ceiling, allowed=allowed)
+                found = self._solve(job, meshes, runs, ceiling, allowed=allowed)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found

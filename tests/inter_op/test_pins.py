@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ from models import MODELS
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.options import PlanOptions
+from alpa_strategy.planner.baseline_search import plan_by
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.schedules import SCHEDULES
 
 
-def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
+def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
     cluster = cluster or ClusterSpec.load("pcie_8gpu").with_devices(devices)
-    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options))
+    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,13 @@ def test_stages_hold_the_modules_that_are_named():
     # As plans are shown, and where no solver would cut.
     found = plan("gpt", stages=["wte, wpe", "blocks.0-blocks.1", "ln_f, head"], num_microbatches=4)
     assert names_of(found.stages) == ["wte, wpe", "blocks.0-blocks.1", "ln_f, head"]
+
+
+def test_other_searches_keep_to_the_stages_that_are_pinned():
+    search = partial(plan_by, name="megatron", seconds=1.0)
+    found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
+    assert "blocks.0.qkv" not in found.stages[1].layers
+    assert found.stages[0].ops[1] == found.stages[1].ops[0]
 
 
 @pytest.mark.parametrize(

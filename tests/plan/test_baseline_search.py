@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,7 @@ from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from baseline_search import SEARCHES, Space, State
+from alpa_strategy.planner.baseline_search import SEARCHES, Space, State
 
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
 

@@ -22,6 +22,9 @@ import numpy as np
 from alpa_strategy.inter_op.candidates import Candidate, crossings, pinned_layers, stage_tables, to_candidate
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, terms, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
@@ -258,3 +261,19 @@ SEARCHES: dict[str, Callable[[Space, float, int], Trace]] = {
     "exhaustive": exhaustive,
     "megatron": megatron,
 }
+
+
+def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
+    """The best plan that a search finds, with `seconds` for each number of micro-batches that is looked at.
+
+    Raises:
+        PlanError: it finds none that fits.
+    """
+
+    def solve(
+        job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float, **_: object
+    ) -> list[Candidate]:
+        found = SEARCHES[name](Space(job, meshes, runs), seconds, 0).best
+        return [found] if found is not None and found.seconds < known else []
+
+    return plan_pipeline(task, solve=solve)
