@@ -173,6 +173,14 @@ class ParallelJob(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def set_world_ranks(self) -> None:
+        """Which rank this process is. The Trainer calls it when it is made: `rank_zero_only` holds before fit, too."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Lightning's own strategies set both: what is logged and saved asks one or the other.
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
     @override
     def setup_environment(self) -> None:
         # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would share one, where a
@@ -180,12 +188,8 @@ class ParallelJob(ParallelStrategy):
         if self.root_device.type == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         super().setup_environment()
-        assert self.cluster_environment is not None
         reset_seed()
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Lightning's own strategies set both: what is logged and saved asks one or the other.
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        self.set_world_ranks()
         self.interrupted = False
         if self.world_size > 1:
             self._connect()

@@ -2,6 +2,8 @@
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from quiet import QUIET
 
 import alpa_strategy
@@ -79,3 +81,14 @@ def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_pa
     )
     with pytest.raises(AlpaError, match=message):
         trainer.fit(model, data)
+
+
+def test_ranks_are_known_before_fit(monkeypatch) -> None:
+    """Under torchrun `rank_zero_only` functions of the user's script run before fit, too."""
+    for name, value in {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    for each in (rank_zero_only, utils_rank_zero_only):
+        monkeypatch.setattr(each, "rank", 0, raising=False)
+    pl.Trainer(strategy="alpa", accelerator="cpu", devices=4, logger=False)
+    assert rank_zero_only.rank == 3
