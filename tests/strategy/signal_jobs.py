@@ -30,6 +30,14 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RANKS = ((0, 1), (0,), (1,))
 MOMENTS = ("planning", "first step", "steady", "pipeline", "saving", "validating")
 LAUNCHERS = ("own", "torchrun")
+PLANS: dict[str, dict[str, Any]] = {  # of moments in the midst of other runs than a captured one of one stage
+    "pipeline": {"num_stages": 2, "num_microbatches": 2},
+    "as written": {"capture": "never"},
+    "as written in parts": {"capture": "never", "parallel": "zero3"},
+    "backward by hand": {},
+}
+EVALUATIONS = ("validate", "test", "predict")  # of the Trainer, without a training
+OTHER_MOMENTS = (*list(PLANS)[1:], *EVALUATIONS)
 ROWS_PER_RANK, NUM_BATCHES = 4, 400
 TESTS = Path(__file__).resolve().parent.parent
 READY_SECONDS, GONE_SECONDS = 300, 60  # how long is waited for what should come
@@ -64,16 +72,38 @@ class Model(MLP):
     weights: dict[int, dict[str, torch.Tensor]]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == {"first step": 0, "steady": 5, "pipeline": 5}.get(self.moment):
+        if self.moment in ("first step", "steady", *PLANS) and self.global_step == 5 * (self.moment != "first step"):
             ready(self.root)
         if self.moment:
             time.sleep(0.02)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.moment == "validating" and self.global_step > 0:
+        if (self.moment == "validating" and self.global_step > 0) or (self.moment in EVALUATIONS and batch_idx > 5):
             ready(self.root)
             time.sleep(0.05)
         self.log("val", self.net(batch[0]).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx > 5:
+            ready(self.root)
+            time.sleep(0.05)
+        return self.net(batch[0])
+
+
+class ByHand(Model):
+    """Runs its own backward."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 class Weights(pl.Callback):
@@ -138,12 +168,11 @@ def train(
     if signalled and moment == "saving":
         stop_when_saving(root)
     torch.manual_seed(0)
-    model = Model(num_layers=4)
+    model = (ByHand if moment == "backward by hand" else Model)(num_layers=4)
     model.moment, model.root = moment if signalled else "", root
     rows = model.example_batch(NUM_BATCHES * 2 * ROWS_PER_RANK)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=ROWS_PER_RANK)
-    options = {"num_stages": 2, "num_microbatches": 2} if moment == "pipeline" else {}
-    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **PLANS.get(moment, {}))
     weights = Weights()
     saving = [OnExceptionCheckpoint(root, "last"), ModelCheckpoint(root, "every", every_n_train_steps=3)]
     trainer = pl.Trainer(
@@ -152,6 +181,9 @@ def train(
         default_root_dir=root, val_check_interval=20 if moment == "validating" else 1.0, num_sanity_val_steps=0,
         enable_checkpointing=signalled, **(trainer_options or {}),
     )  # fmt: skip
+    if moment in EVALUATIONS:
+        getattr(trainer, moment)(model, loader)
+        return {}
     trainer.fit(model, loader, loader if signalled else None, ckpt_path=resume)
     return weights.after
 
@@ -183,6 +215,8 @@ class Outcome:
 
 CASES = [Case(number, ranks, moment, launcher) for number in NUMBERS for ranks in RANKS for moment in MOMENTS
          for launcher in LAUNCHERS]  # fmt: skip
+OTHER_CASES = [Case(number, ranks, moment, "own") for number in NUMBERS[:2] for ranks in RANKS
+               for moment in OTHER_MOMENTS]  # fmt: skip
 
 
 @contextmanager
@@ -276,7 +310,7 @@ def _look_at_checkpoints(case: Case, root: Path, outcome: Outcome) -> None:
         whole = map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
         if not all(torch.isfinite(value).all() for value in whole["state_dict"].values()):
             outcome.wrong.append(f"{path.name} holds values that are not finite")
-    could_save = case.moment in ("first step", "steady", "pipeline", "saving") and case.number == signal.SIGTERM
+    could_save = case.moment in ("first step", "steady", "saving", *PLANS) and case.number == signal.SIGTERM
     if could_save and not (root / "last.ckpt").exists():
         outcome.wrong.append("SIGTERM left no checkpoint of its moment")
 
@@ -315,7 +349,7 @@ class Undisturbed:
         self._root, self._pool, self._found = root, pool, {}
 
     def __call__(self, moment: str) -> dict[int, dict[str, torch.Tensor]]:
-        kind = "pipeline" if moment == "pipeline" else "steady"
+        kind = moment if moment in PLANS else "steady"
         if kind not in self._found:
             root = self._root / f"undisturbed-{kind}"
             arguments = (str(root), kind, False, None, NUM_BATCHES - 1)

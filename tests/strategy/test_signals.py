@@ -12,7 +12,9 @@ import pytest
 import torch
 from signal_jobs import (
     CASES,
+    EVALUATIONS,
     JOB,
+    OTHER_CASES,
     Undisturbed,
     check_resumption,
     is_alive,
@@ -41,6 +43,15 @@ def test_every_rank_ends_and_training_goes_on(tmp_path, pool, undisturbed, case)
     assert not outcome.wrong, (outcome.wrong, outcome.output)
     if case.number == signal.SIGTERM and case.moment == "steady":
         assert outcome.resumed_from >= 5  # saved at its moment, not only every third step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER_CASES, ids=str)
+def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
+    outcome = run_case(case, tmp_path, limit=LIMIT)
+    if case.moment not in EVALUATIONS:
+        check_resumption(case, tmp_path, pool, undisturbed, outcome)
+    assert not outcome.wrong, (outcome.wrong, outcome.output)
 
 
 @pytest.mark.parametrize(
