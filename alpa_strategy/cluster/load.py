@@ -59,6 +59,11 @@ def find_cluster_file(path: str | Path) -> Path:
     return found
 
 
+# Of a number in a cluster file: beyond, costs that are made of several are no numbers, and tables of them no tables.
+SMALLEST, LARGEST = 1e-15, 1e24
+MAX_DEVICES = 1 << 20
+
+
 def _is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold: `10**400` is a whole number, too."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
@@ -102,18 +107,18 @@ class Fields:
         return value
 
     def number(self, key: str, expected: str, *, zero: bool = False, maximum: float = math.inf) -> float:
-        """A finite number > 0 (or >= 0 with `zero`), at most `maximum`."""
+        """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
         value = self.value(key, expected)
         ok = _is_finite(value)
-        if not ok or value < 0 or (value == 0 and not zero) or value > maximum:
+        if not ok or not (0.0 if zero else SMALLEST) <= value <= min(LARGEST, maximum):
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return float(value)
 
-    def integer(self, key: str, expected: str, minimum: int = 1) -> int:
-        """A whole number >= `minimum`; 16e9 counts as one."""
+    def integer(self, key: str, expected: str, minimum: int = 1, maximum: float = 1e18) -> int:
+        """A whole number from `minimum` to `maximum`; 16e9 counts as one."""
         value = self.value(key, expected)
         ok = _is_finite(value)
-        if not ok or value != int(value) or value < minimum:
+        if not ok or value != int(value) or not minimum <= value <= maximum:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return int(value)
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from alpa_strategy.cluster.load import Fields, read_cluster_yaml
+from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
 from alpa_strategy.errors import ClusterError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
@@ -163,10 +163,12 @@ class ClusterSpec:
         measured = "measured" in fields and fields.flag("measured", "true or false")
         nominal = NOMINAL if measured else None
         tables = fields.items("tables", "a list of measured tables") if "tables" in fields else []
+        num_nodes = fields.integer("num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES)
+        per_node = "devices in each node, a whole number >= 1; at most a million in the cluster"
         return cls(
             name=fields.text("name", "a name for the cluster"),
-            num_nodes=fields.integer("num_nodes", "the number of nodes, a whole number >= 1"),
-            devices_per_node=fields.integer("devices_per_node", "devices in each node, a whole number >= 1"),
+            num_nodes=num_nodes,
+            devices_per_node=fields.integer("devices_per_node", per_node, maximum=MAX_DEVICES / num_nodes),
             device=_read_device(fields, nominal.device if nominal else None),
             intra_node=_read_link(fields, "intra_node", nominal.intra_node if nominal else None),
             inter_node=_read_link(fields, "inter_node", nominal.inter_node if nominal else None),

@@ -343,3 +343,28 @@ def test_digest_of_a_measured_cluster_does_not_follow_its_times():
     assert one.digest() == other.digest()
     assert one.digest() != cluster(measured=True, num_nodes=3).digest()
     assert one.digest() != cluster(tables=times).digest()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("num_nodes",), 10**18),
+        (("devices_per_node",), 10**18),
+        (("devices_per_node",), 600_000),  # of two nodes
+        (("intra_node", "bandwidth"), 1e-320),
+        (("intra_node", "bandwidth"), -1.0),
+        (("device", "memory_bandwidth"), float("nan")),
+        (("device", "peak_flops", "float32"), 1e-320),
+        (("device", "peak_flops", "float32"), 1e200),
+        (("intra_node", "latency"), 1e300),
+    ],
+)
+def test_what_no_cluster_can_have_is_named(path: tuple[str, ...], value: float):
+    """Planning on these ended in errors of numpy and torch, or in no time."""
+    data = copy.deepcopy(ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2}).to_dict())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ClusterError, match=r"\.".join(path)):
+        ClusterSpec.from_dict(data)
