@@ -259,6 +259,10 @@ PLANS: dict[str, Row] = {
     "pipeline": {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
     "zero bubble": {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
     "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
+    "selective recomputation": {"parallel": "zero2", "remat": "selective"},
+    # Both ranks load the same rows: the mean of their gradients is one process's.
+    "as written": {"capture": "never", "batch_scope": "replica", "parallel": "data"},
+    "as written, zero3": {"capture": "never", "batch_scope": "replica", "parallel": "zero3"},
 }
 
 
@@ -285,7 +289,7 @@ def ranks(exam: Exam, add: Add) -> None:
 
 def streams(exam: Exam, add: Add) -> None:
     """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the same numbers."""
-    names = ("data", "zero2", "zero3", "pipeline")
+    names = ("data", "zero2", "zero3", "pipeline", "as written, zero3")
     jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
     free = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
     blocking = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
