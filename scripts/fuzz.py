@@ -193,7 +193,7 @@ def op_times(folder: Path) -> Format:
 
 
 def measured_clusters(folder: Path) -> Format:
-    good = ClusterSpec.load("dgx_h100").with_devices(8)
+    good = ClusterSpec.load("dgx_h100").with_nodes(1)
     store = ClusterStore(folder / "costs")
     store.save(good)
     (saved,) = (folder / "costs").glob("*.json")

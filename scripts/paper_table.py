@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.inter_op.stage_costs import CostJob, CostStore
     from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,42 @@ WHENCE = (
     "More than a quarter off, or fitting where the paper does not (or the reverse). Reasons are derived from the "
     "plans' parts, counts of bytes and the paper's other columns; they were not measured on V100s."
 )
+
+
+def plan_job(
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    store: CostStore,
+    schedules: Sequence[str] | None = None,
+    allowed: np.ndarray | None = None,
+) -> Plan:
+    """The best plan of one job: what the planner's search does for each number of micro-batches.
+
+    Args:
+        schedules, allowed: see `candidates.solve_schedules`.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    from alpa_strategy.errors import PlanError
+    from alpa_strategy.inter_op.bound import step_bound
+    from alpa_strategy.inter_op.candidates import runtime_seconds, solve_schedules
+    from alpa_strategy.inter_op.stage_costs import stage_costs
+    from alpa_strategy.planner.search import KEPT, solved_plan
+    from alpa_strategy.planner.task import fingerprint_of
+
+    runs = stage_costs(job, meshes, store)
+    fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
+    failed = PlanError("no stages fit", "use more devices, or raise memory_limit")
+    for candidate in solve_schedules(job, meshes, runs, math.inf, schedules, allowed)[:KEPT]:
+        try:
+            plan = solved_plan(candidate, meshes, fingerprint)
+        except PlanError as error:
+            failed = error
+            continue
+        bound = step_bound(job, meshes, runs, runtime_seconds(job.cluster.device))
+        return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
+    raise failed
 
 
 def cluster_of(cell: Cell) -> ClusterSpec:
@@ -96,8 +133,6 @@ class Planner:
 
     def solved(self) -> Plan:
         """Everything but recomputation and the number of micro-batches is open."""
-        from alpa_strategy.planner.search import plan_job
-
         return plan_job(self.job, self.meshes, self.store)
 
     def stages(self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object) -> Plan:
@@ -107,7 +142,6 @@ class Planner:
         """
         from alpa_strategy.errors import PlanError
         from alpa_strategy.inter_op.subgraph import cluster_layers
-        from alpa_strategy.planner.search import plan_job
 
         job = replace(self.job, options=replace(self.job.options, **options))
         if job.num_layers < num_layers:

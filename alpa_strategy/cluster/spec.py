@@ -157,7 +157,7 @@ class ClusterSpec:
         """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing, unknown or wrong.
 
         With `measured: true` only `name`, `num_nodes` and `devices_per_node` are needed; what is not given is nominal
-        until `measure_cluster` has run (`needs_measuring`).
+        until `measure_cluster` has run.
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
         measured = "measured" in fields and fields.flag("measured", "true or false")
@@ -177,11 +177,6 @@ class ClusterSpec:
             overlap=fields.number("overlap", "a share, 0 to 1", zero=True, maximum=1.0) if "overlap" in fields else 0.0,
         )
 
-    @property
-    def needs_measuring(self) -> bool:
-        """True for a description that only counts devices: its figures are nominal until they are measured."""
-        return self.measured and not self.tables
-
     def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
         """The same kind of cluster with other counts. Measured tables stay only where they still describe it."""
         per_node = self.devices_per_node if devices_per_node is None else devices_per_node
@@ -192,18 +187,6 @@ class ClusterSpec:
         keep = per_node == self.devices_per_node and num_nodes <= self.num_nodes
         tables = tuple(t for t in self.tables if t.size * t.stride <= num_nodes * per_node) if keep else ()
         return replace(self, num_nodes=num_nodes, devices_per_node=per_node, tables=tables)
-
-    def with_devices(self, num_devices: int) -> ClusterSpec:
-        """The part of this kind of cluster that has `num_devices`: a part of one node, else whole nodes."""
-        if 1 <= num_devices <= self.devices_per_node:
-            return self.with_nodes(1, num_devices)
-        num_nodes, rest = divmod(num_devices, self.devices_per_node)
-        if rest or num_nodes < 1:
-            raise ClusterError(
-                f"{num_devices} devices cannot be taken from {self.name}, whose nodes have {self.devices_per_node}",
-                f"ask for at most {self.devices_per_node} devices, or for a multiple of it",
-            )
-        return self.with_nodes(num_nodes)
 
     def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
         """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).

@@ -40,7 +40,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.task import PlanTask, fingerprint_of
+from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
@@ -157,34 +157,6 @@ def plan_pipeline(
     )
 
 
-def plan_job(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
-    store: CostStore | None = None,
-    schedules: Sequence[str] | None = None,
-    allowed: np.ndarray | None = None,
-) -> Plan:
-    """The best plan of one job: what `plan_pipeline` does for each number of micro-batches.
-
-    Args:
-        schedules, allowed: see `candidates.solve_schedules`.
-
-    Raises:
-        PlanError: nothing fits.
-    """
-    runs = stage_costs(job, meshes, store)
-    found = solve_schedules(job, meshes, runs, math.inf, schedules, allowed)
-    failures: Failures = [("", _no_stages(job, math.inf))]
-    fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
-    for candidate in found[:KEPT]:
-        try:
-            plan = _solved(candidate, meshes, fingerprint)
-            return _against(plan, step_bound(job, meshes, runs, runtime_seconds(job.cluster.device)))
-        except PlanError as error:
-            failures.append((candidate.schedule, error))
-    raise _nothing_fits("no stages fit", failures, "use more devices, or raise memory_limit")
-
-
 def _against(plan: Plan, bound: float) -> Plan:
     """The plan with its distance from a bound of all plans with so many micro-batches."""
     return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
@@ -263,7 +235,7 @@ class _Search:
                 break
             try:
                 with self.task.progress("solve the chosen stages"), _timed(self.spent, "chosen stages"):
-                    plan = _solved(candidate, self.meshes, self.task.fingerprint)
+                    plan = solved_plan(candidate, self.meshes, self.task.fingerprint)
             except PlanError as error:
                 label = f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}"
                 self.failures.append((label, error))
@@ -365,7 +337,7 @@ def _cuts(graph: StepGraph, num_stages: int) -> tuple[int, ...]:
     return cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
 
 
-def _solved(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
+def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
     """The stages that the DP chose, each solved by the ILP."""
     job, solver = candidate.job, StageSolver(candidate.job)
     solved: list[SolvedStage] = []

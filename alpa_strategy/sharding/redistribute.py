@@ -96,12 +96,6 @@ def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tup
     return tuple((kind, num_bytes, phase) for kind, phase in found if kind is not None)
 
 
-def reshard_seconds(src: DualLayout, dst: DualLayout, meta: TensorMeta, mesh: LogicalMesh) -> tuple[float, float]:
-    """(forward, backward) seconds of one resharding; backward is 0 when `meta` does not require grad."""
-    forward, backward = reshard_table((src,), (dst,), meta, mesh)
-    return float(forward[0, 0]), float(backward[0, 0])
-
-
 def reshard_table(
     sources: Sequence[DualLayout], targets: Sequence[DualLayout], meta: TensorMeta, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -122,11 +122,10 @@ def test_a_shape_that_does_not_fit_is_an_error(shape, submesh):
 
 
 def test_part_of_a_cluster():
-    assert (cluster().with_devices(2).num_nodes, cluster().with_devices(2).devices_per_node) == (1, 2)
-    assert cluster().with_devices(12).num_nodes == 3
-    assert ClusterSpec.load("p3_16xlarge_x8").with_devices(16).num_nodes == 2
-    with pytest.raises(ClusterError, match="6 devices"):
-        cluster().with_devices(6)
+    assert (cluster().with_nodes(1, 2).num_nodes, cluster().with_nodes(1, 2).devices_per_node) == (1, 2)
+    assert cluster().with_nodes(3).num_devices == 12
+    with pytest.raises(ClusterError, match="0 nodes"):
+        cluster().with_nodes(0)
 
 
 def test_a_part_keeps_only_the_tables_that_describe_it():
@@ -135,8 +134,8 @@ def test_a_part_keeps_only_the_tables_that_describe_it():
         {"kind": "all_reduce", "size": 2, "stride": 4, "points": [[1024, 2e-3]]},
     ]
     whole = cluster(tables=tables)
-    assert [t.size for t in whole.with_devices(4).tables] == [4]
-    assert whole.with_devices(2).tables == ()
+    assert [t.size for t in whole.with_nodes(1).tables] == [4]
+    assert whole.with_nodes(1, 2).tables == ()
     assert whole.logical_mesh((2, 4)).axes[0].seconds("all_reduce", 1024) == 2e-3
     assert whole.logical_mesh((4,), (1, 4)).axes[0].seconds("all_reduce", 1024) == 1e-3
 
@@ -217,8 +216,8 @@ def test_overrides_reach_inside_and_read_numbers_as_files_do():
 def test_localhost_only_counts_devices():
     spec = ClusterSpec.load("localhost")
     assert spec.measured
-    assert spec.needs_measuring
-    assert not cluster().needs_measuring
+    assert spec.tables == ()
+    assert not cluster().measured
 
 
 def leaves(data: dict, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -17,11 +17,11 @@ from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.schedules import SCHEDULES
 
 
-def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
+def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
-    cluster = cluster or ClusterSpec.load("pcie_8gpu").with_devices(devices)
-    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
+    cluster = cluster or ClusterSpec.load("pcie_8gpu").with_nodes(1, devices)
+    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_stage_that_does_not_fit_is_named():
 
 def test_recomputation_makes_fit_what_else_would_not():
     """Activations bind: with remat left open the solver recomputes, pinned to False nothing fits."""
-    small = ClusterSpec.load("pcie_8gpu").with_devices(2)
+    small = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
     options = {"num_stages": 2, "num_microbatches": 8, "schedule": "GPipe", "rows": 64, "model": "gpt"}
     free = plan(cluster=small, memory_limit=float("inf"), remat=False, **options)
     kept = plan(cluster=small, memory_limit=float("inf"), remat=True, **options)

@@ -154,7 +154,7 @@ class Hooked(GPT):
 def planned(kind: type[GPT] = GPT, **options: Any) -> Any:
     """What is planned without a Trainer for the same limit as above."""
     module = kind(**SIZES).double()
-    cluster = ClusterSpec.load("pcie_8gpu").with_devices(2)
+    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
     return make_plan(module, module.example_batch(ROWS // 2), cluster, PlanOptions(memory_limit=LIMIT, **options))
 
 
