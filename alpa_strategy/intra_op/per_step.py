@@ -44,7 +44,6 @@ class Derivation:
             metrics=(),
             received=(),
             sent=(),
-            checks=(),
             appended=(),
         )
 
