@@ -154,6 +154,7 @@ def _refusals_unlogged() -> Iterator[None]:
         _fake_log.disabled = before
 
 
+_MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 _PRODUCTS = {getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")}
 
 
@@ -170,7 +171,7 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> li
             if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
                 raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
             out = func(*args, **(kwargs or {}))
-            computes = dtypes(out) and not func.is_view and func not in (aten._to_copy.default, aten.clone.default)
+            computes = dtypes(out) and not func.is_view and func not in _MOVES
             if computes:
                 seen.append((func, dtypes(out)))  # order counts, shapes do not
             return out

@@ -1,22 +1,40 @@
 """A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut, meshes and schedule.
 
-In a step of T seconds a mesh holds layers of at most T seconds of work, so a layer that takes w seconds a step on n
-devices has at least n w / T of them for itself. More where layers do not fill a mesh: with a dual feasible function f
-(Fekete and Schepers 2001), the f(w / T) of what one mesh holds add up to at most 1. What all layers need at least must
-not be more than there is. Messages, waiting and memory are left out, and each layer takes its best logical shape and
-layouts: what is left is below every plan that the stage costs can price.
+Two bounds, of which the larger counts. **Room**: in a step of T seconds a mesh holds layers of at most T seconds of
+work, so a layer that takes w seconds a step on n devices has at least n w / T of them for itself. More where layers do
+not fill a mesh: with a dual feasible function f (Fekete and Schepers 2001), the f(w / T) of what one mesh holds add up
+to at most 1. What all layers need at least must not be more than there is.
+
+**Waiting**: stages wait for the first micro-batch and after the last. Under 1F1B, stage m of p (of which s_m from it to
+the end) is not done before
+
+    T >= (B - s_m) t_m + sum_j t_j + sum_{j > m} t_j
+
+as it may only run so far ahead. A mean of these over the stages, with weights that follow from their devices n_j, is
+
+    T >= sum_j t_j (1 + (B - 1) n_j / D) / excess
+
+with excess = 1 unless small stages come after large ones (`_excess`). So every layer takes the n with the least
+t (1 + (B - 1) n / D). With several stages a mesh all meshes are equal, and as little as a third of a stage's time is
+lost per hop (zero bubbles, `schedules.terms`); that unequal stages are no faster there is measured (tests), not proved.
+Under ZBVZeroBubble they are: of that only the way to a mesh's first micro-batch is counted.
+
+Messages and memory are left out, and each layer takes its best logical shape and layouts: what is left is below every
+plan that the stage costs can price.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.schedules import SCHEDULES, why_not
 
 PRECISION = 1e-5
+LEAST_BUBBLE = 1 / 3  # of a stage's time per hop
 
 
 def step_bound(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], overhead: float) -> float:
@@ -28,6 +46,11 @@ def step_bound(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[R
     """
     sizes = np.array([math.prod(mesh) for mesh in meshes], dtype=float)
     least = np.stack([r.least for r in runs], axis=1)  # [layer, submesh]
+    each = np.stack([r.least_each for r in runs], axis=1)
+    return max(_room(job, sizes, least, overhead), _waiting(job, sizes, least, each, overhead))
+
+
+def _room(job: CostJob, sizes: np.ndarray, least: np.ndarray, overhead: float) -> float:
     beside = job.num_microbatches * overhead
 
     def is_possible(seconds: float) -> bool:
@@ -54,3 +77,51 @@ def _rounded(share: np.ndarray, k: int) -> np.ndarray:
     """The dual feasible function u(k): of shares that add up to at most 1, the results do so, too."""
     parts = (k + 1) * share
     return np.where(np.abs(parts - np.round(parts)) < 1e-6, share, np.floor(parts) / k)
+
+
+def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, overhead: float) -> float:
+    B, D, pinned = job.num_microbatches, job.cluster.num_devices, job.options.schedule
+    names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+    if any(SCHEDULES[name].bubble is None for name in names):  # one of the user's
+        return 0.0
+    found = [float(least[:, sizes == D].sum(axis=0).min(initial=np.inf)) if pinned is None else math.inf]
+    if any(SCHEDULES[name].has_one_stage_per_mesh for name in names):
+        share = sizes / D
+        free = float((share * least + (1 - share) * each).min(axis=1).sum())
+        # Slower than twice that, or on meshes that are large enough for some layer.
+        small = sizes[(B * each <= 2 * free).any(axis=0)].min(initial=D)
+        most = int(min(job.num_layers, D // small))
+        found.append(min(2 * free, free / _excess(most, B, small / D)) if most < B else 0.0)
+    found += _regular(job, sizes, least, each, names)
+    return min(found) + B * overhead if math.isfinite(min(found)) else 0.0
+
+
+def _excess(most: int, num_microbatches: int, smallest: float) -> float:
+    """The most, over numbers of stages up to `most` and their shares of the devices from `smallest` on, that the
+    weights add up to: those of stage j are max(0, x_j (B - 1) - L_j) / (B - p + j), L_j the sum of those before it.
+    A large first stage and small ones after it are the worst."""
+    worst = 1.0
+    for stages in range(2, most + 1):
+        total = (1 - (stages - 1) * smallest) * (num_microbatches - 1)  # (B - p + j - 1) L_j
+        for j in range(1, stages):
+            total += max(smallest * (num_microbatches - 1), total / (num_microbatches - stages + j - 1))
+        worst = max(worst, total / (num_microbatches - 1))
+    return worst
+
+
+def _regular(
+    job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, names: Sequence[str]
+) -> Iterator[float]:
+    """Several stages on each of equal meshes."""
+    B, D = job.num_microbatches, job.cluster.num_devices
+    for index, size in enumerate(sizes):
+        ranks, rest = divmod(D, int(size))
+        if rest or ranks < 2:
+            continue
+        for name in names:
+            for v in SCHEDULES[name].stages_per_mesh:
+                if v > 1 and ranks * v <= job.num_layers and why_not(name, ranks, B) is None:
+                    wait = LEAST_BUBBLE * (ranks - 1) / (v * ranks) * each[:, index].sum()
+                    if SCHEDULES[name].is_folded:  # a mesh's first micro-batch has gone through stages of a layer each
+                        wait = (ranks - 1) / 2 * each[:, index].min() / 3
+                    yield float(least[:, index].sum() / ranks + wait)

@@ -64,6 +64,7 @@ class RunCosts:
         shape: index of the logical shape in `shapes`.
         remat: whether the stage recomputes its activations.
         least: [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory.
+        least_each: [layer] likewise, seconds a micro-batch.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -74,6 +75,7 @@ class RunCosts:
     shape: np.ndarray
     remat: np.ndarray
     least: np.ndarray
+    least_each: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -171,18 +173,19 @@ def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     shapes = allowed_shapes(job, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
     L = job.num_layers
-    least, layers = np.full(L, np.inf), np.arange(L)
+    least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape)
         columns += _candidates(parts, index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
+        each = np.minimum(each, alone[:, 0] + alone[:, 1])
     if not columns:
         empty = np.full((L, L + 1, 1), np.inf)
         zero = np.zeros((L, L + 1, 1))
-        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool), least)
+        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool), least, each)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return _prune(shapes, stacked, job, least)
+    return _prune(shapes, stacked, job, least, each)
 
 
 def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
@@ -295,7 +298,13 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
 
 
-def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: CostJob, least: np.ndarray) -> RunCosts:
+def _prune(
+    shapes: tuple[tuple[int, ...], ...],
+    columns: list[np.ndarray],
+    job: CostJob,
+    least: np.ndarray,
+    least_each: np.ndarray,
+) -> RunCosts:
     """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
     seconds, once, always, each, _, _ = columns
     B = job.num_microbatches
@@ -319,7 +328,7 @@ def _prune(shapes: tuple[tuple[int, ...], ...], columns: list[np.ndarray], job: 
     used = keep.any(axis=(0, 1))
     used[0] |= not used.any()
     seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
-    return RunCosts(shapes, seconds, once, always, each, shape, remat, least)
+    return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
 
 
 def leader(graph: StepGraph, position: int) -> int | None:
@@ -405,7 +414,7 @@ def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
     arrays = {name: getattr(runs, name) for name in ("seconds", "once", "always", "in_flight", "shape", "remat")}
     keep = np.isfinite(runs.seconds)
     data: dict[str, Any] = {"shapes": runs.shapes, "size": keep.shape, "at": np.flatnonzero(keep).tolist()}
-    data["least"] = runs.least.tolist()
+    data |= {"least": runs.least.tolist(), "least_each": runs.least_each.tolist()}
     return data | {name: array[keep].tolist() for name, array in arrays.items()}
 
 
@@ -426,4 +435,5 @@ def _runs_from_data(data: dict[str, Any]) -> RunCosts:
         array("shape", 0, int),
         array("remat", False, bool),
         np.array(data["least"], dtype=float),
+        np.array(data["least_each"], dtype=float),
     )

@@ -16,6 +16,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.inter_op.candidates import EVERY_SIZE
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.parameter_plan import ParameterPlan
@@ -98,7 +99,9 @@ def choose_plan(
     if task.options.asks_for_pipeline:
         return _asked_for(task, of_stages)
     try:
-        one = plan_one_stage(task)
+        # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
+        is_small = task.cluster.num_devices <= EVERY_SIZE
+        one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
         return _where_one_stage_fails(task, of_stages, error)
     one = _or_data_parallel(one, task)

@@ -52,7 +52,7 @@ SLACK = 1.5  # plans up to so many times slower than what is known still show wh
 Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
 
 
-def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:
+def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True) -> Plan:
     """The best single stage over all devices: every logical mesh that the options allow is solved.
 
     Meshes are taken by their optimum if memory were free. No plan on a mesh is faster than that: one that is slower
@@ -60,10 +60,14 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
 
     Args:
         pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
+        by_tensor: whether activations may be made again where the options leave that open.
 
     Raises:
         PlanError: nothing fits, with the reason for every logical mesh.
     """
+    fingerprint = task.fingerprint
+    if task.options.remat is None and not by_tensor:
+        task = replace(task, options=replace(task.options, remat=False))
     task = replace(task, costs=task.op_costs)
     check_placements(task.step, task.options)
     solver = StageSolver(_whole_batch(task))
@@ -94,7 +98,7 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
     with task.progress("baselines"), _timed(spent, "baselines"):
         baselines = _baselines(task, solver) if pinned is None else {}
     notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs))
-    plan = plan_of(solver.job, task.fingerprint, [best], [0])
+    plan = plan_of(solver.job, fingerprint, [best], [0])
     return replace(plan, baselines=baselines, notes=(*notes, *plan.notes), solver_seconds=dict(spent))
 
 

@@ -218,7 +218,9 @@ def autocast_inside(self: Step, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             h = self.a(h.float())
         e = torch.einsum("bi,bj->ij", h, k)
-    return F.cross_entropy(h + k, y) + e.float().sum()
+        # Operands of two dtypes, of which views are taken before autocast brings them together.
+        m = torch.einsum("gkse,gksc->gsec", k.reshape(2, 2, -1, 2), h.reshape(2, 2, -1, 2))
+    return F.cross_entropy(h + k, y) + e.float().sum() + m.float().sum()
 
 
 def autocast_around(self: Step, x: Tensor, y: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op import candidates
-from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.bound import LEAST_BUBBLE, step_bound
 from alpa_strategy.inter_op.stage_costs import RunCosts
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.schedules import SCHEDULES, timeline, why_not
 
 ADAM = OptimizerInfo()
 PAIRS = (
@@ -69,6 +70,61 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, clus
     assert tried > 1
 
 
+def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=None):
+    runs = [RunCosts((), *[np.zeros(0)] * 6, least=least[:, a], least_each=each[:, a]) for a in range(len(meshes))]
+    cluster, options = SimpleNamespace(num_devices=num_devices), SimpleNamespace(schedule=schedule)
+    job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
+    return step_bound(job, meshes, runs, overhead)
+
+
+def simulated(schedule, seconds, once, count, v=1):
+    """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes two forwards."""
+    each = [[s * share for s in seconds] for share in (1 / 3, 2 / 3)]
+    end = max(done.end for done in timeline(schedule, *each, count, len(seconds) // v))
+    return end + v * max(once)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_simulated_pipeline_is_below_the_bound(seed):
+    """Every cut into stages on meshes of every size, waiting included; costs that grow where layers are divided."""
+    rng = np.random.default_rng(seed)
+    L, D, count = int(rng.integers(3, 6)), 8, int(rng.integers(4, 24))
+    sizes = np.array([1, 2, 4, 8])
+    each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
+    once = rng.uniform(0, 2.0, (L, 1)) / sizes
+    bound = bound_of(count * each + once, each, count, D, [(1, n) for n in sizes])
+    best = count * each[:, 3].sum() + once[:, 3].sum()
+    for p in range(2, L + 1):
+        for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(4), repeat=p)):
+            ends = list(zip(pairwise((0, *cuts, L)), meshes, strict=True))
+            seconds, per_step = ([float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once))
+            if sizes[list(meshes)].sum() == D:
+                best = min(best, simulated("1F1B", seconds, per_step, count))
+            for name, v in product(("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)):
+                fits = v in SCHEDULES[name].stages_per_mesh and p % v == 0 and len(set(meshes)) == 1
+                if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
+                    best = min(best, simulated(name, seconds, per_step, count, v))
+    assert bound <= best * (1 + 1e-9)
+    assert bound >= best / 2, "it says something"
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_unequal_stages_are_no_faster_than_equal_ones(schedule):
+    """What the bound takes for granted of schedules with several stages a mesh."""
+    rng = np.random.default_rng(0)
+    for v, ranks, count in product(SCHEDULES[schedule].stages_per_mesh, (2, 3), (6, 12)):
+        fill = (1 if v == 1 else LEAST_BUBBLE / v) * (ranks - 1)
+        best = seconds = np.ones(ranks * v) / v
+        for _ in range(60):  # downhill
+            moved = np.maximum(best + rng.normal(0, 0.1, len(best)), 0.01)
+            moved *= ranks / moved.sum()
+            if simulated(schedule, list(moved), [0.0], count, v) < simulated(schedule, list(best), [0.0], count, v):
+                best = moved
+        assert simulated(schedule, list(best), [0.0], count, v) >= (count + fill) * (1 - 1e-9)
+        assert simulated(schedule, list(seconds), [0.0], count, v) <= (count + ranks - 1) * (1 + 1e-9)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_division_of_unequal_layers_is_below_the_bound(seed):
@@ -76,9 +132,7 @@ def test_no_division_of_unequal_layers_is_below_the_bound(seed):
     rng = np.random.default_rng(seed)
     L, meshes, D = int(rng.integers(2, 6)), ((1, 1), (1, 2), (1, 4)), 4
     work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
-    runs = [RunCosts((), *[np.zeros(0)] * 6, least=work[:, a]) for a in range(3)]
-    job = SimpleNamespace(num_microbatches=4, cluster=SimpleNamespace(num_devices=D))
-    bound = step_bound(job, meshes, runs, 0.01)
+    bound = bound_of(work, np.zeros_like(work), 4, D, meshes, 0.01, "1F1B")
     best = math.inf
     for count in range(1, min(L, D) + 1):
         for sizes in product(range(3), repeat=count):

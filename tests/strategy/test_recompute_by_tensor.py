@@ -12,6 +12,7 @@ from models import MODELS
 
 from alpa_strategy import ClusterSpec, Plan, PlanOptions, make_plan
 from alpa_strategy.errors import OptionError
+from alpa_strategy.planner import planner
 
 SIZES = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "seq_len": 64}
 
@@ -43,6 +44,21 @@ def test_less_memory_costs_less_than_recomputing_everything(model: str) -> None:
     assert chosen.predicted.peak_bytes <= limit
     assert kept.predicted.step_seconds <= chosen.predicted.step_seconds < everything.predicted.step_seconds
     assert Plan.from_dict(chosen.to_dict()) == chosen
+
+
+def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
+    """To decide tensor by tensor takes minutes there; the plan is stored under the options as they were given."""
+    module, cluster = MODELS["gpt"](**SIZES), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    batch = module.example_batch(16)
+    limit = make_plan(module, batch, cluster, PlanOptions(remat=False, num_stages=1)).predicted.peak_bytes * 0.85
+    options = PlanOptions(memory_limit=limit)
+    small = make_plan(module, batch, cluster, options)
+    monkeypatch.setattr(planner, "EVERY_SIZE", 1)
+    large = make_plan(module, batch, cluster, options)
+    assert any(stage.recomputed for stage in small.stages)
+    assert not any(stage.recomputed for stage in large.stages)
+    assert large.fingerprint == small.fingerprint
+    assert large.predicted.peak_bytes <= limit
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
