@@ -17,11 +17,11 @@ from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.schedules import SCHEDULES
 
 
-def plan(model="mlp", rows=8, devices=4, cluster=None, **options):
+def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
     cluster = cluster or ClusterSpec.load("pcie_8gpu").with_nodes(1, devices)
-    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options))
+    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
 
 
 @pytest.mark.parametrize(
