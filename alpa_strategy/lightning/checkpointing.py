@@ -134,6 +134,11 @@ class Checkpoints:
         """The plan, as data, of the training that is taken up; rank 0 alone has it."""
         return None if self._resume is None or self._resume.run is None else self._resume.run.get("plan")
 
+    @property
+    def ran_as_written(self) -> bool:
+        """Whether the training that is taken up had steps that no graph can hold."""
+        return self._resume is not None and self._resume.run is not None and bool(self._resume.run.get("as_written"))
+
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> bool:
         """The run is sharded: read this rank's parts, and continue its random streams. Collective.
 

@@ -57,6 +57,8 @@ class Evaluation:
         Args:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
         """
+        if self._on_use is not None:
+            self._on_use.rounds.begin()
         output = as_written()
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
         if self._on_use is not None and is_last_of_loader(self._run.module.trainer, *(*args[1:], None)[:2]):

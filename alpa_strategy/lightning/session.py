@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
@@ -91,7 +91,8 @@ class Session:
 
         job, resumed = self._make_job(), self._checkpoints.running_plan
         sharding = self.deferred_init.sharding
-        self._why_written = self._why_written or why_written(module, len(optimizers), job)
+        resumes_written = any_rank([self._checkpoints.ran_as_written])[0]
+        self._why_written = self._why_written or why_written(module, len(optimizers), job, resumes_written)
         with _own_randomness(job):
             run: PlacedModule | None = None
             if self._why_written is None:

@@ -38,8 +38,12 @@ from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
-def why_written(module: Any, num_optimizers: int, job: Job) -> CaptureError | None:
-    """Why capture is not even tried, None where it is."""
+def why_written(module: Any, num_optimizers: int, job: Job, resumes_written: bool) -> CaptureError | None:
+    """Why capture is not even tried, None where it is.
+
+    Args:
+        resumes_written: the training that is resumed ran as it was written.
+    """
     if job.limits.capture == "never":
         return CaptureError('capture="never"')
     if job.options.batch_scope == "replica":
@@ -48,7 +52,11 @@ def why_written(module: Any, num_optimizers: int, job: Job) -> CaptureError | No
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
-    return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers") if num_optimizers != 1 else None
+    if num_optimizers != 1:
+        return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers")
+    if resumes_written and job.may_run_as_written:
+        return CaptureError('the checkpoint is of such a training (capture="require" tries to capture once more)')
+    return None
 
 
 def check_may_run_as_written(why: CaptureError, job: Job) -> None:
@@ -59,7 +67,10 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
         return
     if against is None:
         against = 'capture="require"' if job.limits.capture == "require" else f"batch_scope={job.options.batch_scope!r}"
-    way_out = f'as it is written the step runs without that ({against}), per replica as under DDP: capture="auto"'
+    way_out = (
+        'to run the step as it is written instead (each rank on its own batch, as under DDP), use capture="auto" and '
+        f"drop what only a captured step can meet: {against}"
+    )
     raise type(why)(why.problem, f"{why.fix}; {way_out}" if why.fix else way_out) from why
 
 
@@ -119,12 +130,13 @@ def _inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
 
 def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job) -> ParameterStore:
     group = cpu_group()
-    mesh = build_mesh((world_size(),), backend=job.backend)
-    # Gradients are on their way while parameters are gathered, in another order perhaps on another rank.
-    own_mesh = build_mesh((world_size(),), backend=job.backend, own_group=True)
-    # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
-    all_reduce_over(own_mesh, torch.zeros((), device=job.device))
-    replicas = Replicas(own_mesh, lambda flags: any_rank(flags, group))
+    # Gradients are on their way while parameters are gathered, beside collectives of the step's own: in other orders
+    # perhaps on other ranks.
+    mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=True) for _ in range(2))
+    for each in (mesh, of_gradients):
+        # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
+        all_reduce_over(each, torch.zeros((), device=job.device))
+    replicas = Replicas(of_gradients, lambda flags: any_rank(flags, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 
 
@@ -154,6 +166,8 @@ class WrittenRun(PlacedModule):
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         self.take_buffers()
+        if self._on_use is not None:
+            self._on_use.rounds.begin()
         with self.in_step():
             output = as_written()
             if self._on_use is not None and not self.module.automatic_optimization:

@@ -5,14 +5,16 @@ autograd saves of it is a recipe, by which it is gathered again (`comm/regather.
 its whole shape and no values (NaN): code that reaches it past its module computes nothing that could be taken for true.
 
 Ranks need not do the same. They meet in rounds: each says what it needs next, everything that anybody needs is gathered
-by all, and who is done serves the others. Nothing hangs where branches, shapes or numbers of batches differ.
+by all, and who is done serves the others. Nothing hangs where branches, shapes or numbers of batches differ. Where all
+are about to do what all did in the step before, one round agrees on all of it, and gatherings run ahead of their use.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,29 +23,63 @@ from torch import Tensor, nn
 
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.regather import Regather
+from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.parameters import ParameterStore
 
 _DONE, _GONE = -1, -2  # what a rank says instead of a unit
+_PAUSE = -3  # parts may get new values: nothing is gathered ahead of it
+_AHEAD = 2  # gatherings under way, the one that is waited for included
+
+Wait = Callable[[], list[Tensor]]
 
 
 class Rounds:
-    """Gatherings that all ranks make, whatever each of them needs. All methods are collective, in any order.
+    """Gatherings that all ranks make, whatever each of them needs. All methods are collective, in any order, but for
+    those that say otherwise.
 
     Args:
-        gather: all of a unit of parameters, by number; collective.
+        start: begins to gather all of a unit of parameters, by number; collective.
+        may_start: whether a unit may be gathered ahead of its use: nobody is changing it.
         group: of all ranks, with a CPU backend, used for nothing else.
     """
 
-    def __init__(self, gather: Callable[[int], list[Tensor]], group: dist.ProcessGroup | None) -> None:
-        self._gather, self._group = gather, group
+    def __init__(
+        self, start: Callable[[int], Wait], may_start: Callable[[int], bool], group: dist.ProcessGroup | None
+    ) -> None:
+        self._start, self._may_start, self._group = start, may_start, group
+        self._order: list[int] = []  # what this rank has asked for in this step
+        self._before: list[int] = []  # and in the one before
+        self._follows = False  # so far the same
+        self._agreed: deque[int] = deque()  # what all ranks gather next, in this order, come what may
+        self._under_way: deque[Wait] = deque()  # of the first of these
+
+    def begin(self) -> None:
+        """A step begins, which may be like the last one. No communication."""
+        self._before, self._order, self._follows = self._order, [], True
 
     def fetch(self, unit: int) -> list[Tensor]:
         """What this rank needs now; others may get something else in the same round."""
-        found: list[Tensor] = []
-        for wanted in _units(self._said(unit)):
-            values = self._gather(wanted)
-            found = values if wanted == unit else found
-        return found
+        self._note(unit)
+        if not self._agreed or self._agreed[0] != unit:
+            self._serve()
+            ahead = self._expected()
+            said = self._said(unit, hash(tuple(ahead)) if ahead else 0)
+            if len({key for _, key in said}) > 1 or not ahead:
+                return {wanted: self._start(wanted)() for wanted in _units(said)}[unit]
+            self._agreed.extend(ahead)
+        self._fill(_AHEAD)
+        self._agreed.popleft()
+        return self._under_way.popleft()()
+
+    def pause(self) -> None:
+        """Nothing that is gathered now may be used later. Communicates where others still count on this rank."""
+        self._note(_PAUSE)
+        self._serve()
+
+    def forget(self) -> None:
+        """The step has failed. No communication."""
+        self._agreed.clear()
+        self._under_way.clear()
 
     def finish(self, for_good: bool = False) -> None:
         """This rank needs no more: serve the others until all say so.
@@ -52,20 +88,46 @@ class Rounds:
             for_good: until nobody comes back, not even from here.
         """
         own = _GONE if for_good else _DONE
-        while max(said := self._said(own)) > own:
+        self._note(own)
+        self._serve()
+        while max(said := self._said(own, 0))[0] > own:
             for unit in _units(said):
-                self._gather(unit)
+                self._start(unit)()
 
-    def _said(self, own: int) -> list[int]:
+    def _note(self, what: int) -> None:
+        at = len(self._order)
+        self._follows = self._follows and at < len(self._before) and self._before[at] == what
+        self._order.append(what)
+
+    def _expected(self) -> list[int]:
+        """What this rank will fetch until it meets the others, from the last fetch on, if the step is like the last."""
+        return list(takewhile(lambda what: what >= 0, self._before[len(self._order) - 1 :])) if self._follows else []
+
+    def _fill(self, count: int) -> None:
+        while len(self._under_way) < min(count, len(self._agreed)):
+            unit = self._agreed[len(self._under_way)]
+            if self._under_way and not self._may_start(unit):
+                return
+            self._under_way.append(self._start(unit))
+
+    def _serve(self) -> None:
+        """Gather what all have agreed on, though this rank has departed from it."""
+        while self._agreed:
+            self._fill(1)
+            self._agreed.popleft()
+            self._under_way.popleft()()
+
+    def _said(self, own: int, key: int) -> list[tuple[int, int]]:
+        """(unit, key of what is expected) of every rank."""
         if world_size() == 1:
-            return [own]
-        said = torch.empty(world_size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(said, torch.tensor([own]), self._group)
-        return said.tolist()
+            return [(own, key)]
+        said = torch.empty(2 * world_size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(said, torch.tensor([own, key]), self._group)
+        return [(unit, of_rank) for unit, of_rank in said.view(-1, 2).tolist()]
 
 
-def _units(said: list[int]) -> list[int]:
-    return sorted({unit for unit in said if unit >= 0})
+def _units(said: list[tuple[int, int]]) -> list[int]:
+    return sorted({unit for unit, _ in said if unit >= 0})
 
 
 class GatherOnUse:
@@ -87,12 +149,13 @@ class GatherOnUse:
         self._unit_of: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
-        self._users: Counter[nn.Parameter] = Counter()
+        self._users: Counter[int] = Counter()  # modules that run, by unit
+        self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         self._regather: Regather | None = None
         self._depth = 0
-        self.rounds = Rounds(self._gather, group)
+        self.rounds = Rounds(self._start, self._may_start, group)
         self._install()
 
     @property
@@ -121,10 +184,15 @@ class GatherOnUse:
             self._regather.__enter__()
 
     def leave(self, failed: bool = False) -> None:
-        """Parameters are parts again; what was changed in whole ones is kept. No communication."""
+        """Parameters are parts again; what was changed in whole ones is kept. See `Rounds.pause`."""
         self._depth -= 1
         if self._depth > 0:
             return
+        if failed:
+            self.rounds.forget()
+        else:
+            self.rounds.pause()
+        self._again.clear()
         if self._regather is not None:
             self._regather.__exit__(None, None, None)
             self._regather = None
@@ -183,43 +251,84 @@ class GatherOnUse:
                 if self._regather is not None:
                     self._regather.know(self._parts[each], _Again(self, each), whole)
 
-    def _before(self, owner: nn.Module, *_: Any) -> None:
-        if self._depth and not self._keeps:
-            for parameter in self._owned(owner):
-                self.need(parameter)
-                self._users[parameter] += 1
-
-    def _after(self, owner: nn.Module, *_: Any) -> None:
-        if not self._depth or self._keeps:
-            return
-        for parameter in self._owned(owner):
-            self._users[parameter] -= 1
-            if self._users[parameter] <= 0 and parameter in self._whole:
-                self._take_changes(parameter)
-                del self._whole[parameter]
-                self._set(parameter, self._nothing(parameter))
-
-    def _owned(self, owner: nn.Module) -> Iterator[nn.Parameter]:
-        return (p for p in dict.values(owner._parameters) if p is not None and p in self._unit_of)
+    def again(self, parameter: nn.Parameter) -> Tensor:
+        """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
+        if (whole := self._whole.get(parameter)) is not None:
+            return whole
+        unit = self._unit_of[parameter]
+        if unit not in self._again:
+            self._again.clear()
+            self._again[unit] = self.rounds.fetch(unit)
+        return next(
+            whole for each, whole in zip(self._units[unit], self._again[unit], strict=True) if each is parameter
+        )
 
     def _install(self) -> None:
+        """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
         known = set(self._sharded)
+        block_of = _blocks(self._module)
+        units_of: dict[nn.Module, dict[int, None]] = {}  # that a module needs: of its own, and of its block
+        of_block: dict[tuple[nn.Module, torch.dtype], int] = {}  # the unit that is not full yet
         for owner in self._module.modules():
             own = [p for p in owner._parameters.values() if p is not None and p in known]
             if not own:
                 continue
             self._plain.append((owner, owner._parameters))
             owner.__dict__["_parameters"] = _NeedOnAccess(owner._parameters, self)
-            if owner is not self._module:  # the step itself is no forward of the root's
-                self._hooks.append(owner.register_forward_pre_hook(self._before))
-                self._hooks.append(owner.register_forward_hook(self._after, always_call=True))
-            if new := [p for p in dict.fromkeys(own) if p not in self._unit_of]:
-                self._unit_of.update(dict.fromkeys(new, len(self._units)))
-                self._units.append(new)
+            block = block_of.get(owner, owner)
+            for parameter in own:
+                if parameter not in self._unit_of:
+                    key = block, parameter.dtype
+                    if key not in of_block or self._bytes([*self._units[of_block[key]], parameter]) > BUCKET_BYTES:
+                        of_block[key] = len(self._units)
+                        self._units.append([])
+                    self._units[of_block[key]].append(parameter)
+                    self._unit_of[parameter] = of_block[key]
+                for module in (owner, block):
+                    units_of.setdefault(module, {})[self._unit_of[parameter]] = None
+        for module, units in units_of.items():
+            if module is not self._module:  # the step itself is no forward of the root's
+                self._watch(module, list(units))
 
-    def _gather(self, unit: int) -> list[Tensor]:
+    def _watch(self, module: nn.Module, units: list[int]) -> None:
+        """Let its parameters be whole while it runs, and what they are gathered with as well."""
+        own = [p for p in dict.values(module._parameters) if p is not None and p in self._unit_of]
+
+        def before(*_: Any) -> None:
+            if self._depth and not self._keeps:
+                for parameter in own:
+                    self.need(parameter)
+                self._users.update(units)
+
+        def after(*_: Any) -> None:
+            if not self._depth or self._keeps:
+                return
+            self._users.subtract(units)
+            for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
+                if parameter in self._whole:
+                    self._take_changes(parameter)
+                    del self._whole[parameter]
+                    self._set(parameter, self._nothing(parameter))
+
+        self._hooks.append(module.register_forward_pre_hook(before))
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
+
+    def _bytes(self, unit: list[nn.Parameter]) -> int:
+        return sum(self._store.whole_shape(self._name(p)).numel() * p.element_size() for p in unit)
+
+    def _start(self, unit: int) -> Wait:
         with torch.inference_mode(False), torch.no_grad():
-            return [self._store.gather_like(self._name(p), self._parts[p]) for p in self._units[unit]]
+            wait = self._store.start_gather({self._name(p): self._parts[p] for p in self._units[unit]})
+
+        def whole() -> list[Tensor]:
+            with torch.inference_mode(False), torch.no_grad():
+                return wait()
+
+        return whole
+
+    def _may_start(self, unit: int) -> bool:
+        """What is whole now may be changed before it is gathered again."""
+        return not any(parameter in self._whole for parameter in self._units[unit])
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
         """Into the part, of this device's own; `data`: nobody's version of it counts this."""
@@ -253,13 +362,17 @@ class _Again:
 
     def values(self, tensor: Tensor) -> Tensor:
         """All of the parameter; `tensor` is this device's part."""
-        on_use, parameter = self._on_use, self._parameter
-        whole = on_use._whole.get(parameter)
-        if whole is not None:
-            return whole
-        unit = on_use._unit_of[parameter]
-        both = zip(on_use._units[unit], on_use.rounds.fetch(unit), strict=True)
-        return next(whole for each, whole in both if each is parameter)
+        return self._on_use.again(self._parameter)
+
+
+def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Module -> the outermost element of a list of modules that holds it, for those inside of one."""
+    found: dict[nn.Module, nn.Module] = {}
+    for container in root.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict) and container not in found:
+            for block in container.children():
+                found.update((module, block) for module in block.modules() if module not in found)
+    return found
 
 
 class _NeedOnAccess(dict[str, Any]):

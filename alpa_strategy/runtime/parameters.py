@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.regather import Regather
@@ -31,7 +32,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas
+from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 
@@ -443,6 +444,33 @@ class ParameterStore:
             whole = whole.contiguous()
             dist.broadcast(whole, src=known.source)
         return whole
+
+    def start_gather(self, parts: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
+        """The whole of parameters of one dtype, by name their parts: begun now, in one collective where all are cut
+        along one axis. Collective; what it gives waits, without communication of its own."""
+        known = [self._by_name[name].owned for name in parts]
+        owned = [
+            each for each in known if each is not None and len(each.layout) == 1 and each.shape == each.module_shape
+        ]
+        if self._is_split or len(owned) < len(known):
+            values = [self.gather_like(name, part) for name, part in parts.items()]
+            return lambda: values
+        axis = owned[0].mesh.axes[0]
+        cuts = [(each.shape, placement.dim) for each in owned if isinstance(placement := each.layout[0], Shard)]
+        columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
+        own = next(iter(parts.values())).new_zeros(sum(columns))
+        for column, part in zip(own.split(columns), parts.values(), strict=True):
+            column[: part.numel()].view(part.shape).copy_(part)
+        pending = axis.start_all_gather(own, 0, axis.size * len(own))
+
+        def wait() -> list[Tensor]:
+            found = []
+            for rows, (shape, dim) in zip(pending.wait().view(axis.size, -1).split(columns, 1), cuts, strict=True):
+                shapes = [chunk_shape(shape, dim, axis.size, i) for i in range(axis.size)]
+                found.append(torch.cat([row[: s.numel()].view(s) for row, s in zip(rows, shapes, strict=True)], dim))
+            return found
+
+        return wait
 
     def said_by_owners(self, own: Mapping[str, T]) -> dict[str, T]:
         """By name of the parameter what the stage that owns it says, on every rank. Collective.
