@@ -411,8 +411,7 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, stored in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._checkpoints.load_optimizer(optimizer, stored)
+        self._checkpoints.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""

@@ -22,8 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from fuzz import changed
 from plan_runs import Case, PlanRuns
 from random_plans import run_and_tell
 from worker_pool import WorkerPool
@@ -265,6 +267,14 @@ def what_is_only_said(plan: dict[str, Any], rng: random.Random) -> None:
             stage["forward_seconds"] = plan["gap"] = 1e6
 
 
+def an_odd_value(plan: dict[str, Any], rng: random.Random) -> None:
+    """Somewhere a number, text or nesting that no plan has, as in `fuzz.py`, but in a training."""
+    new = changed(plan, rng)
+    if isinstance(new, dict):
+        plan.clear()
+        plan.update(new)
+
+
 def a_fingerprint(plan: dict[str, Any], rng: random.Random) -> None:
     plan["fingerprint"][rng.choice(sorted(plan["fingerprint"]))] = "0" * 16
 
@@ -286,20 +296,26 @@ EDITS: dict[Edit, int] = {  # how often each is drawn
     a_mode: 5, a_mode_everywhere: 5, all_modes: 5, segments: 2, forget_or_add: 2, a_boundary: 4,
     a_boundary_on_both_sides: 4, another_value: 1, a_mesh: 2, devices: 3, a_cut: 3, stages_reordered: 3, a_schedule: 3,
     microbatches: 4, recomputation: 5, what_is_only_said: 2, a_fingerprint: 1,
+    an_odd_value: 4,
 }  # fmt: skip
 
 
-def edited(base: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], str]:
-    """A plan that differs from `base`, and the names of what was done to it."""
-    plan, names = copy.deepcopy(base), []
+def edited(base: dict[str, Any], rng: random.Random, names: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """A plan that differs from `base`, and the names of what was done to it.
+
+    Args:
+        names: of the edits to draw from, all without.
+    """
+    edits = {edit: often for edit, often in EDITS.items() if not names or edit.__name__ in names}
+    plan, done = copy.deepcopy(base), []
     while plan == base:
-        plan, names = copy.deepcopy(base), []
+        plan, done = copy.deepcopy(base), []
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
-            edit = rng.choices(list(EDITS), list(EDITS.values()))[0]
+            edit = rng.choices(list(edits), list(edits.values()))[0]
             with contextlib.suppress(ValueError, IndexError, KeyError):  # after another edit it may not apply
                 edit(plan, rng)
-                names.append(edit.__name__)
-    return plan, ", ".join(names)
+                done.append(edit.__name__)
+    return plan, ", ".join(done)
 
 
 def base_plans(pool: WorkerPool) -> list[Case]:
@@ -314,12 +330,12 @@ def base_plans(pool: WorkerPool) -> list[Case]:
     return [Case(c.name, c.model, 2, {}, c.kwargs, outcome.plan) for c, outcome in zip(cases, outcomes, strict=True)]
 
 
-def edited_cases(bases: Sequence[Case], count: int, seed: int) -> list[Case]:
+def edited_cases(bases: Sequence[Case], count: int, seed: int, edits: Sequence[str] = ()) -> list[Case]:
     cases = []
     for number in range(count):
         rng = random.Random(seed * 1_000_003 + number)
         base = bases[number % len(bases)]
-        plan, names = edited(base.plan, rng)
+        plan, names = edited(base.plan, rng, edits)
         cases.append(Case(f"{number} ({names})", base.model, 2, {}, base.kwargs, plan))
     return cases
 
@@ -329,11 +345,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run")
+    parser.add_argument("--edits", nargs="*", default=[], help="names of the edits to draw from; all without")
     chosen = parser.parse_args(arguments)
     print(f"seed {chosen.seed}", flush=True)
     pool = WorkerPool()
     try:
-        cases = edited_cases(base_plans(pool), chosen.cases, chosen.seed)
+        cases = edited_cases(base_plans(pool), chosen.cases, chosen.seed, chosen.edits)
         return run_and_tell([c for i, c in enumerate(cases) if not chosen.only or i in chosen.only], chosen.seed, pool)
     finally:
         pool.close()

@@ -122,12 +122,21 @@ class Checkpoints:
         """Name -> tensor of the checkpoint, of parameters that were on the meta device when it was loaded."""
         return self._parameters
 
-    def load_optimizer(self, optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    def load_optimizers(self, optimizers: Sequence[Optimizer], stored: Sequence[Any]) -> None:
         """Read the groups now, and the state when it is known which part of it this rank holds."""
-        if "state" not in stored or "param_groups" not in stored:
-            raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
-        restore_groups(optimizer, stored)
-        self._optimizer_states[id(optimizer)] = stored["state"]
+        if len(stored) != len(optimizers):
+            raise CheckpointError(
+                f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave {len(optimizers)}",
+                "give as many, or load only the model (load_from_checkpoint)",
+            )
+        for optimizer, own in zip(optimizers, stored, strict=True):
+            parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
+            if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
+                raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
+            if any(isinstance(key, int) and not isinstance(value, dict) for key, value in parts[0].items()):
+                raise CheckpointError("the checkpoint's optimizer state of a parameter has no entries", "")
+            restore_groups(optimizer, own)
+            self._optimizer_states[id(optimizer)] = parts[0]
 
     @property
     def running_plan(self) -> Mapping[str, Any] | None:

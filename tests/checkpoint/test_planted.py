@@ -161,3 +161,14 @@ def write_under(root: str, mask: int) -> None:
         write(root, 1, {"checkpoint": "sharded", "plan_dir": f"{root}/plans-{mask}"}, f"{mask}.ckpt")
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    "states", [[True], [None], [], [{"state": {}}], [{"state": {0: 3}, "param_groups": []}], [{}, {}]], ids=str
+)
+def test_states_of_optimizers_that_are_none_are_refused(good, tmp_path, states):
+    path = copied(good["one file"], tmp_path)
+    stored = torch.load(path, weights_only=True)
+    torch.save({**stored, "optimizer_states": states}, path)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        LOADERS["fit(ckpt_path=)"](path)
