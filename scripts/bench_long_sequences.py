@@ -52,8 +52,11 @@ def worker(args: argparse.Namespace) -> None:
     """One rank: trains, and writes what it measured."""
     import lightning.pytorch as pl
     import torch
+    import torch._dynamo  # what torch.optim imports at the first optimizer
     from torch.utils.data import DataLoader
 
+    import alpa_strategy.lightning.run
+    import alpa_strategy.planner.planner  # noqa: F401
     from alpa_strategy import AlpaStrategy
 
     class Clock(pl.Callback):
