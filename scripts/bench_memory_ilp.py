@@ -5,7 +5,8 @@
 
 Goals: a step is within 10 % of its prediction; under each limit the solver's plan is no slower than recomputing
 everything, and than the best uniform choice that fits (remat="selective", or the first k of 8 layers); its peak is
-within the limit. Jobs take turns (`--rounds`), ops are timed once for all. Peaks are resident memory beyond what the
+within the limit. Steps count in CPU seconds of the one thread, which a busy machine changes less; ops are timed once
+for all jobs, by the wall: best on an idle machine. Peaks are resident memory beyond what the
 process held before the model, as in bench_memory.py.
 """
 
@@ -52,10 +53,10 @@ def worker(args: argparse.Namespace) -> None:
 
         def on_train_batch_start(self, *unused: object) -> None:
             watch.peak, _ = resident_bytes()
-            self._began = time.perf_counter()
+            self._began = time.process_time()
 
         def on_train_batch_end(self, *unused: object) -> None:
-            self.seconds.append(time.perf_counter() - self._began)
+            self.seconds.append(time.process_time() - self._began)
             self.peak = watch.peak
 
     torch.set_num_threads(1)
