@@ -6,7 +6,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -146,27 +146,18 @@ def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[Dua
     return tuple(found)
 
 
-BoundarySeconds = Callable[[int, DualLayout], float]
-
-
-def build(
-    step: StepGraph,
-    tables: OptionTables,
-    memory_limit: float = float("inf"),
-    received_seconds: BoundarySeconds | None = None,
-    sent_seconds: BoundarySeconds | None = None,
-) -> IntraOp:
+def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("inf")) -> IntraOp:
     """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins).
 
-    A received value is a choice among `boundary_layouts`, free unless `received_seconds(value, layout)` prices it; a
-    sent value must reach one of these layouts, priced by `sent_seconds`. Both are kept until the backward.
+    A received value is a choice among `boundary_layouts`; a sent value must reach one of these layouts. Both are kept
+    until the backward.
     """
     builder = _Builder(step, tables)
     builder.add_inputs()
-    received = {value: builder.add_boundary("received", value, received_seconds) for value in step.received}
+    received = {value: builder.add_boundary("received", value) for value in step.received}
     for value, boundary in received.items():
         builder.producers[value] = boundary.choice, boundary.layouts
-    sent = {value: builder.add_boundary("sent", value, sent_seconds) for value in step.sent}
+    sent = {value: builder.add_boundary("sent", value) for value in step.sent}
     builder.add_transfers(received, sent)
     return IntraOp(
         step,
@@ -229,12 +220,11 @@ class _Builder:
             choice = self._add_fixed(f"input{given.value}", given.meta.num_bytes)
             self.producers[given.value] = choice, (self._whole,)
 
-    def add_boundary(self, kind: str, value: int, seconds: BoundarySeconds | None) -> BoundaryChoice:
-        """A value that passes between stages, in each of its `boundary_layouts`; `seconds` prices them."""
+    def add_boundary(self, kind: str, value: int) -> BoundaryChoice:
+        """A value that passes between stages, in each of its `boundary_layouts`."""
         layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
-        cost = np.array([seconds(value, layout) if seconds else 0.0 for layout in layouts])
         kept = [local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts]
-        return BoundaryChoice(self._add(f"{kind}{value}", cost, np.array(kept, dtype=float)), layouts)
+        return BoundaryChoice(self._add(f"{kind}{value}", np.zeros(len(layouts)), np.array(kept, dtype=float)), layouts)
 
     def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alpa_strategy.ir.graph import StepGraph
 
-Combine = Literal["sum", "same", "cat", "mean"]
+Combine = Literal["sum", "same", "cat"]
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,12 @@ from alpa_strategy.microbatch.rules import (
 )
 from alpa_strategy.sharding.localize import is_random
 
-Form = Literal["own", "share", "estimate", "given"]
+Form = Literal["own", "share", "given"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `state`.
-
-    `estimate`: M times a summand, which is what one micro-batch knows of the sum (of a mean: its own mean).
-    """
+    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `state`."""
 
     value: int
     form: Form = "own"
@@ -66,15 +63,13 @@ class States:
     late: frozenset[int]
 
 
-def find_states(step: StepGraph, num_microbatches: int, num_ranks: int, exact: bool) -> States:
+def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:
     """States of all values of `step` on `num_microbatches` micro-batches of rows that `num_ranks` ranks bring.
-
-    `exact`: refuse what would have to be estimated from the rows of one micro-batch.
 
     Raises:
         PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
     """
-    facts = _Facts(step, num_microbatches, num_ranks, exact)
+    facts = _Facts(step, num_microbatches, num_ranks)
     forced: dict[int, TimeStrategy] = {}
     while True:  # every round forces at least one op more
         walk = _Walk(facts, forced)
@@ -87,8 +82,8 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int, exact: b
 class _Facts:
     """What does not change from walk to walk."""
 
-    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, exact: bool) -> None:
-        self.step, self.num_microbatches, self.exact = step, num_microbatches, exact
+    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
+        self.step, self.num_microbatches = step, num_microbatches
         self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
         self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
         self.producer = {value: index for index, op in enumerate(step.ops) for value in op.results}
@@ -121,8 +116,8 @@ def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
 
 # How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
-# an estimate, and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
-_SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _ESTIMATE, _GIVE_ALL_ROWS = 1, 2, 3, 4, 100, 1000
+# and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
+_SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _GIVE_ALL_ROWS = 1, 2, 3, 4, 1000
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,6 @@ class _Walk:
     def _fit(self, index: int, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""
         op = self.step.ops[index]
-        may_estimate = not self.facts.exact and index in self.facts.leads_to_loss
         segments = [
             have.segments
             for have, want in zip(states, strategy.inputs, strict=True)
@@ -231,9 +225,6 @@ class _Walk:
                 uses.append(Use(value, "given", want))
                 cost += _GIVE if have.kind == "sum" else _GIVE_ROWS if want.kind == "rows" else _GIVE_ALL_ROWS
                 wants_whole |= want == WHOLE
-            elif may_estimate and have.kind == "sum" and want == WHOLE:
-                uses.append(Use(value, "estimate"))
-                cost += _ESTIMATE
             else:
                 return None
         return _Fit(cost, Chosen(fixed, tuple(uses)), forced, wants_whole)
@@ -278,7 +269,7 @@ class _Walk:
             return
         rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
         reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)
-        if self.facts.exact and self.state[self.step.loss] == WHOLE and reads_rows:
+        if self.state[self.step.loss] == WHOLE and reads_rows:
             raise PlanError(
                 f"the step cannot be cut into {self.facts.num_microbatches} micro-batches: "
                 "its loss is no sum over rows of the batch",

@@ -18,13 +18,13 @@ from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
 from alpa_strategy.microbatch.rules import WHOLE, State, local_call
-from alpa_strategy.microbatch.states import Form, States, Use, ancestors, find_states
+from alpa_strategy.microbatch.states import States, Use, ancestors, find_states
 from alpa_strategy.sharding.localize import is_random
 
 _COMBINE: dict[str, Combine] = {"sum": "sum", "whole": "same", "rows": "cat"}
 
 
-def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1, exact: bool = True) -> MicroStep:
+def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
     """Cut `step` into `num_microbatches` micro-batches whose losses and gradients add up to the whole step's.
 
     Micro-batch m is made of the m-th part of every rank's rows. Exceptions to exactness, as in plain gradient
@@ -32,9 +32,6 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1, exact
 
     Args:
         num_ranks: ranks of the job; with `batch_scope="rank"` each brings rows of its own and must be able to cut them.
-        exact: False: what is no sum over rows but depends on sums (the square root of a mean, the load-balancing loss
-            of a mixture of experts) is computed from each micro-batch's own, as in plain gradient accumulation; a note
-            of the graph says where. True: that is refused.
 
     Raises:
         PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows of micro-batches.
@@ -43,7 +40,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1, exact
         return MicroStep(1, _bare(step, step.escaping, step.loss), combine=dict.fromkeys(step.escaping, "same"))
     num_ranks = num_ranks if step.batch_scope == "rank" else 1
     _check_rows(step, num_microbatches, num_ranks)
-    return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks, exact)).write()
+    return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
 
 
 def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
@@ -94,14 +91,13 @@ class _Writer:
         leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
         graph = _bare(self._micro_graph(received), [v for v in leaving if v not in self.from_prologue], loss)
         cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
-        estimated = self._estimated(kept)
         combine: dict[int, Combine] = {}
         for value in graph.escaping:
             if value == loss:
                 combine[value] = "sum"
                 continue
             state = self.states.state[value]
-            combine[value] = "mean" if value in estimated else _COMBINE[state.kind]
+            combine[value] = _COMBINE[state.kind]
             if state.kind == "rows":
                 cuts[value] = Cut(state.dim, state.segments)
         sequential = self._sequential_buffers(kept)
@@ -111,13 +107,6 @@ class _Writer:
                 f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the batch), as in "
                 "gradient accumulation",
             )
-        estimating = [
-            self.step.ops[index].source or self.step.ops[index].name
-            for index in kept
-            if any(use.form == "estimate" for use in self.states.chosen[index].uses)
-        ]
-        if estimating:
-            notes += (f"computed per micro-batch, as in gradient accumulation: {', '.join(dict.fromkeys(estimating))}",)
         return MicroStep(
             self.num_microbatches,
             replace(graph, notes=notes),
@@ -214,17 +203,16 @@ class _Writer:
             return use.value
         whole = self._number(Use(use.value))
         self.number[use] = self._new_value(self.values[whole])
-        self._scale(whole, self.number[use], source, use.form)
+        self._share(whole, self.number[use], source)
         return self.number[use]
 
     # Ops
 
-    def _scale(self, value: int, result: int, source: Op | None, form: Form) -> None:
-        """result = value / M (a share), or M value (an estimate)."""
-        factor = self.num_microbatches if form == "estimate" else 1.0 / self.num_microbatches
+    def _share(self, value: int, result: int, source: Op | None) -> None:
+        """result = value / M."""
         metas = (self.values[value],), (self.values[result],)
-        call = OpCall(torch.ops.aten.mul.Tensor, (Slot(0), factor), (), *metas)
-        name = f"{form}_{sum(op.name.startswith(form) for op in self.ops)}"
+        call = OpCall(torch.ops.aten.mul.Tensor, (Slot(0), 1.0 / self.num_microbatches), (), *metas)
+        name = f"share_{sum(op.name.startswith('share') for op in self.ops)}"
         where = (source.module, source.source) if source is not None else ("", "")
         self.ops.append(Op(name, call, (value,), (result,), *where))
 
@@ -240,7 +228,7 @@ class _Writer:
         means = tuple(self._new_value(meta) for meta in call.results)
         self.ops.append(replace(op, call=call, operands=operands, results=means))
         for mean, result in zip(means, op.results, strict=True):
-            self._scale(mean, result, op, "share")
+            self._share(mean, result, op)
 
     # Graphs
 
@@ -293,15 +281,6 @@ class _Writer:
             notes=(),
         )
         return _bare(part, wanted, -1)
-
-    def _estimated(self, kept: list[int]) -> set[int]:
-        """Whole values that are each micro-batch's own estimate."""
-        found: set[int] = set()
-        for index in kept:
-            op, uses = self.step.ops[index], self.states.chosen[index].uses
-            if any(use.form == "estimate" for use in uses) or not found.isdisjoint(op.operands):
-                found.update(value for value in op.results if self.states.state[value] == WHOLE)
-        return found
 
     def _has_own_statistics(self, index: int) -> bool:
         """Whether the op is a BatchNorm over the rows of one micro-batch."""

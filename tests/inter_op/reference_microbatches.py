@@ -28,8 +28,6 @@ def combine_microbatches(
         match how:
             case "sum":
                 combined[value] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=parts[0].dtype)
-            case "mean":
-                combined[value] = torch.stack(parts).mean(0)
             case "same":
                 combined[value] = parts[-1]
             case "cat":
