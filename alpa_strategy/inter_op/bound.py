@@ -15,9 +15,10 @@ as it may only run so far ahead. A mean of these over the stages, with weights t
     T >= sum_j t_j (1 + (B - 1) n_j / D) / excess
 
 with excess = 1 unless small stages come after large ones (`_excess`). So every layer takes the n with the least
-t (1 + (B - 1) n / D). With several stages a mesh all meshes are equal, and as little as a third of a stage's time is
-lost per hop (zero bubbles, `schedules.terms`); that unequal stages are no faster there is measured (tests), not proved.
-Under ZBVZeroBubble they are: of that only the way to a mesh's first micro-batch is counted.
+t (1 + (B - 1) n / D), of those on which a step is long enough for it. With several stages a mesh all meshes are equal,
+and as little as a third of a stage's time is lost per hop (zero bubbles, `schedules.terms`); that unequal stages are no
+faster there is measured (tests), not proved. Under ZBVZeroBubble they are: of that only the way to a mesh's first
+micro-batch is counted.
 
 Messages and memory are left out, and each layer takes its best logical shape and layouts: what is left is below every
 plan that the stage costs can price.
@@ -26,7 +27,7 @@ plan that the stage costs can price.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,9 +64,13 @@ def _room(job: CostJob, sizes: np.ndarray, least: np.ndarray, overhead: float) -
     work = float((least * sizes).min(axis=1).sum())
     if not math.isfinite(work):
         return math.inf
-    low = work / job.cluster.num_devices + beside
+    return _least_possible(is_possible, work / job.cluster.num_devices + beside)
+
+
+def _least_possible(is_possible: Callable[[float], bool], low: float) -> float:
+    """The seconds from which on it is possible, or `low`."""
     high = 2 * low
-    while not is_possible(high):
+    while math.isfinite(high) and not is_possible(high):
         low, high = high, 2 * high
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
@@ -87,11 +92,17 @@ def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarra
     found = [float(least[:, sizes == D].sum(axis=0).min(initial=np.inf)) if pinned is None else math.inf]
     if any(SCHEDULES[name].has_one_stage_per_mesh for name in names):
         share = sizes / D
-        free = float((share * least + (1 - share) * each).min(axis=1).sum())
-        # Slower than twice that, or on meshes that are large enough for some layer.
-        small = sizes[(B * each <= 2 * free).any(axis=0)].min(initial=D)
-        most = int(min(job.num_layers, D // small))
-        found.append(min(2 * free, free / _excess(most, B, small / D)) if most < B else 0.0)
+        finite = np.isfinite(least)
+        seconds = np.where(finite, share * least + (1 - share) * np.where(finite, each, 0.0), np.inf)
+
+        def is_possible(step: float) -> bool:
+            fits = least <= step  # a layer lies on meshes that can do its work in a step
+            total = float(np.where(fits, seconds, np.inf).min(axis=1).sum())
+            small = sizes[fits.any(axis=0)].min(initial=D)
+            most = int(min(job.num_layers, D // small))
+            return most >= B or total / _excess(most, B, small / D) <= step
+
+        found.append(_least_possible(is_possible, float(seconds.min(axis=1).sum()) / 2))
     found += _regular(job, sizes, least, each, names)
     return min(found) + B * overhead if math.isfinite(min(found)) else 0.0
 
