@@ -138,3 +138,27 @@ def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
 def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match="SetupError: ModelPruning puts masks"):
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
+
+
+def resume(root: str) -> tuple[list[str], int]:
+    """What a run that takes up one of steps as written says, and its steps."""
+    said = Said()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
+    try:
+        for epochs, path in ((1, None), (2, f"{root}/last.ckpt")):
+            strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
+            common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_epochs": epochs}
+            trainer = pl.Trainer(strategy=strategy, default_root_dir=root, **{**common, **QUIET})
+            module = programs.ReadsItsLoss().double()
+            trainer.fit(module, ckpt_path=path)
+            trainer.save_checkpoint(f"{root}/last.ckpt")
+    finally:
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(said)
+    return said.lines, trainer.global_step
+
+
+def test_a_resumed_run_is_not_captured_again(pool, tmp_path) -> None:
+    (lines, steps), _ = pool.run(RANKS, resume, str(tmp_path))
+    assert steps == 2 * programs.BATCHES
+    assert "the checkpoint is of such a training" not in lines[0]
+    assert "the checkpoint is of such a training" in lines[1]
