@@ -31,6 +31,7 @@ from alpa_strategy.sharding.cross_mesh import boundary_seconds
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
+ABOVE = 1.05  # closed forms of several stages a mesh, against what is simulated of unequal ones
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
@@ -82,6 +83,9 @@ def solve_schedules(
     def best() -> float:
         return min([known, *(c.seconds for c in found)])
 
+    def nearly() -> float:
+        return min(known, ABOVE * best())
+
     def irregular(usual: int | None = None) -> None:
         for schedule in filter(lambda name: SCHEDULES[name].has_one_stage_per_mesh, names):
             found.extend(_any_meshes(job, runs, tables, schedule, best, usual))
@@ -91,7 +95,9 @@ def solve_schedules(
         irregular()
     for schedule in names:
         # Closed forms are above what is simulated: where there is time, each counts as if nothing else were known.
-        every = best if is_large or not SCHEDULES[schedule].has_one_stage_per_mesh else lambda: known
+        every = best if is_large else lambda: known
+        if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
+            every = nearly
         for candidate in _regular(job, meshes, runs, tables, schedule, every):
             found.append(candidate)
     if is_large:
