@@ -16,9 +16,7 @@ as it may only run so far ahead. A mean of these over the stages, with weights t
 
 with excess = 1 unless small stages come after large ones (`_excess`). So every layer takes the n with the least
 t (1 + (B - 1) n / D), of those on which a step is long enough for it. With several stages a mesh all meshes are equal,
-and as little as a third of a stage's time is lost per hop (zero bubbles, `schedules.terms`); that unequal stages are no
-faster there is measured (tests), not proved. Under ZBVZeroBubble they are: of that only the way to a mesh's first
-micro-batch is counted.
+and their work alone counts: of what unequal stages wait there nothing is proved.
 
 Messages and memory are left out, and each layer takes its best logical shape and layouts: what is left is below every
 plan that the stage costs can price.
@@ -35,7 +33,6 @@ from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.schedules import SCHEDULES, why_not
 
 PRECISION = 1e-5
-LEAST_BUBBLE = 1 / 3  # of a stage's time per hop
 
 
 def step_bound(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], overhead: float) -> float:
@@ -81,7 +78,8 @@ def _least_possible(is_possible: Callable[[float], bool], low: float) -> float:
 def _rounded(share: np.ndarray, k: int) -> np.ndarray:
     """The dual feasible function u(k): of shares that add up to at most 1, the results do so, too."""
     parts = (k + 1) * share
-    return np.where(np.abs(parts - np.round(parts)) < 1e-6, share, np.floor(parts) / k)
+    with np.errstate(invalid="ignore"):  # where a layer cannot be, its share is infinite and stays so
+        return np.where(np.abs(parts - np.round(parts)) < 1e-6, share, np.floor(parts) / k)
 
 
 def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, overhead: float) -> float:
@@ -103,7 +101,7 @@ def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarra
             return most >= B or total / _excess(most, B, small / D) <= step
 
         found.append(_least_possible(is_possible, float(seconds.min(axis=1).sum()) / 2))
-    found += _regular(job, sizes, least, each, names)
+    found += _regular(job, sizes, least, names)
     return min(found) + B * overhead if math.isfinite(min(found)) else 0.0
 
 
@@ -120,9 +118,7 @@ def _excess(most: int, num_microbatches: int, smallest: float) -> float:
     return worst
 
 
-def _regular(
-    job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, names: Sequence[str]
-) -> Iterator[float]:
+def _regular(job: CostJob, sizes: np.ndarray, least: np.ndarray, names: Sequence[str]) -> Iterator[float]:
     """Several stages on each of equal meshes."""
     B, D = job.num_microbatches, job.cluster.num_devices
     for index, size in enumerate(sizes):
@@ -132,7 +128,4 @@ def _regular(
         for name in names:
             for v in SCHEDULES[name].stages_per_mesh:
                 if v > 1 and ranks * v <= job.num_layers and why_not(name, ranks, B) is None:
-                    wait = LEAST_BUBBLE * (ranks - 1) / (v * ranks) * each[:, index].sum()
-                    if SCHEDULES[name].is_folded:  # a mesh's first micro-batch has gone through stages of a layer each
-                        wait = (ranks - 1) / 2 * each[:, index].min() / 3
-                    yield float(least[:, index].sum() / ranks + wait)
+                    yield float(least[:, index].sum() / ranks)
