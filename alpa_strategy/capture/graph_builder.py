@@ -22,6 +22,7 @@ from alpa_strategy.ir.graph import (
     AppendRecord,
     BatchInput,
     BufferInput,
+    Check,
     ConstantInput,
     LogRecord,
     MetricRecord,
@@ -238,6 +239,7 @@ def finish(
         guards=tuple(trace.recording.guards),
         attributes=trace.recording.attributes,
         leaves=trace.read_leaves,
+        checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
         notes=tuple(trace.recording.notes),
         appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
     )

@@ -52,9 +52,10 @@ class Recording:
     attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: list[SetAttribute] = field(default_factory=list)
     grown: list[ListPlace] = field(default_factory=list)
-    stand_ins: StandIns = field(default_factory=lambda: StandIns({}))
+    stand_ins: StandIns = field(default_factory=lambda: StandIns({}, {}))
 
     def guard(self, guard: Guard) -> None:
         """Remember a guard, once."""

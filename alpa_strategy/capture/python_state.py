@@ -88,16 +88,27 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-class _SomeItems:
-    """Equals a dict that has equal items under these names, whatever else it holds."""
+class SomeItems:
+    """Equals a container in which keys lead to equal items, whatever else it holds."""
 
-    __hash__ = None  # type: ignore[assignment]  # as of dicts
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
-    def __init__(self, items: dict[str, Any]) -> None:
+    def __init__(self, items: dict[tuple[Any, ...], Any]) -> None:
         self._items = items
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and all(item == other.get(name) for name, item in self._items.items())
+        return all(item == _item(other, keys) for keys, item in self._items.items())
+
+
+def _item(container: Any, keys: tuple[Any, ...]) -> Any:
+    """What keys lead to, a defaultdict left as it is; None where there is nothing."""
+    for key in keys:
+        try:
+            missing = isinstance(container, defaultdict) and key not in container
+            container = container.default_factory() if missing and container.default_factory else container[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return container
 
 
 def _version(tensor: Tensor) -> int:
@@ -186,11 +197,11 @@ def attribute_guards(
 
 def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGuard, ...]:
     """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    by_owner: dict[str, dict[str, Any]] = {}
+    by_owner: dict[str, dict[tuple[Any, ...], Any]] = {}
     for name in sorted(names):
         owner, _, leaf = name.rpartition(".")
-        by_owner.setdefault(owner, {})[leaf] = snapshot(module.get_buffer(name))
-    return tuple(AttributeGuard(owner, "_buffers", _SomeItems(leaves)) for owner, leaves in by_owner.items())
+        by_owner.setdefault(owner, {})[leaf,] = snapshot(module.get_buffer(name))
+    return tuple(AttributeGuard(owner, "_buffers", SomeItems(leaves)) for owner, leaves in by_owner.items())
 
 
 def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
@@ -331,13 +342,17 @@ class _Kept:
             return {id(item) for item in old} != {id(item) for item in new}
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
 
-    @property
-    def only_grew(self) -> bool:
-        """Whether it is a list, an attribute itself, that was appended to."""
-        old, new = self.before, self.items
-        if type(new) is not list or self.place.keys or self.is_inside or len(new) <= len(old):
-            return False
-        return all(a is b for a, b in zip(old, new, strict=False))
+    def appended(self) -> list[ListPlace]:
+        """The lists that only grew: this one, or those that a `defaultdict(list)` made."""
+        old, new, place = self.before, self.items, self.place
+        if self.is_inside or self.owner is not None:
+            return []
+        if type(new) is list and len(new) > len(old) and all(a is b for a, b in zip(old, new, strict=False)):
+            return [place]
+        names = changed_names(new, old) if isinstance(new, defaultdict) and new.default_factory is list else []
+        if any(name in old for name in names):
+            return []
+        return [ListPlace(place.module, place.name, (*place.keys, name)) for name in names]
 
     def restore(self) -> None:
         """Let it hold what it did."""
@@ -436,9 +451,9 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
             put_back(vars(child), before, names)
         for each, is_library in kept:
             if not is_library:  # RNNs of torch keep their weights in a list
-                if each.only_grew:
-                    appended.append(each.place)
-                elif each.is_changed():
+                grown = each.appended()
+                appended += grown
+                if not grown and each.is_changed():
                     changed.append(str(each.place))
             each.restore()
     if completed and len(plain) == len(changed):

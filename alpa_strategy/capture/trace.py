@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.constant_folding import ConstantValues
+from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
@@ -67,7 +67,7 @@ class TracedInput:
 @dataclass(frozen=True)
 class Trace:
     """The raw trace. `results` are, in graph output order, the tensor leaves of the pytree `results_spec`, which holds
-    {"output", "logs", "metrics", "buffers", "appended"}; other leaves stand in `leaves` as they are.
+    {"output", "logs", "metrics", "buffers", "checks", "appended"}; other leaves stand in `leaves` as they are.
     `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
     """
 
@@ -152,6 +152,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
         result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
+        result["checks"] = record.checks
         result["appended"] = record.stand_ins.appended()
         result_leaves, made["spec"] = pytree.tree_flatten(result)
         made["leaves"] = tuple(_placeholder(x) for x in result_leaves)

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.constant_folding import UNKNOWN, ConstantValues
+from alpa_strategy.capture.data_branches import UNKNOWN, ConstantValues, passing_answer
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm, grouped_mm_replacement
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
@@ -57,7 +57,13 @@ class TracerMode(TorchFunctionMode):
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
         answer = self.known.answer(_TRUTH, (tensor,), {})
-        return _TRUTH(tensor) if answer is UNKNOWN else answer
+        if answer is not UNKNOWN:
+            return answer
+        answer = passing_answer(sys._getframe(2))  # 0: here, 1: the lambda, 2: who asks
+        if answer is None:
+            return _TRUTH(tensor)
+        self.record.checks.append((tensor.clone(), answer, user_frame()))
+        return answer
 
     def __enter__(self) -> TracerMode:
         # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.

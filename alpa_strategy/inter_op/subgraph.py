@@ -40,12 +40,13 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     logs = tuple(record for record in step.logs if is_home(values_of(record)))
     metrics = tuple(record for record in step.metrics if is_home(values_of(record)))
     appended = tuple(record for record in step.appended if is_home(values_of(record)))
+    checks = tuple(check for check in step.checks if is_home((check.value,)))
     output = _keep(step.output, lambda value: is_home((value,)))
     updates = {b.update for b in step.buffers if b.update is not None and is_home((b.update,))}
     loss = step.loss if step.loss >= 0 and is_home((step.loss,)) else -1
     read = {value for op in ops for value in op.operands} | updates
     read.update(value for record in (*logs, *metrics, *appended) for value in values_of(record))
-    read.update(values_of(output), [loss] if loss >= 0 else [])
+    read.update(values_of(output), [loss] if loss >= 0 else [], [check.value for check in checks])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
     return replace(
@@ -63,6 +64,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         output=output,
         logs=logs,
         metrics=metrics,
+        checks=checks,
         appended=appended,
         received=tuple(sorted(read & handed_in)),
         sent=tuple(sorted(v for v in here if v in step.sent or last_readers(step)[v] >= last)),

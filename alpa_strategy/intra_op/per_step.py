@@ -44,6 +44,7 @@ class Derivation:
             metrics=(),
             received=(),
             sent=(),
+            checks=(),
             appended=(),
         )
 

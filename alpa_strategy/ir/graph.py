@@ -38,6 +38,15 @@ class LeafRef:
 
 
 @dataclass(frozen=True)
+class Check:
+    """A branch of the step that only raises: value `value`, as a truth, must be `expected`. `source`: the line."""
+
+    value: int
+    expected: bool
+    source: str
+
+
+@dataclass(frozen=True)
 class ParameterInput:
     """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
 
@@ -168,7 +177,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class ListPlace:
-    """A container: `keys` lead to it from attribute `name` of the submodule at `module`."""
+    """A list: `keys` lead to it from attribute `name` of the submodule at `module`."""
 
     module: str
     name: str
@@ -178,8 +187,11 @@ class ListPlace:
         return f"{self.module}.{self.name}".lstrip(".") + "".join(f"[{key!r}]" for key in self.keys)
 
     def find(self, module: nn.Module) -> list[Any]:
-        """The list as it is now, of a place without keys."""
-        return getattr(module.get_submodule(self.module), self.name)
+        """The list as it is now; a defaultdict on the way makes it."""
+        found = getattr(module.get_submodule(self.module), self.name)
+        for key in self.keys:
+            found = found[key]
+        return found
 
 
 @dataclass(frozen=True)
@@ -212,6 +224,7 @@ class StepGraph:
         attributes: what else the step read: attributes of the module, globals, closures, the Trainer's values; when
             one changed, capture again.
         leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
+        checks: conditions that must hold whenever the step has run.
         appended: what the step appended to lists of the module.
     """
 
@@ -233,6 +246,7 @@ class StepGraph:
     guards: tuple[Guard, ...] = ()
     attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
+    checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
 
     @property
@@ -251,9 +265,10 @@ class StepGraph:
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, buffer updates
+        """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
         (each once, ascending)."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
+        found.update(check.value for check in self.checks)
 
         def visit(node: Any) -> None:
             found.update(leaf.index for leaf in pytree.tree_leaves(node) if isinstance(leaf, ValueRef))
@@ -272,7 +287,7 @@ class StepGraph:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
         # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ between processes.
-        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.appended))]
+        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks, self.appended))]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

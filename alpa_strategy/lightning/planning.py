@@ -130,7 +130,7 @@ def _first_that_differs(step: StepGraph) -> list[str]:
     own = [f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})" for op in step.ops]
     own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
     own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
-    own += [f"what it reads of buffers and returns: {stable_text((step.buffers, step.output))}"]
+    own += [f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"]
     lines = zip_longest(*of_all_ranks(own), fillvalue="no more")
     return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size()))
 

@@ -42,6 +42,7 @@ from alpa_strategy.lightning.step_effects import (
     leave_logs,
     output_of,
     update_metrics_and_log,
+    verify,
     write_buffers,
 )
 from alpa_strategy.options import OptimizerInfo
@@ -186,9 +187,10 @@ class Run(PlacedModule):
                 self._finish_step(done)
 
     def _finish_step(self, done: _Unfinished) -> None:
-        """What the step does besides computing: buffers, metrics and logs."""
+        """What the step does besides computing: checks, buffers, metrics and logs."""
         for pending in done.pending:
             pending.wait()
+        verify(done.step, done.values)
         write_buffers(self.module, done.step, done.values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
             update_metrics_and_log(self.module, done.step, done.values, done.counters, self.metrics)

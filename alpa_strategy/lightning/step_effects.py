@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.lightning.metric_state import MetricStates
@@ -53,6 +54,13 @@ def append_to_lists(
     leaves = pytree.tree_leaves(batch)
     for record in step.appended:
         record.place.find(module).extend(fill(list(record.items), detached, leaves, counters))
+
+
+def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
+    """RuntimeMismatchError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
+    for check in step.checks:
+        if bool(values[check.value]) != check.expected:
+            raise RuntimeMismatchError(f"a check in the step failed: {check.source}", "look at the data of this batch")
 
 
 def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:

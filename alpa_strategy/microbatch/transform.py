@@ -58,7 +58,7 @@ def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
 def _bare(graph: StepGraph, leaving: Iterable[int], loss: int) -> StepGraph:
     """`graph` without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
     output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
-    return replace(graph, output=output, logs=(), metrics=(), appended=(), loss=loss)
+    return replace(graph, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
 
 class _Writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -25,14 +26,16 @@ class Keeps(LightningModule):
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.plain: list[Any] = []
-        self.more: list[Any] = []
-        self.made: list[Any] = []
+        self.by_loader: dict[int, list[Any]] = {0: [], 1: []}
+        self.made: dict[str, list[Any]] = defaultdict(list)
+        self.nested: list[Any] = [{"a": []}, []]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layer(batch).square().mean()
         self.plain.append({"loss": loss, "batch": batch_idx})
-        self.more.extend([loss, "text"])
-        self.made += [loss]
+        self.by_loader[1].extend([loss, "text"])
+        self.made["a"] += [loss]
+        self.nested[0]["a"].append(1)
         self.of_class.append(loss)
         return loss
 
@@ -44,11 +47,13 @@ def test_appended_items_are_results() -> None:
     loss = ValueRef(step.loss)
     assert found == {
         "plain": ({"loss": loss, "batch": CounterRef("batch_idx")},),
-        "more": (loss, "text"),
-        "made": (loss,),
+        "by_loader[1]": (loss, "text"),
+        "made['a']": (loss,),
+        "nested[0]['a']": (1,),
         "of_class": (loss,),
     }
-    assert (module.plain, module.more, module.made) == ([], [], [])
+    assert (module.plain, module.by_loader, module.nested) == ([], {0: [], 1: []}, [{"a": []}, []])
+    assert not module.made
     assert not Keeps.of_class
     assert "of_class" not in vars(module)
 
@@ -60,11 +65,13 @@ def test_what_lies_in_the_lists_does_not_matter() -> None:
     assert AttributeCheck(module, step.attributes).changed() is None
     for record in step.appended:
         record.place.find(module).extend(record.items)
-    assert len(module.plain) == 2
-    module.plain, module.made = [], [3]
+    module.by_loader[0].append(3)
     assert AttributeCheck(module, step.attributes).changed() is None
-    module.more = None
-    assert AttributeCheck(module, step.attributes).changed() == "more"
+    assert len(module.plain) == 2
+    module.plain, module.made = [], defaultdict(list)
+    assert AttributeCheck(module, step.attributes).changed() is None
+    module.by_loader = None
+    assert AttributeCheck(module, step.attributes).changed() == "by_loader"
 
 
 def looks_at_length(module: Keeps) -> float:
@@ -80,12 +87,17 @@ def empties(module: Keeps) -> float:
     return 0.0
 
 
-def appends_inside(module: Keeps) -> float:
-    module.by_loader[1].append(1)
+def changes_a_nested_dict(module: Keeps) -> float:
+    module.nested[0]["b"] = 1
     return 0.0
 
 
-@pytest.mark.parametrize("act", [looks_at_length, looks_at_items, empties, appends_inside])
+def puts_elsewhere(module: Keeps) -> float:
+    module.nested[0] = {}
+    return 0.0
+
+
+@pytest.mark.parametrize("act", [looks_at_length, looks_at_items, empties, changes_a_nested_dict, puts_elsewhere])
 def test_other_uses_are_refused(act: Any) -> None:
     class Looks(Keeps):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -94,8 +106,7 @@ def test_other_uses_are_refused(act: Any) -> None:
 
     module = Looks()
     module.plain.append(torch.ones(()))
-    module.by_loader: dict[int, list[Any]] = {0: [], 1: []}
     with pytest.raises((CaptureError, TypeError)):
         capture_step(module, torch.ones(4, 3))
     assert len(module.plain) == 1
-    assert module.by_loader == {0: [], 1: []}
+    assert module.nested == [{"a": []}, []]

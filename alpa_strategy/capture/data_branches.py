@@ -1,14 +1,21 @@
 """What Python's questions about the values of tensors get while the step runs on fake tensors.
 
 Known values (masks, position tables: made of constants and buffers alone) are computed for real, by running the traced
-nodes; a buffer that was asked for is guarded: when it changes, capture again. Other values are in no graph: a step that
-asks for one runs as it is written.
+nodes; a buffer that was asked for is guarded: when it changes, capture again. Branches that do nothing but raise
+(`assert mask.any()`, `if torch.any(var < 0): raise ValueError(...)`) do not decide what the step computes: the capture
+goes on as if the check had passed, and its condition becomes a value of the graph that is looked at after every step.
 """
 
 from __future__ import annotations
 
+import ast
+import dis
+import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -143,3 +150,114 @@ def _writes(node: fx.Node) -> bool:
 
 def _storages(value: Any) -> set[int]:
     return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
+
+
+_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
+_Position = tuple[int, int, int, int]  # line, column, last line, end column
+
+
+def passing_answer(frame: FrameType) -> bool | None:
+    """What a tensor that `frame` is asking for its truth must say so that nothing is raised.
+
+    None when the answer decides more than whether something is raised, or the source is not to be had.
+    """
+    position = _position(frame)
+    found = None if position is None else _places(frame.f_code.co_filename).get(position)
+    if position is None or found is None:
+        return None
+    node, parents = found
+    if isinstance(node, ast.If | ast.Assert):  # up to Python 3.11 a jump stands where its whole statement does
+        return _answer_at_jump(frame, node, position)
+    answer = _answer_of(node, parents)
+    is_operand = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)  # `not x` asks for x
+    return answer if answer is None or not is_operand else not answer
+
+
+def _passing(statement: ast.If | ast.Assert) -> bool | None:
+    """What the statement's test must be so that nothing is raised; None when that is not all that it decides."""
+    if isinstance(statement, ast.Assert) or _only_raises(statement.orelse):
+        return True
+    return False if _only_raises(statement.body) else None
+
+
+def _answer_at_jump(frame: FrameType, statement: ast.If | ast.Assert, position: _Position) -> bool | None:
+    """The same for the operand of the statement's test that the frame has come to: each ends in a jump, in order."""
+    operands = list(_operands(statement.test))
+    jumps = [
+        each.offset
+        for each in dis.get_instructions(frame.f_code)
+        if "JUMP" in each.opname and "IF" in each.opname and _in_our_order(each.positions) == position
+    ]
+    if len(jumps) != len(operands) or frame.f_lasti not in jumps:
+        return None
+    operand, parents = _places(frame.f_code.co_filename)[_place_of(operands[jumps.index(frame.f_lasti)])]
+    return _answer_of(operand, parents) if isinstance(operand, ast.expr) else None
+
+
+def _operands(test: ast.expr) -> Iterator[ast.expr]:
+    """What a test asks for its truth, in order."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operands(test.operand)
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _operands(value)
+    else:
+        yield test
+
+
+def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
+    """What expression `node` must be, by the nearest of `parents` (innermost first)."""
+    parent = parents[0] if parents else None
+    if isinstance(parent, ast.Assert | ast.If) and parent.test is node:
+        return _passing(parent)
+    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
+        answer = _answer_of(parent, parents[1:])
+        return None if answer is None else not answer
+    if isinstance(parent, ast.BoolOp):
+        answer = _answer_of(parent, parents[1:])
+        needs_all = isinstance(parent.op, ast.And) == answer  # every operand must be so; else the last one decides
+        return answer if answer is not None and (needs_all or parent.values[-1] is node) else None
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "bool":
+        return _answer_of(parent, parents[1:])
+    return None
+
+
+def _only_raises(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], ast.Raise) and all(isinstance(s, _SIMPLE) for s in body[:-1])
+
+
+def _position(frame: FrameType) -> _Position | None:
+    """Where the expression stands that the frame is evaluating."""
+    # Instructions are 2 bytes each, `f_lasti` is the offset of the current one.
+    return _in_our_order(next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)))
+
+
+def _in_our_order(position: Any) -> _Position | None:
+    """From the interpreter's order (line, last line, column, end column)."""
+    if position is None or None in tuple(position):
+        return None
+    line, last, column, end = position
+    return line, column, last, end
+
+
+def _place_of(node: ast.expr | ast.stmt) -> _Position:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+
+
+@lru_cache(maxsize=32)
+def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Assert, tuple[ast.AST, ...]]]:
+    """Position -> the test or expression that stands there (the outermost), and what it stands in, innermost first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return {}
+    found: dict[_Position, tuple[Any, tuple[ast.AST, ...]]] = {}
+
+    def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
+        if isinstance(node, ast.expr | ast.If | ast.Assert):
+            found.setdefault(_place_of(node), (node, parents))
+        for child in ast.iter_child_nodes(node):
+            visit(child, (node, *parents[:8]))  # more than a condition is deep
+
+    visit(tree, ())
+    return found

@@ -1,0 +1,66 @@
+"""Branches on tensors that only raise are captured: their conditions become values that are looked at at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture.raising import asserted, compound, decides, decides_first, last_of_and, otherwise, raised
+from models import MLP
+from torch import Tensor
+
+from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.interpret import run_step
+
+
+class Checked(MLP):
+    def __init__(self, check: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.__dict__["check"] = check
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        prediction = self.net(batch)
+        self.__dict__["check"](prediction)
+        return prediction.sum()
+
+
+def passes(step: StepGraph, module: MLP, batch: Tensor) -> bool:
+    values = run_step(step, dict(module.named_parameters()), {}, [batch])
+    return all(bool(values[check.value]) == check.expected for check in step.checks)
+
+
+@pytest.mark.parametrize("check", [asserted, raised, compound, last_of_and, otherwise])
+def test_a_check_passes_and_fails_as_the_users(check: Callable[[Tensor], None]) -> None:
+    module = Checked(check)
+    step = capture_step(module, torch.ones(4, 8))
+    assert step.checks
+    for batch in (torch.ones(4, 8), torch.full((4, 8), float("inf")), torch.full((4, 8), 1e6)):
+        try:
+            module.training_step(batch, 0)
+        except (AssertionError, ValueError):
+            assert not passes(step, module, batch)
+        else:
+            assert passes(step, module, batch)
+
+
+@pytest.mark.parametrize("check", [decides, decides_first])
+def test_what_decides_more_is_refused(check: Callable[[Tensor], None]) -> None:
+    with pytest.raises(CaptureError, match="any"):
+        capture_step(Checked(check), torch.ones(4, 8))
+
+
+class Variance(MLP):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        prediction = self.net(x)
+        return F.gaussian_nll_loss(prediction, y, prediction.square())
+
+
+def test_checks_inside_torch() -> None:
+    module = Variance()
+    step = capture_step(module, module.example_batch(4))
+    assert [check.expected for check in step.checks] == [False]
