@@ -12,7 +12,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import AS_WRITTEN, Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
@@ -85,7 +85,7 @@ def _stored(
     """How each parameter lies, and the bytes of parameters, gradients and optimizer state at the peak."""
     plans: dict[str, ParameterPlan] = {}
     least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
-    total = largest = 0.0
+    total = largest = cut = 0.0
     for given in parameters:
         meta = given.meta
         sizes = enumerate(meta.shape) if way != "data" and meta.num_elements > least else ()
@@ -99,6 +99,9 @@ def _stored(
             total += kept
             continue
         total += kept / num_devices
-        whole = meta.num_bytes + trained  # while it is used
-        total, largest = (total + whole, largest) if mode[0] == "G" else (total, max(largest, whole))
-    return plans, total + 2 * largest
+        if mode[0] == "G":
+            total += meta.num_bytes + trained
+        else:
+            cut, largest = cut + meta.num_bytes, max(largest, meta.num_bytes)
+    # Gathered by the bucket: the one in use, the next, the backward's last, what the next arrives in, and gradients.
+    return plans, total + 5 * max(largest, min(cut, BUCKET_BYTES))
