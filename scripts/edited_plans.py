@@ -51,6 +51,7 @@ BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 PLACEMENTS = ("R", "R*", "P", "S0", "S1", "S2")
 MODES = ("R", "R*", "S0", "S1", "G0", "G1")
 Edit = Callable[[dict[str, Any], random.Random], None]
+DOES_NOT_APPLY = (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 # Edits: each changes the plan's data in place; one that does not apply changes nothing
@@ -312,7 +313,7 @@ def edited(base: dict[str, Any], rng: random.Random, names: Sequence[str] = ()) 
         plan, done = copy.deepcopy(base), []
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             edit = rng.choices(list(edits), list(edits.values()))[0]
-            with contextlib.suppress(ValueError, IndexError, KeyError):  # after another edit it may not apply
+            with contextlib.suppress(*DOES_NOT_APPLY):  # after another edit
                 edit(plan, rng)
                 done.append(edit.__name__)
     return plan, ", ".join(done)
