@@ -27,7 +27,7 @@ import torch.distributed as dist
 from alpa_strategy.errors import AlpaError, LostRankError
 
 POLL_SECONDS = 1.0
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 2.0
 LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
 _CAUSE, _SEEN, _TOLD = "alpa/failure/cause", "alpa/failure/seen", "alpa/failure/told"

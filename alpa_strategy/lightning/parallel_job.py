@@ -38,7 +38,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.signals import JobSignals, install_signals
 
 CHILD_POLL_SECONDS = 0.5
-REPORT_SECONDS = 8.0  # that the other ranks have to say what they know and to end by themselves
+REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
 
 
 class Launcher(_SubprocessScriptLauncher):

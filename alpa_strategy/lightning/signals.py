@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from alpa_strategy.checkpoint.directory import discard_unfinished
 from alpa_strategy.comm.failure import FailureWatch, end_children
 
-END_SECONDS = 6.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
+END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
 INTERRUPT_SECONDS = 2.0
 CHILD_SECONDS = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
