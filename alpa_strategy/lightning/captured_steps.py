@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
 from alpa_strategy.lightning.digests import LeafAgreement
+from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.pipeline.step_programs import StepProgram
 
 
@@ -22,6 +23,7 @@ class CapturedStep:
     program: StepProgram
     attributes: AttributeCheck
     leaves: LeafAgreement  # what must be the same in the batches of all ranks
+    own_rows: Mapping[int, Cut]  # see `rows_of_ranks`
 
     def fits(self, counters: dict[str, int]) -> bool:
         """True when the step's Python would take the same path for these counters."""

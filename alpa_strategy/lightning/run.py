@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from alpa_strategy.comm.collectives import RankZero, agree_on_seed
+from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
@@ -41,10 +41,12 @@ from alpa_strategy.lightning.step_effects import (
     append_to_lists,
     leave_logs,
     output_of,
+    own_rows_of,
     update_metrics_and_log,
     verify,
     write_buffers,
 )
+from alpa_strategy.microbatch.own_rows import rows_of_ranks
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.early_step import TrainerSettings
@@ -85,7 +87,7 @@ def start_training(
 class _Unfinished:
     """A step whose values are on their way (`pending`), and what it has logged not yet said."""
 
-    step: StepGraph
+    captured: CapturedStep
     values: Mapping[int, Tensor]
     batch: Any
     counters: Mapping[str, int]
@@ -159,7 +161,7 @@ class Run(PlacedModule):
         captured.leaves.begin(batch)
         if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
-        pending: list[Pending] | None = [] if is_async else None
+        pending: list[Pending] | None = [] if is_async and not captured.own_rows else None
         counters = step_counters(self.module.trainer, batch_idx)
         values = captured.program(batch, counters, pending)
         self._placed.random.num_steps += 1
@@ -169,12 +171,12 @@ class Run(PlacedModule):
             for each in pending or ():
                 each.wait()
             raise
-        unfinished = _Unfinished(captured.step, values, batch, counters, pending or [])
+        unfinished = _Unfinished(captured, values, batch, counters, pending or [])
         if is_async:
             self._unfinished = unfinished
         else:
             self._finish_step(unfinished)
-        return output_of(captured.step, values, batch, counters)
+        return output_of(captured.step, own_rows_of(values, captured.own_rows), batch, counters)
 
     @override
     def finish_backward(self) -> None:
@@ -190,11 +192,12 @@ class Run(PlacedModule):
         """What the step does besides computing: checks, buffers, metrics and logs."""
         for pending in done.pending:
             pending.wait()
-        verify(done.step, done.values)
-        write_buffers(self.module, done.step, done.values)
+        step = done.captured.step
+        verify(step, done.values)
+        write_buffers(self.module, step, done.values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            update_metrics_and_log(self.module, done.step, done.values, done.counters, self.metrics)
-        append_to_lists(self.module, done.step, done.values, done.batch, done.counters)
+            update_metrics_and_log(self.module, step, done.values, done.counters, self.metrics)
+        append_to_lists(self.module, step, own_rows_of(done.values, done.captured.own_rows), done.batch, done.counters)
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
@@ -243,7 +246,7 @@ class Run(PlacedModule):
 
     def _with_checks(self, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
         attributes, leaves = AttributeCheck(self.module, step.attributes), LeafAgreement(step, batch)
-        return CapturedStep(step, program, attributes, leaves)
+        return CapturedStep(step, program, attributes, leaves, rows_of_ranks(step, world_size()))
 
     def _program(self, step: StepGraph) -> StepProgram:
         """What runs a step as planned; one of another shape or content, under the running plan's parameters."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -14,6 +15,7 @@ from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.lightning.metric_state import MetricStates
+from alpa_strategy.microbatch.microstep import Cut, cut
 from alpa_strategy.pipeline.step_programs import resolve
 
 GLOBAL = "global"  # in the place of a group of ranks: the value is that of all of them already, nothing is reduced
@@ -33,6 +35,12 @@ def fill(
         return leaves[leaf.leaf] if isinstance(leaf, LeafRef) else leaf
 
     return pytree.tree_map(filled, structure)
+
+
+def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, Cut]) -> dict[int, Tensor]:
+    """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that hooks see."""
+    rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
+    return {v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x for v, x in values.items()}
 
 
 def output_of(step: StepGraph, values: Mapping[int, Tensor], batch: Any, counters: Mapping[str, int]) -> Any:
