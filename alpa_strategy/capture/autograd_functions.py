@@ -1,8 +1,7 @@
 """Custom `torch.autograd.Function`s, each one op of the captured step.
 
 Such an op takes and gives lists of tensors; what else the call was given is part of the op. It is composite, so
-autograd sees what runs inside, the user's own backward included. How it may be sharded is found by experiment, as for
-any op.
+autograd sees what runs inside, the user's own backward included. How it may be sharded: sharding/functions.py.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class _FunctionCall:
         _LIBRARY.define(f"{name}(Tensor[] tensors) -> Tensor[]")
         _LIBRARY.impl(name, self.run, "CompositeImplicitAutograd")
         op = getattr(getattr(torch.ops, FUNCTIONS), name).default
-        code = (self.function.forward, self.function.backward)
-        CUSTOM_OPS[op] = CustomOp(f"{FUNCTIONS}.{stem}.default", code)
+        CUSTOM_OPS[op] = CustomOp(f"{FUNCTIONS}.{stem}.default", self.function)
         return op
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -104,11 +104,11 @@ class CustomOp:
 
     Attributes:
         shared_name: name in plans, the same in every process; torch's own may end in a number.
-        python_code: the functions behind it, forward and backward.
+        function: the autograd.Function behind it.
     """
 
     shared_name: str
-    python_code: tuple[Callable[..., Any], ...]
+    function: type[torch.autograd.Function]
 
 
 # By op: nothing is stuck onto torch's OpOverload objects.

@@ -127,7 +127,7 @@ def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: 
 
 
 def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
-    """The sharding rules. All treat rows alike, wherever they lie, but views that merge dims and discovered ones."""
+    """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims, nor Functions."""
     segments = 1 if not has_rule(call.target) or regroups_dims(call) else ANY
 
     def state(dual: DualPlacement) -> State:

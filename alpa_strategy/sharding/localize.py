@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.binding import bind, rebuild
-from alpa_strategy.sharding.discovery_trials import draws_random_numbers
+from alpa_strategy.sharding.functions import may_draw
 from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_table import depends_on_rules, has_rule
 
 aten = torch.ops.aten
 
@@ -87,18 +88,20 @@ def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall
     return 3 * query + 5 * (key + value)
 
 
+@depends_on_rules
 @lru_cache(maxsize=16384)
 def is_random(call: OpCall) -> bool:
     """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode.
 
-    Ops of other libraries are tried: few say of themselves that they are random.
+    Few ops of other libraries say of themselves that they are random. One with a registered rule must; any other, run
+    whole on every device, is given the same random state everywhere.
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
-    if call.target.namespace not in _DESCRIBED:
-        return draws_random_numbers(call)
+    if call.target in CUSTOM_OPS:
+        return may_draw(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
-        return False
+        return call.target.namespace not in _DESCRIBED and not has_rule(call.target)
     arguments = bind(call)
     if arguments.get("train") is False or arguments.get("training") is False:
         return False

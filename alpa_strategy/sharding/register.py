@@ -1,7 +1,7 @@
 """Sharding rules from outside: `register_sharding` gives an op rules, `prove_sharding` tries them out.
 
-For ops that ATen does not have (`torch.library`). An op without a rule gets its strategies by experiment at plan time
-(`discovery`), which takes seconds and finds no contraction that needs an operand added once.
+For ops that ATen does not have (`torch.library`) and for a user's `autograd.Function`s: without a rule they run whole
+on every device.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import torch
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import target_name
 from alpa_strategy.sharding.binding import call_on
-from alpa_strategy.sharding.discovery import Experiment
-from alpa_strategy.sharding.discovery_trials import ALL_KINDS, trial_on, trials
-from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.notation import Signature, Term, parse
-from alpa_strategy.sharding.rule_table import REGISTERED, RegisteredRule, forget_cached
+from alpa_strategy.sharding.proof import runs_on_random_data, whole_run
+from alpa_strategy.sharding.rule_table import REGISTERED, RegisteredRule, forget_cached, registered_rule
 from alpa_strategy.sharding.strategies import axis_strategies
 
 _NOTATION = "one [bracket] per tensor argument, then '->' and one per result: see alpa_strategy.register_sharding"
 
 
-def register_sharding(op: str, *rules: str) -> None:
+def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> None:
     """Say how an op may be divided over devices, in index notation. Do it where the op is defined, in every process.
 
         register_sharding("mylib::linear", "[*b, k], [n, k], +[n]? -> [*b, n]")
@@ -43,37 +41,36 @@ def register_sharding(op: str, *rules: str) -> None:
     Gradients follow by themselves: of a tensor that was cut, each device has its part of the gradient; of one that was
     needed whole, a summand of it; so the backward must not mix what the rule calls independent either. `prove_sharding`
     tries that. Several rules may be given, for other ranks or for other splits: those that fit a call's ranks hold
-    together. They take precedence over the package's own rules and over discovery, and replace what was registered for
-    the op before. They are part of a plan's fingerprint: a model with the op is planned again when they change.
+    together. They take precedence over the package's own rules and replace what was registered for the op before. They
+    are part of a plan's fingerprint: a model with the op is planned again when they change. An op that draws random
+    numbers must have the tag `torch.Tag.nondeterministic_seeded`.
 
     Args:
-        op: `"namespace::name"`, or `"namespace::name.overload"` for one overload only.
+        op: `"namespace::name"`, or `"namespace::name.overload"` for one overload only, or an `autograd.Function`, whose
+            brackets are for the tensors that `apply` is given and those that it returns.
         rules: at least one line.
 
     Raises:
         ShardingError: there is no such op, it changes its arguments, or a rule cannot be read or does not fit its
             schema.
     """
-    overloads = _overloads(op)
     if not rules:
         raise ShardingError(f"register_sharding({op!r}) without a rule", _NOTATION)
+    overloads = _overloads(op) if isinstance(op, str) else []
     for rule in rules:
-        problems = [_misfit(parse(rule), overload) for overload in overloads]
+        problems = [_misfit(parse(rule), overload) for overload in overloads] or [_bad_indices(parse(rule))]
         if all(problems):
-            problem = f"the sharding rule {rule!r} does not fit {overloads[0]._schema}: {problems[0]}"
-            raise ShardingError(problem, _NOTATION)
-    REGISTERED[op.replace("::", ".")] = RegisteredRule(op, tuple(rules))
+            what = overloads[0]._schema if overloads else op
+            raise ShardingError(f"the sharding rule {rule!r} does not fit {what}: {problems[0]}", _NOTATION)
+    key, name = (op.replace("::", "."), op) if isinstance(op, str) else (op, op.__qualname__)
+    REGISTERED[key] = RegisteredRule(name, tuple(rules))
     forget_cached()
 
 
 def registered_rules(targets: Iterable[Any]) -> str:
     """The registered rules of those ops that have one, as a text for fingerprints; empty where there are none."""
-    found = set()
-    for name in {target_name(target) for target in targets}:
-        rule = REGISTERED.get(name) or REGISTERED.get(name.rpartition(".")[0])
-        if rule is not None:
-            found.add(f"{name}: {'; '.join(rule.lines)}")
-    return "\n".join(sorted(found))
+    rules = {target_name(target): rule for target in set(targets) if (rule := registered_rule(target)) is not None}
+    return "\n".join(f"{name}: {'; '.join(rule.lines)}" for name, rule in sorted(rules.items()))
 
 
 def prove_sharding(
@@ -84,12 +81,11 @@ def prove_sharding(
 ) -> tuple[str, ...]:
     """Run an op in shards in every way that its rules allow, and compare with the whole op, forward and backward.
 
-    Runs in this process on the CPU, without process groups: on the example and on some thirty kinds of random data of
-    the same shapes and dtypes. A few elements per dim are enough; give dims different sizes, at least `num_devices`.
+    Runs in this process on the CPU, without process groups: on the example and on a dozen kinds of random data of the
+    same shapes and dtypes. A few elements per dim are enough; give dims different sizes, at least `num_devices`.
 
     Args:
-        op: as for `register_sharding`; its first overload if none is named. Ops without a rule are tried in the ways
-            that discovery finds.
+        op: as for `register_sharding`, by name; its first overload if none is named.
         example_args, example_kwargs: what the op takes; tensors that require a gradient are checked for theirs.
         num_devices: how many devices to play.
 
@@ -100,26 +96,26 @@ def prove_sharding(
         ShardingError: a strategy does not give the whole op's results or gradients, or the op refuses the example.
     """
     call, operands = call_on(_overloads(op)[0], example_args, example_kwargs or {})
-    generator = torch.Generator().manual_seed(0)
-    example = trial_on(call, operands, "normal", generator)
+    random_state = torch.get_rng_state()
+    example = whole_run(call, operands, torch.Generator().manual_seed(0))
     if example is None:
         raise ShardingError(f"{op} does not run on the example, forward and backward", "call it so to see the error")
-    if is_random(call):
-        raise ShardingError(f"{op} draws random numbers, so its shards cannot be compared", "prove it without dropout")
-    evidence = [example, *trials(call, ALL_KINDS)]
+    if not torch.equal(torch.get_rng_state(), random_state) or torch.Tag.nondeterministic_seeded in call.target.tags:
+        raise ShardingError(
+            f"{op} draws random numbers, so its shards cannot be compared",
+            "define it with tags=[torch.Tag.nondeterministic_seeded], and prove it without dropout",
+        )
+    runs = [example, *runs_on_random_data(call)]
     proved: dict[str, None] = {}
     for n in num_devices:
         for strategy in axis_strategies(call, n)[1:]:  # the first repeats the work
             if strategy.implementation not in (None, "bias_on_first", "added_on_first"):
                 continue  # runs collectives inside: the package's own tests prove those
-            experiment = Experiment.of(call, strategy)
-            for trial in evidence:
-                if not experiment.survives(trial, n):
-                    raise ShardingError(
-                        f"{op} as {strategy} on {n} devices does not give the whole op's result or gradients "
-                        f"({trial.kind} data)",
-                        "mark an index that the op works along with `!`, or leave it out of the result if it is summed",
-                    )
+            if not all(run.equals_shards(strategy, n) for run in runs):
+                raise ShardingError(
+                    f"{op} as {strategy} on {n} devices does not give the whole op's result or gradients",
+                    "mark an index that the op works along with `!`, or leave it out of the result if it is summed",
+                )
             proved.setdefault(str(strategy))
     return tuple(proved)
 
@@ -148,11 +144,13 @@ def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:
         return f"it takes {len(arguments)} tensors, the rule has {len(signature.operands)}"
     if not any("List" in str(r.type) for r in schema.returns) and len(signature.results) != len(schema.returns):
         return f"it returns {len(schema.returns)} tensors, the rule has {len(signature.results)}"
+    return _bad_indices(signature)
+
+
+def _bad_indices(signature: Signature) -> str:
     known = {index.name for term in signature.operands for index in term.indices}
-    for term in (*signature.operands, *signature.results):
-        if problem := _bad_index(term, known):
-            return problem
-    return ""
+    terms = (*signature.operands, *signature.results)
+    return next((problem for term in terms if (problem := _bad_index(term, known))), "")
 
 
 def _bad_index(term: Term, known: set[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import OpCall, Slot, target_name
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, target_name
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
 from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
@@ -44,7 +44,8 @@ class RegisteredRule:
         return Found(tuple(dict.fromkeys(split for splits in fitting for split in splits)), origin="registered")
 
 
-REGISTERED: dict[str, RegisteredRule] = {}  # rules from outside the package (register.py), under the same keys
+# Rules from outside the package (register.py): under the same keys, or the autograd.Function.
+REGISTERED: dict[str | type, RegisteredRule] = {}
 _CACHES: list[Any] = []  # of what depends on the rules
 
 
@@ -230,14 +231,22 @@ def added_operand(call: OpCall) -> int | None:
     return None if lines else bind(call)["self"].index
 
 
+def registered_rule(target: Any) -> RegisteredRule | None:
+    """The rule that somebody registered for an op: for its overload, else for all, or for its autograd.Function."""
+    if target in CUSTOM_OPS:
+        return REGISTERED.get(CUSTOM_OPS[target].function)
+    name = target_name(target)
+    return REGISTERED.get(name) or REGISTERED.get(name.rpartition(".")[0])
+
+
 @depends_on_rules
 @cache
 def rule_of(target: Any) -> Family | None:
     """The rule of an op: one that was registered, else the table's or that of pointwise ops; None: it has none."""
+    registered = registered_rule(target)
+    if registered is not None:
+        return registered
     name = target_name(target)
-    for key in (name, name.rpartition(".")[0]):
-        if key in REGISTERED:
-            return REGISTERED[key]
     is_aten = isinstance(target, torch._ops.OpOverload)
     if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
         return _pointwise

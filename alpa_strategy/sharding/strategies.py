@@ -14,7 +14,7 @@ import torch
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, OpCall
-from alpa_strategy.sharding.discovery import discover
+from alpa_strategy.sharding.functions import elementwise_dims
 from alpa_strategy.sharding.localize import RING, localize
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
@@ -22,9 +22,11 @@ from alpa_strategy.units import format_bytes, format_seconds
 
 
 def _found(call: OpCall, axis_size: int) -> Found | None:
-    rule = rule_of(call.target)
-    if rule is None or not call.results:
+    if not call.results:
         return None
+    rule = rule_of(call.target)
+    if rule is None:
+        return elementwise_dims(call, axis_size) if call.target in CUSTOM_OPS else None
     return rule(call, axis_size)
 
 
@@ -33,14 +35,10 @@ def _found(call: OpCall, axis_size: int) -> Found | None:
 def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the repeated one first.
 
-    Ops without a rule get theirs by experiment (`discover`).
+    An op without a rule runs whole on every device.
     """
-    if not call.results:
-        return (repeated(call),)
     found = _found(call, axis_size)
-    if found is None:
-        return discover(call, axis_size)
-    return to_strategies(call, found, axis_size)
+    return (repeated(call),) if found is None else to_strategies(call, found, axis_size)
 
 
 @depends_on_rules
@@ -86,12 +84,10 @@ def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[
 def rule_origin(call: OpCall) -> str:
     """Where the op's strategies come from.
 
-    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), `discovered`, or `replicated`: it has none.
+    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), or `replicated`: it has none.
     """
     found = _found(call, 2)
-    if found is not None:
-        return found.origin
-    return "discovered" if len(axis_strategies(call, 2)) > 1 else "replicated"
+    return "replicated" if found is None else found.origin
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
@@ -115,6 +111,7 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
 
 
 def _advice(target: Any) -> str:
-    if not isinstance(target, torch._ops.OpOverload) or target in CUSTOM_OPS:
-        return ""  # an autograd.Function: there is no name to register
-    return f'; if its work can be divided, register_sharding("{target._schema.name}", ...) says how'
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    name = CUSTOM_OPS[target].function.__name__ if target in CUSTOM_OPS else f'"{target._schema.name}"'
+    return f"; if its work can be divided, register_sharding({name}, ...) says how"

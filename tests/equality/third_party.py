@@ -14,6 +14,8 @@ from equality.harness import record_model
 from equality.own_precision import in_float64
 from torch import Tensor, nn
 
+from alpa_strategy import register_sharding
+
 VOCAB, LENGTH = 33, 8
 
 
@@ -272,9 +274,12 @@ class _StraightThrough(torch.autograd.Function):
         return grad * weight * 0.5, (grad * x).flatten(0, -2).sum(0), None
 
 
+register_sharding(_StraightThrough, "[*b, d], [d] -> [*b, d]")
+
+
 @torch.library.custom_op("alpa_tests::rotate", mutates_args=())
 def rotate(x: Tensor, shift: int) -> Tensor:
-    """Moves every row's elements: rows are independent, which no rule says."""
+    """Moves every row's elements: rows are independent, which a registered rule says."""
     return torch.roll(x, shift, -1) * x.shape[-1]
 
 
@@ -283,6 +288,9 @@ rotate.register_autograd(
     lambda ctx, grad: (torch.roll(grad, -ctx.shift, -1) * grad.shape[-1], None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "shift", inputs[1]),
 )
+
+
+register_sharding("alpa_tests::rotate", "[*b, k!] -> [*b, k!]")
 
 
 @torch.library.custom_op("alpa_tests::sort_all", mutates_args=())
@@ -295,7 +303,7 @@ sort_all.register_fake(lambda x: torch.empty_like(x))
 
 
 class CustomOps(Wrapped):
-    """A custom autograd Function, a custom op without rule that can be split, and one that cannot."""
+    """A custom autograd Function and a custom op with registered rules, and an op without."""
 
     def build(self) -> None:
         self.embed, self.inside, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, 10), nn.Linear(10, VOCAB)

@@ -1,6 +1,6 @@
 """Proof by experiment: an op on shards, recombined, must equal the whole op, forward and backward.
 
-The one judge of rules: the tests prove every rule of the table with it, discovery accepts what it accepts.
+The judge of rules: the tests prove every rule of the table with it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ class OpVerdict:
 
     Attributes:
         op: for example `aten.linear.default`.
-        origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), `discovered`, or `replicated`.
+        origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), or `replicated`.
         sharded: the strategies that divide work or data, in the order found (of all calls together).
         num_calls: calls that were tried.
         num_proved: strategies that were run in shards on data, forward and backward, and gave the whole result.
@@ -46,14 +45,12 @@ def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
     """How many ops and calls were tried, have proved strategies, are replicated, are wrong: a line each."""
     sharded = [v for v in verdicts if v.sharded]
     missing, impossible = without_strategies(verdicts)
-    origins = Counter("discovered" if v.origin == "discovered" else "covered by a rule" for v in sharded)
     share = len(sharded) / max(len(sharded) + len(missing), 1)
     return [
         f"{len(verdicts)} ops, {sum(v.num_calls for v in verdicts)} calls, {sum(v.num_proved for v in verdicts)} "
         "strategies run in shards, forward and backward",
-        f"proved sharded strategies: {len(sharded)} ops ("
-        + ", ".join(f"{name} {count}" for name, count in sorted(origins.items()))
-        + f"), {share:.1%} of the {len(sharded) + len(missing)} where one exists",
+        f"proved sharded strategies: {len(sharded)} ops, {share:.1%} of the {len(sharded) + len(missing)} where one "
+        "exists",
         f"replicated: {len(missing)} for want of a rule, {len(impossible)} because no split can be right",
         f"wrong: {sum(bool(v.wrong) for v in verdicts)}",
     ]

@@ -1,0 +1,127 @@
+"""What a user's autograd.Function does to tensors, seen by running it on shapes alone, forward and backward.
+
+One that works element by element (straight-through estimators, gradient reversal, activations) may be cut along every
+dim, which its ops prove: nothing is tried on data. All others run whole on every device, unless `register_sharding`
+says more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.placement import chunk_range
+from alpa_strategy.sharding.splits import Found, Split
+
+aten = torch.ops.aten
+
+# Element by element though ATen's tags do not say so; and what changes nothing where the shape stays the same.
+_COPIES = (aten.detach, aten.clone, aten.alias, aten._to_copy, aten.copy_, aten.zeros_like, aten.ones_like)
+_SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The ATen ops of a call: each with the constants that it was given.
+
+    Attributes:
+        is_elementwise: every op is, on tensors of the call's one shape.
+        draws: one of them draws random numbers.
+    """
+
+    steps: tuple[tuple[Any, str], ...]
+    is_elementwise: bool
+    draws: bool
+
+
+def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
+    """The ways to cut a Function that works element by element over `axis_size` devices; None: it does not.
+
+    A dim is cut where every device's share runs the very ops of the whole with the very constants: code that asks for
+    a shape, or keeps count of its calls, does not.
+    """
+    whole = _program(call)
+    if whole is None or not whole.is_elementwise or whole.draws:
+        return None
+    shape = _shape(call)
+    assert shape is not None
+    splits = []
+    for dim, size in enumerate(shape):
+        lengths = {stop - start for start, stop in (chunk_range(size, axis_size, i) for i in range(axis_size))}
+        if 0 not in lengths and all(_program(_cut(call, dim, length)) == whole for length in lengths):
+            dims = tuple(dim if meta.shape else None for meta in call.operands)
+            splits.append(Split(dims, (dim,) * len(call.results)))
+    return Found(tuple(splits), origin="pointwise")  # no `carries`: a user's backward need not be linear
+
+
+def may_draw(call: OpCall) -> bool:
+    """Whether the Function draws random numbers, or cannot be asked: it does more than PyTorch has shapes for."""
+    program = _program(call)
+    return program is None or program.draws
+
+
+def _shape(call: OpCall) -> tuple[int, ...] | None:
+    """The shape that all results and operands have but numbers (operands without dims); None: they differ."""
+    shapes = {meta.shape for meta in call.operands if meta.shape} | {meta.shape for meta in call.results}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _cut(call: OpCall, dim: int, length: int) -> OpCall:
+    def cut(meta: TensorMeta) -> TensorMeta:
+        return meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :])) if meta.shape else meta
+
+    return replace(call, operands=tuple(map(cut, call.operands)), results=tuple(map(cut, call.results)))
+
+
+@lru_cache(maxsize=4096)
+def _program(call: OpCall) -> _Program | None:
+    """What the call runs, forward and backward; None where tensors without data are not enough for it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        operands = [
+            torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad) for m in call.operands
+        ]
+        recorder = _Recorder(_shape(call))
+        try:
+            with recorder:
+                results = call.call(*operands)
+            results = [r for r in ((results,) if isinstance(results, Tensor) else results) if r.requires_grad]
+            wanted = [operand for operand in operands if operand.requires_grad]
+            gradients = [torch.empty_like(result) for result in results]
+            if results and wanted:
+                with recorder:
+                    torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+        except Exception:  # the user's code, of any type: it wants data
+            return None
+    return _Program(tuple(recorder.steps), recorder.shape is not None, recorder.draws)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every op that autograd calls. `shape` becomes None at the first that is not element by element on it."""
+
+    def __init__(self, shape: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.steps: list[tuple[Any, str]] = []
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        given = pytree.tree_leaves((args, kwargs))
+        shapes = [tuple(x.shape) for x in given if isinstance(x, Tensor)]
+        made = [tuple(x.shape) for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
+        if func.overloadpacket in _SAME_IF_SHAPE_IS and shapes == made:
+            return results
+        # A number (shape []) beside the tensors is an operand or a constant: no op that makes one passes.
+        is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _COPIES
+        if not is_elementwise or self.shape not in shapes or {*shapes} - {self.shape, ()} or {*made} != {self.shape}:
+            self.shape = None
+        self.steps.append((func, str([x for x in given if not isinstance(x, Tensor)])))
+        return results

@@ -1,0 +1,214 @@
+"""An op's shards against the whole op, by experiment: what `prove_sharding` does with each strategy on each data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range
+from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.rule_table import added_operand
+
+Optionals = tuple[Tensor | None, ...]
+
+_TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-5, torch.complex64: 2e-5}
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """One run of the whole op, forward and backward.
+
+    Attributes:
+        call: the call, at the data's dtypes.
+        operands: its data.
+        results: what the op gave, detached.
+        result_grads: gradient that each result received, None where it is not differentiable.
+        operand_grads: what the operands got; None where there is no gradient.
+    """
+
+    call: OpCall
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    result_grads: Optionals
+    operand_grads: Optionals
+
+    def equals_shards(self, strategy: AxisStrategy, n: int) -> bool:
+        """Whether `n` devices that follow the strategy give the same results and gradients together.
+
+        True where the data is no evidence: summands of infinity are infinity minus infinity.
+        """
+        given = (*self.operands, *self.results, *(g for g in self.operand_grads if g is not None))
+        with_summands = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
+        if with_summands and any(t.is_floating_point() and bool(t.isinf().any()) for t in given):
+            return True
+        generator = torch.Generator().manual_seed(n)
+        parts = [_parts(t, dual, n, generator) for t, dual in zip(self.operands, strategy.inputs, strict=True)]
+        as_gradients = [_of_gradient(dual) for dual in strategy.outputs]
+        cotangents = [
+            [None] * n if grad is None else _parts(grad, dual, n, generator)
+            for grad, dual in zip(self.result_grads, as_gradients, strict=True)
+        ]
+        added = added_operand(self.call) if strategy.implementation is not None else None
+        if added is not None:  # part of the sum once
+            parts[added][1:] = [torch.zeros_like(part) for part in parts[added][1:]]
+        runs = []
+        for device in range(n):
+            local = localize(self.call, (strategy,), (n,), (device,)).call
+            received = [each[device] for each in cotangents]
+            try:
+                results, grads = _run(local, [part[device] for part in parts], lambda _, r=received: r)  # type: ignore[misc]
+            except Exception:  # of the op, of any type: it refuses a part, which the whole did not deserve
+                return False
+            runs.append((results, [None if i == added and device else g for i, g in enumerate(grads)]))
+        tolerance = max(
+            (_TOLERANCES.get(t.dtype, 2e-2) for t in given if t.is_floating_point() or t.is_complex()), default=0.0
+        )
+        for i, (whole, dual) in enumerate(zip(self.results, strategy.outputs, strict=True)):
+            if not _recombines(whole, [results[i] for results, _ in runs], dual, tolerance):
+                return False
+        for i, (grad, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
+            found = [grads[i] for _, grads in runs]
+            if grad is None and all(each is None for each in found):
+                continue
+            # Autograd gives None for a gradient of zeros.
+            expected = torch.zeros_like(self.operands[i]) if grad is None else grad
+            filled = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parts[i], strict=True)]
+            if not _recombines(expected, filled, _of_gradient(dual), tolerance):
+                return False
+        return True
+
+
+def whole_run(call: OpCall, operands: Sequence[Tensor], generator: torch.Generator) -> WholeRun | None:
+    """The op run on this data; None when it refuses it."""
+
+    result_grads: list[Tensor | None] = []
+
+    def grads_for(results: Sequence[Tensor]) -> list[Tensor | None]:
+        result_grads[:] = [_normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results]
+        return result_grads
+
+    try:
+        results, grads = _run(call, operands, grads_for)
+    except Exception:  # of the op, of any type
+        return None
+    return WholeRun(call, tuple(operands), results, tuple(result_grads), grads)
+
+
+def runs_on_random_data(call: OpCall) -> Iterator[WholeRun]:
+    """Runs on every kind of data that the op takes."""
+    generator = torch.Generator().manual_seed(0)
+    for number, kind in enumerate(_KINDS):
+        data = tuple(_data(meta, kind, number, generator) for meta in call.operands)
+        run = whole_run(call, data, generator)
+        if run is not None:
+            yield run
+
+
+def _run(
+    call: OpCall, operands: Sequence[Tensor], grads_for: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+) -> tuple[tuple[Tensor, ...], Optionals]:
+    """(detached results, operand gradients) of `call`; `grads_for(results)` gives the results' gradients."""
+    with torch.enable_grad():
+        leaves = [
+            t.detach().clone().requires_grad_(m.requires_grad) for t, m in zip(operands, call.operands, strict=True)
+        ]
+        results = call.call(*leaves)
+        results = (results,) if isinstance(results, Tensor) else tuple(results)
+        given = zip(results, grads_for(results), strict=True)
+        pairs = [(result, grad) for result, grad in given if grad is not None and result.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found: Iterator[Tensor | None] = itertools.repeat(None)
+        if pairs and wanted:
+            outputs, cotangents = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+        grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+    return tuple(result.detach().clone() for result in results), grads
+
+
+def _of_gradient(dual: DualPlacement) -> DualPlacement:
+    """How the gradient of a tensor that lies so lies, as if it were a value."""
+    return {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)
+
+
+def _parts(tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generator) -> list[Tensor]:
+    """What each of `n` devices holds of a value: its chunk, a random summand, or all of it."""
+    if dual.shard_dim is not None:
+        ranges = (chunk_range(tensor.shape[dual.shard_dim], n, device) for device in range(n))
+        return [tensor.narrow(dual.shard_dim, start, stop - start) for start, stop in ranges]
+    if dual == PARTIAL:
+        parts = [_normal(generator, tensor.shape).to(tensor.dtype) for _ in range(n - 1)]
+        return [*parts, tensor - sum(parts)]
+    return [tensor] * n
+
+
+def _recombines(whole: Tensor, parts: Sequence[Tensor], dual: DualPlacement, tolerance: float) -> bool:
+    """Whether the devices' parts, lying so, make up the whole."""
+    if dual == PARTIAL:
+        same_shape = all(part.shape == whole.shape for part in parts)
+        return same_shape and _close(sum(parts[1:], parts[0]), whole, tolerance, _scale([whole, *parts]))
+    expected = _parts(whole, dual, len(parts), torch.Generator())
+    return all(_close(a, b, tolerance, _scale([whole, *parts])) for a, b in zip(parts, expected, strict=True))
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
+    """Equal up to rounding of sums of terms as large as `scale`."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    equal = (a == b) | ((a != a) & (b != b))  # nan equals nan
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        equal |= (a - b).abs() <= tolerance * (b.abs() + scale)
+    return bool(equal.all())
+
+
+def _scale(tensors: Sequence[Tensor]) -> float:
+    """Largest finite absolute value."""
+    floats = [t.abs() for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())]
+    return max((float(torch.nan_to_num(t, 0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
+
+
+def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+
+def _with_one(data: Tensor, value: float, generator: torch.Generator) -> Tensor:
+    """`data` with `value` at a random place."""
+    if data.numel():
+        data.view(-1)[int(torch.randint(0, data.numel(), (), generator=generator))] = value
+    return data
+
+
+# kind -> (normal numbers, generator) -> float64 data: what a threshold, a sort or "any element" hides from random ones.
+_KINDS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
+    lambda x, g: x,
+    lambda x, g: 0.05 + 0.9 * torch.rand(x.shape, generator=g, dtype=torch.float64),
+    lambda x, g: x.round(),  # ties
+    lambda x, g: x.abs() + 0.1,
+    lambda x, g: -x.abs() - 0.1,
+    lambda x, g: x.sign() * 10 ** (4 * x.clamp(-2, 2)),  # magnitudes
+    lambda x, g: x + 3e3,
+    lambda x, g: _with_one(torch.zeros_like(x), 1.0, g),
+    lambda x, g: _with_one(x, 1e3, g),
+    lambda x, g: _with_one(x, -1e9, g),
+    lambda x, g: _with_one(x.abs() + 0.1, -9.0, g),
+    lambda x, g: _with_one(x, float("nan"), g),
+    lambda x, g: _with_one(x, float("inf"), g),
+)
+
+
+def _data(
+    meta: TensorMeta, kind: Callable[[Tensor, torch.Generator], Tensor], number: int, generator: torch.Generator
+) -> Tensor:
+    if meta.dtype == torch.bool:  # of every density
+        return torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.0)[number % 5]
+    if meta.dtype.is_complex:
+        real, imaginary = (kind(_normal(generator, meta.shape), generator) for _ in range(2))
+        return torch.complex(real, imaginary).to(meta.dtype)
+    if meta.dtype.is_floating_point:
+        return kind(_normal(generator, meta.shape), generator).to(meta.dtype)
+    high = (2, 3, 5, 3000)[number % 4]  # indices that fit most dims, then large ones
+    return torch.randint(0, high, meta.shape, generator=generator).to(meta.dtype)
