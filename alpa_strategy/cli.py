@@ -212,7 +212,7 @@ def _tuned(
 
     A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
     """
-    from alpa_strategy.display.tune_table import tune_table
+    from alpa_strategy.display.table import tune_table
     from alpa_strategy.planner.tune import best_batch, tune_batch
     from alpa_strategy.recipe import load_recipe
 

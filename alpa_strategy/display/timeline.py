@@ -1,9 +1,8 @@
-"""A pipeline's schedule on the clock: who works when, who waits; as lines for a terminal and as a piece of an SVG."""
+"""A pipeline's schedule on the clock: who works when, who waits; as lines for a terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,13 +12,10 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
 from alpa_strategy.units import format_seconds
 
-MAX_DRAWN = {"text": 8, "picture": 24}  # micro-batches: more make the pieces too small to see
+MAX_DRAWN = 8  # micro-batches: more make the pieces too small to see
 STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ"}  # by micro-batch
-COLOURS = {"F": "#7fa8d1", "B": "#8fc7a4", "I": "#8fc7a4", "W": "#e3c878"}
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
-SHADES = (1.0, 0.72, 0.5, 0.35)  # of the first, second, ... stage of a mesh
-ROW, GAP, LABEL = 22, 4, 92  # pixels
 MAX_WIDTH = 120  # of the lines in a terminal
 
 
@@ -139,46 +135,3 @@ def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | 
             at += 1
         cells.append(own[at] if at < len(own) and own[at].start <= moment else None)
     return cells
-
-
-def timeline_svg(drawn: ScheduleTimeline, left: float, top: float, width: float) -> tuple[list[str], float]:
-    """SVG elements of the schedule in a box of `width`, and the height that they take."""
-    soft = 'font-size="12" fill="#6b7785"'
-    body = [f'<text x="{left:.1f}" y="{top + 12:.1f}" font-weight="600">Schedule</text>']
-    body.append(f'<text x="{left + LABEL:.1f}" y="{top + 12:.1f}" {soft}>{drawn.title()}</text>')
-    first, right = left + LABEL, width - LABEL - 64
-    scale = right / drawn.seconds
-    y = top + 26
-    for mesh, name in enumerate(drawn.meshes):
-        body.append(f'<text x="{left:.1f}" y="{y + 15:.1f}" {soft}>devices {name}</text>')
-        body.append(f'<rect x="{first:.1f}" y="{y:.1f}" width="{right:.1f}" height="{ROW}" fill="#eef1f4"/>')
-        for done in drawn.timed:
-            if done.mesh == mesh:
-                body += _piece(done, drawn.stages[mesh], first + done.start * scale, y, scale)
-        if drawn.num_drawn == drawn.num_microbatches:
-            idle = f"{drawn.idle_share(mesh):.0%} idle"
-            body.append(f'<text x="{first + right + 8:.1f}" y="{y + 15:.1f}" {soft}>{idle}</text>')
-        y += ROW + GAP
-    x = first
-    for kind in drawn.kinds():
-        body.append(f'<rect x="{x:.1f}" y="{y + 4:.1f}" width="9" height="9" rx="2" fill="{COLOURS[kind]}"/>')
-        body.append(f'<text x="{x + 15:.1f}" y="{y + 13:.1f}" {soft}>{MEANINGS[kind]}</text>')
-        x += 42 + 6.4 * len(MEANINGS[kind])
-    if max(map(len, drawn.stages)) > 1:
-        body.append(f'<text x="{x:.1f}" y="{y + 13:.1f}" {soft}>paler: the later stages of a mesh</text>')
-    return body, y + 28 - top
-
-
-def _piece(done: TimedAction, stages: Sequence[int], x: float, y: float, scale: float) -> list[str]:
-    width = (done.end - done.start) * scale
-    shade = SHADES[min(stages.index(done.stage), len(SHADES) - 1)]
-    what = f"stage {done.stage}, {MEANINGS[done.kind]}, micro-batch {done.microbatch}"
-    when = f"{format_seconds(done.start)} to {format_seconds(done.end)}"
-    found = [
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(0.2, width - 0.6):.2f}" height="{ROW}" fill="{COLOURS[done.kind]}" '
-        f'fill-opacity="{shade}"><title>{what}, {when}</title></rect>'
-    ]
-    if width >= 7 * len(str(done.microbatch)) + 2:
-        place = f'x="{x + width / 2:.1f}" y="{y + 15:.1f}"'
-        found.append(f'<text {place} font-size="11" text-anchor="middle">{done.microbatch}</text>')
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
 
@@ -83,9 +82,6 @@ def test_table_and_pictures_show_stages_and_schedule():
     narrow = as_text(plan_table(plan), 80).splitlines()
     assert max(map(len, narrow)) <= 80
     assert sum(line.startswith("devices ") and line.endswith(" idle") for line in narrow) == 2
-    picture = plan_svg(plan)
-    assert "16 devices" in picture
-    titles = [node.text for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 4 * 8 * 2
-    assert "stage 3, backward, micro-batch 7" in " ".join(titles)
-    assert "Schedule" in plan_html(plan)
+    for drawn in (plan_html(plan), plan_svg(plan).replace("&#160;", " ")):
+        for expected in ("16 devices", "blocks.3", "8-15", "schedule"):
+            assert expected in drawn
