@@ -332,7 +332,7 @@ def _one_of(names: Sequence[str]) -> str:
     return "one of " + ", ".join(names)
 
 
-# One mode of a parameter on a mesh axis, as in plan files; ir/parameter_plan.py says what they mean.
+# One mode of a parameter on a mesh axis, as in plan files; ir/stage_plan.py says what they mean.
 _MODE = re.compile(r"R\*?|[SG]\d+")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)
 _UNITS = {"b": 1} | {

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alpa_strategy.capture.autograd_functions import FUNCTIONS
 from alpa_strategy.capture.graph_builder import Builder, run_fake
+from alpa_strategy.capture.ops import FUNCTIONS
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ValueRef
 from alpa_strategy.ir.op import OpCall

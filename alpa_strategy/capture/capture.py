@@ -1,21 +1,45 @@
-"""capture_step: an ordinary LightningModule and one batch in, the training step as a StepGraph out."""
+"""capture_step: an ordinary LightningModule and one batch in, the training step as a StepGraph out.
+
+`trace` runs the step; here the raw fx trace becomes the StepGraph: one walk over the nodes, then removal of what has no
+effect. Factories (arange, zeros, ...) and conversions lose their `device` argument when it is the capture device: the
+lowering runs them on its own device.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture import rewrites
+from alpa_strategy.capture.autocast import Autocast
+from alpa_strategy.capture.functionalize import (
+    Memory,
+    View,
+    ViewStep,
+    Write,
+    in_its_dtype,
+    new_value,
+    sharing_node,
+    storage_of,
+    write_of,
+)
+from alpa_strategy.capture.graph_builder import Builder, check_loss, finish, frozen, loss_of
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, trace_step
+from alpa_strategy.capture.trace import StepCall, TensorLeaf, Trace, TracedInput, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
-from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest
+from alpa_strategy.ir.op import TensorMeta
 
 
 def capture_step(
@@ -76,3 +100,344 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
         if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
             raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
     return again
+
+
+aten = torch.ops.aten
+
+_SAME_VALUE = {
+    aten.alias.default,
+    aten.detach_.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+}
+_FRESH_COPY = {aten.lift_fresh_copy.default}
+_CONVERSIONS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.to.prim_dtype,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+
+
+class _Converter:
+    """State of the walk: the Builder, the memory of views, grad mode, autocast."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.builder = Builder()
+        self.memory = Memory(self.builder)
+        self.views: dict[Any, Any] = {}  # fx.Node -> View, or a tuple of Views and Nones
+        self.inputs: list[tuple[TracedInput, int]] = []
+        self.input_views: list[View] = []
+        self.constants: list[ConstantInput] = []
+        self.constant_views: dict[str, View] = {}
+        self.grad_enabled = True
+        self.parameters: set[int] = set()
+        self.autocast = Autocast(self.builder, trace.device.type, self.parameters)
+        self.detached: dict[int, ValueRef] = {}  # value -> itself without its gradient
+        self.outputs: list[ValueRef] = []
+
+    # Inputs
+
+    def add_inputs(self, placeholders: list[fx.Node]) -> None:
+        """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
+        for node, entry in zip(placeholders, self.trace.inputs, strict=True):
+            ref = self.builder.add_value(TensorMeta(entry.shape, entry.dtype, entry.requires_grad))
+            view = self.memory.new(ref, f"{entry.kind} {entry.names[0]}" if entry.names else "the batch")
+            self.views[node] = view
+            self.inputs.append((entry, ref.index))
+            self.input_views.append(view)
+            if entry.kind == "parameter":
+                self.parameters.add(ref.index)
+        for node in self.trace.graph.nodes:
+            if node.op == "get_attr":
+                self.views[node] = self._constant(node)
+
+    def _constant(self, node: fx.Node) -> View:
+        name = str(node.target)
+        if name not in self.constant_views:
+            tensor = getattr(self.trace.module, name)
+            if tensor.requires_grad:
+                raise CaptureError(
+                    "the step uses a tensor that requires grad and is not a parameter of the module "
+                    f"(shape {tuple(tensor.shape)})",
+                    "register it: assign an nn.Parameter to a module attribute (lists need nn.ParameterList)",
+                )
+            if isinstance(tensor, FakeTensor):
+                raise CaptureError(
+                    f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)})",
+                    "make it with functions of torch, and leave no tensor of an earlier step in use",
+                )
+            # torch.func (vmap, grad) leaves its wrapper as a constant of the graph: its layers are no ops.
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise CaptureError(
+                    f"the step transforms a function by torch.func ({self._source_of(node)})",
+                    "write the mapped dim out: broadcasting, einsum, torch.bmm",
+                )
+            tensor = tensor.detach()
+            meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
+            ref = self.builder.add_value(meta)
+            self.constants.append(ConstantInput(ref.index, tensor, meta, tensor_digest(tensor)))
+            self.constant_views[name] = self.memory.new(ref)
+        return self.constant_views[name]
+
+    def _source_of(self, node: fx.Node) -> str:
+        return next((self.trace.origins[n][1] for n in node.users if n in self.trace.origins), "line unknown")
+
+    # The walk
+
+    def run(self) -> None:
+        for node in self.trace.graph.nodes:
+            self.builder.module, self.builder.source = self.trace.origins.get(node, ("", ""))
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self.outputs = [self.memory.read(self.views[n]) for n in node.args[0]]
+
+    def _call(self, node: fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            self.views[node] = self.views[node.args[0]][node.args[1]]
+        elif target is torch._C._set_grad_enabled:
+            self.grad_enabled = bool(node.args[0])
+        elif target is torch.amp.autocast_mode._enter_autocast:
+            self.autocast.enter(node)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self.autocast.exit(node.args[0])
+        elif isinstance(target, torch._ops.OpOverload):
+            if target.namespace != "profiler":  # record_function: names for a profiler, of this one run
+                self._op(node, target)
+        else:
+            raise CaptureError(
+                f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a captured step",
+                "write it with ordinary torch functions",
+            )
+
+    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        operand_nodes: list[fx.Node] = []
+
+        def read(n: fx.Node) -> Any:
+            operand_nodes.append(n)
+            return self._read(self.views[n])
+
+        if target in _SAME_VALUE:
+            self.views[node] = self.memory.same(self.views[node.args[0]])
+            return
+        if target in _FRESH_COPY or (target is aten.clone.default and not node.kwargs.get("memory_format")):
+            self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
+            return
+        write = write_of(node, target, self.builder.source)
+        if write is not None:
+            self._write(node, write)
+            return
+        if target is aten.detach.default:
+            self._detach(node)
+            return
+        args = fx.map_arg(tuple(node.args), read)
+        kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
+        args = rewrites.without_empty_tensors(self.builder, target, args)
+        if target is aten.broadcast_tensors.default:
+            self._broadcast(node)
+            return
+        if target in _CONVERSIONS:
+            self._conversion(node)
+            return
+        norm = rewrites.rewrite_norm(self.builder, target, args, kwargs)
+        if norm is not None:
+            self._norm_with_statistics(node, norm)
+            return
+        if (bags := rewrites.rewrite_bags(self.builder, node, args, kwargs)) is not None:
+            self.views[node] = (self.memory.new(bags), None, None, None)  # offsets, sizes, indices: for no one
+            return
+        args, kwargs = self.autocast.operands(target, args, kwargs)
+        if target is aten.embedding.default:
+            args = args[:4]  # no `sparse`: reductions know dense gradients only
+        traced = node.meta["val"]
+        kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
+        result = rewrites.rewrite_loss(self.builder, target, args, kwargs)
+        if result is None:
+            result = self.builder.emit(target, *args, **kwargs)
+        if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:
+            result = rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
+        self._check_dtype(node, target, result)
+        self._bind(node, target, result, operand_nodes, args, kwargs)
+
+    def _read(self, view: View) -> ValueRef:
+        """The value of a view; inside no_grad, detached from what requires grad."""
+        ref = self.memory.read(view)
+        return ref if self.grad_enabled else self._detached(ref)
+
+    def _detached(self, ref: ValueRef) -> ValueRef:
+        if not self.builder.meta(ref).requires_grad:
+            return ref
+        if ref.index not in self.detached:
+            self.detached[ref.index] = self.builder.emit(aten.detach.default, ref)
+        return self.detached[ref.index]
+
+    def _detach(self, node: fx.Node) -> None:
+        base = self.views[node.args[0]]
+        ref = self.memory.read(base)
+        if not self.builder.meta(ref).requires_grad:
+            self.views[node] = self.memory.same(base)
+        else:
+            self.views[node] = self.memory.derive(
+                base, ViewStep(aten.detach.default, (None,), (), 0, None), self._detached(ref)
+            )
+
+    def _without_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != self.trace.device.type:
+            raise CaptureError(
+                f"{target} asks for device {device} ({self.builder.source}) while the module is on {self.trace.device}",
+                "create tensors on the module's device: device=self.device, or the device of another tensor",
+            )
+        dropped = ("device", "pin_memory", "layout", "non_blocking")  # the run sets its own device around the ops
+        return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
+
+    def _conversion(self, node: fx.Node) -> None:
+        """dtype and device conversions: nothing, a cast, or a copy."""
+        source: Any = node.args[0]
+        base, value = self.views[source], node.meta["val"]
+        target_device = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)), None)
+        self._without_device(node.target, {"device": target_device})
+        ref = self._read(base)
+        if value.dtype != self.builder.meta(ref).dtype:
+            self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
+        elif storage_of(value) == storage_of(source.meta["val"]):
+            self.views[node] = self.memory.same(base)
+        else:
+            self.views[node] = self.memory.new(ref)
+
+    def _broadcast(self, node: fx.Node) -> None:
+        """broadcast_tensors: an expand for each tensor that needs one."""
+        views: list[View] = []
+        operands: Any = node.args[0]
+        for operand, value in zip(operands, node.meta["val"], strict=True):
+            base, shape = self.views[operand], tuple(value.shape)
+            ref = self._read(base)
+            if self.builder.meta(ref).shape == shape:
+                views.append(self.memory.same(base))
+            else:
+                step = ViewStep(aten.expand.default, (None, shape), (), 0, None)
+                views.append(self.memory.derive(base, step, self.builder.emit(aten.expand.default, ref, shape)))
+        self.views[node] = tuple(views)
+
+    def _bind(
+        self,
+        node: fx.Node,
+        target: torch._ops.OpOverload,
+        result: Any,
+        operand_nodes: list[fx.Node],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
+        traced = node.meta["val"]
+        many = isinstance(result, tuple)
+        traced_items = list(traced) if many else [traced]
+
+        def view(item: int, ref: ValueRef | None) -> View | None:
+            if ref is None:
+                return None
+            owner = sharing_node(traced_items[item], operand_nodes)  # reshape: a view or not, as strides say
+            if owner is None:
+                return self.memory.new(ref)
+            position = next((i for i, a in enumerate(node.args) if a is owner), None)
+            step_args = tuple(None if i == position else frozen(a) for i, a in enumerate(args))
+            step_kwargs = tuple(sorted((k, frozen(v)) for k, v in kwargs.items()))
+            step = ViewStep(target, step_args, step_kwargs, position, item if many else None)
+            return self.memory.derive(self.views[owner], step, ref)
+
+        if many:
+            self.views[node] = tuple(view(i, ref) for i, ref in enumerate(result))
+        else:
+            self.views[node] = view(0, result)
+
+    # Mutation
+
+    def _write(self, node: fx.Node, write: Write) -> None:
+        """`x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x."""
+        view = self.views[write.into]
+        before = self.memory.read(view)
+        origin = view.storage.origin
+        if origin.startswith("parameter"):
+            raise CaptureError(
+                f"the step changes {origin} in place ({self.builder.source})",
+                "parameters are changed by the optimizer; do it in a hook such as on_train_batch_end",
+            )
+        meta = self.builder.meta(before)
+        if not self.grad_enabled and meta.requires_grad:
+            raise CaptureError(
+                f"under no_grad, {write.name} changes a tensor that requires grad ({self.builder.source})",
+                "change a detached clone instead: `y = x.detach().clone()`",
+            )
+
+        def read(n: fx.Node) -> Any:
+            return self._read(self.views[n])
+
+        args = fx.map_arg(tuple(node.args), read)
+        kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), read))
+        new = new_value(self.builder, write, args, kwargs, meta, lambda: self._detached(before))
+        self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
+        self.views[node] = view
+
+    def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
+        """results: (y,) or (y, new running mean, new running variance)."""
+        given = rewrites.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
+        y, *statistics = results
+        self.views[node] = self.memory.new(y)
+        for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
+            self.memory.write(self.views[given[name]], new)
+
+    def _check_dtype(self, node: fx.Node, target: Any, result: Any) -> None:
+        traced = node.meta["val"]
+        if (
+            isinstance(result, ValueRef)
+            and isinstance(traced, Tensor)
+            and self.builder.meta(result).dtype != traced.dtype
+        ):
+            raise CaptureError(
+                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but "
+                f"{self.builder.meta(result).dtype} in the captured graph",
+                "cast its operands by hand",
+            )
+
+    # The end
+
+    def finish(self) -> StepGraph:
+        rest = iter(self.outputs)
+        leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
+        found = pytree.tree_unflatten(leaves, self.trace.spec)
+        loss, updates = self._loss(found["output"]), self._buffer_updates(found.pop("buffers"))
+        return finish(self.trace, self.builder, self.inputs, self.constants, found, loss, updates)
+
+    def _loss(self, output: Any) -> int:
+        """Value index of the loss."""
+        loss = loss_of(output)
+        trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
+        check_loss(self.builder.meta(loss), trainable)
+        return loss.index
+
+    def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
+        """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""
+        updates: dict[int, int] = {}
+        for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
+            if entry.kind == "buffer" and view.storage.version:
+                updates[index] = self._detached(view.storage.value).index
+            if entry.kind == "buffer" and entry.names[0] in reassigned:
+                updates[index] = self._detached(reassigned[entry.names[0]]).index
+        return updates
+
+
+def convert(trace: Trace) -> StepGraph:
+    """The frozen graph of a trace."""
+    converter = _Converter(trace)
+    converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
+    converter.run()
+    return converter.finish()

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
-from alpa_strategy.capture.autograd_functions import apply_as_op
+from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
@@ -33,9 +33,8 @@ from alpa_strategy.capture.symbolic_scalars import (
     made_of,
 )
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import ListPlace, MetricRef
-from alpa_strategy.ir.guards import AttributeGuard, Guard, ValueGuard
+from alpa_strategy.ir.guards import AttributeGuard, CounterRef, Guard, ValueGuard
 from alpa_strategy.ir.user_code import user_frame
 
 _NO_DIMS = torch.Size()

@@ -1,7 +1,7 @@
 """StepCounter: what the step's Python sees of batch_idx, global_step and current_epoch while it is captured.
 
 Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where it meets a tensor,
-its number becomes an argument of the graph that is computed at every step (ir/counters.py).
+its number becomes an argument of the graph that is computed at every step (ir/guards.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.counters import CounterRef, SymbolicScalar, calculate, symbolic
-from alpa_strategy.ir.guards import Guard, compare
+from alpa_strategy.ir.guards import CounterRef, Guard, SymbolicScalar, calculate, compare, symbolic
 from alpa_strategy.ir.user_code import is_user_file, user_frame
 
 

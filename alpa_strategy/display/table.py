@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
-from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Collective, StagePlan
+from alpa_strategy.ir.stage_plan import Collective, ParameterMode, ParameterPlan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40

@@ -27,8 +27,7 @@ from alpa_strategy.intra_op.problem import Solution
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
-from alpa_strategy.ir.parameter_plan import ParameterPlan
-from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
+from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 

@@ -19,8 +19,8 @@ from alpa_strategy.errors import OptionError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
 from alpa_strategy.intra_op.options import OpOptions
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
-from alpa_strategy.ir.counters import is_symbolic
 from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import SELECTIVE, PlanOptions
 from alpa_strategy.sharding.localize import is_random

@@ -19,8 +19,8 @@ from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
-from alpa_strategy.ir.parameter_plan import ParameterMode, ParameterPlan, Storage, modes_text
 from alpa_strategy.ir.placement import DualLayout
+from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage, modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"

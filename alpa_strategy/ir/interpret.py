@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.ir.counters import COUNTERS, at_counters
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.guards import COUNTERS, at_counters
 
 
 def run_step(

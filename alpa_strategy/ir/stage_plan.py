@@ -1,14 +1,155 @@
-"""StagePlan: what was decided for one stage of the pipeline (all of the step where there is one), and its figures."""
+"""How parameters lie in one stage (`ParameterPlan`), and the stage: what one mesh of devices runs (`StagePlan`)."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
 from itertools import pairwise
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.ir.parameter_plan import ParameterPlan
-from alpa_strategy.ir.placement import DualLayout, Layout
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, Layout, shard
+
+_MODE = re.compile(r"(R\*?)|([SG])(\d+)")
+
+
+class Storage(Enum):
+    """How a parameter lies along one mesh axis, and when it is brought to where it is used."""
+
+    INVARIANT = "R"  # whole; every device makes the whole gradient
+    REPLICATE = "R*"  # whole; gradient summed once per step (data parallel)
+    SHARD = "S"  # in shards; used so (tensor parallel), or gathered at each use (ZeRO-3)
+    GATHER_ONCE = "G"  # in shards; gathered, and the gradient reduce-scattered, once per step (ZeRO-1/2)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterMode:
+    """How a parameter is stored on one mesh axis. Made by `parse` alone, which gives one object of each: they are
+    compared by identity, as planning hashes them by the million.
+
+    Written `R`, `R*`, `S<dim>`, `G<dim>` in pins and plan files: `parse` and `str` are the only ways from and to text.
+    """
+
+    storage: Storage
+    dim: int | None = None  # the dim that is cut, None where the parameter is whole
+
+    @classmethod
+    @cache
+    def parse(cls, text: str) -> ParameterMode:
+        """Read `R`, `R*`, `S<dim>`, `G<dim>`.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        match = _MODE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a mode")
+        return cls(Storage(match[1])) if match[1] else cls(Storage(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return self.storage.value if self.dim is None else f"{self.storage.value}{self.dim}"
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParameterMode.parse, (str(self),)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device of the axis stores all of the parameter (`R`, `R*`)."""
+        return self.dim is None
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is stored in shards that the step takes as they are (`S<dim>`)."""
+        return self.storage is Storage.SHARD
+
+    @property
+    def is_gathered_once(self) -> bool:
+        """Whether it is stored in shards that are gathered once per step (`G<dim>`)."""
+        return self.storage is Storage.GATHER_ONCE
+
+    @property
+    def stored(self) -> Placement:
+        """Where the stored values lie."""
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    def step_placement(self, requires_grad: bool = True) -> DualPlacement:
+        """The dual placement in which the parameter enters the step and leaves its gradient."""
+        if self.is_shard and self.dim is not None:
+            return shard(self.dim)
+        return REPLICATE if requires_grad and self.storage is not Storage.INVARIANT else INVARIANT
+
+    def shifted(self, by: int) -> ParameterMode:
+        """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*` stay."""
+        return self if self.dim is None else ParameterMode.parse(f"{self.storage.value}{self.dim + by}")
+
+
+def parse_modes(text: str) -> tuple[ParameterMode, ...]:
+    """Read one mode per mesh axis, such as `"R* S0"`; ValueError where one is none."""
+    return tuple(map(ParameterMode.parse, text.split()))
+
+
+def modes_text(modes: tuple[ParameterMode, ...]) -> str:
+    """Inverse of `parse_modes`."""
+    return " ".join(map(str, modes))
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter is stored and brought to its uses; one mode per mesh axis.
+
+    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (query, key and value
+    in one weight: 3), one more than the module's own.
+    """
+
+    modes: tuple[ParameterMode, ...]
+    num_segments: int = 1
+
+    @classmethod
+    def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:
+        """From modes in the step's dims: `ParameterPlan.parse("R* S0")`."""
+        return cls(parse_modes(text), num_segments)
+
+    @property
+    def layout(self) -> Layout:
+        """Storage layout, in the step's dims."""
+        return Layout(tuple(mode.stored for mode in self.modes))
+
+    @property
+    def module_modes(self) -> tuple[ParameterMode, ...]:
+        """Modes in the dims of the module's parameter: what users read and write."""
+        return self.modes if self.num_segments == 1 else tuple(mode.shifted(-1) for mode in self.modes)
+
+    @property
+    def module_layout(self) -> Layout:
+        """Storage layout in the dims of the module's parameter (every segment is cut where there are several)."""
+        return Layout(tuple(mode.stored for mode in self.module_modes))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device stores all of the parameter."""
+        return all(mode.is_whole for mode in self.modes)
+
+    @property
+    def uses_shards(self) -> bool:
+        """Whether the step takes it in shards on some axis (tensor parallel, or gathered at each use: ZeRO-3)."""
+        return any(mode.is_shard for mode in self.modes)
+
+    @property
+    def is_gathered_once(self) -> bool:
+        """Whether it is gathered once per step on some axis (ZeRO-1/2)."""
+        return any(mode.is_gathered_once for mode in self.modes)
+
+    def step_layout(self, requires_grad: bool = True) -> DualLayout:
+        """The dual layout in which the stored parameter enters the step and leaves its gradient."""
+        return tuple(mode.step_placement(requires_grad) for mode in self.modes)
+
 
 FORMAT_VERSION = 2  # 2: what a stage makes of its parameters alone is made once per step
 

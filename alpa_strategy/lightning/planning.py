@@ -24,9 +24,8 @@ from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMism
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
-from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.batch_rows import agreed_kinds, check_own_leaves, known_kinds, naming, own_leaves
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.microbatch.microstep import Cut, cut
 from alpa_strategy.pipeline.step_programs import resolve

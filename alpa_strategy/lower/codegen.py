@@ -24,8 +24,8 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
-from alpa_strategy.ir.counters import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan

@@ -16,11 +16,10 @@ from torch import Tensor
 from alpa_strategy.capture.ops import groups_between
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, map_slots
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, bind, map_slots
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
 from alpa_strategy.lower.ring_attention import ring_attention
-from alpa_strategy.sharding.binding import bind
 from alpa_strategy.sharding.rule_table import added_operand
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -16,10 +16,9 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
-from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta, bind, rebuild, slots
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
-from alpa_strategy.sharding.binding import bind, rebuild, slots
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules
 

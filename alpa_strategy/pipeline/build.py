@@ -19,12 +19,11 @@ from alpa_strategy.comm.mesh import TorchMesh, build_stage_meshes
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.ir.counters import COUNTERS
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.stage_plan import StagePlan, stage_ranks
+from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep

@@ -35,9 +35,8 @@ from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSo
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_num_layers, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask

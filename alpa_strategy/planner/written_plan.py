@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import AS_WRITTEN, Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, Predicted, StagePlan
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")

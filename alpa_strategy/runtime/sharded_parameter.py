@@ -13,8 +13,8 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage, modes_text
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualPlacement, Layout, shard, value_layout
+from alpa_strategy.ir.stage_plan import ParameterPlan, Storage, modes_text
 
 
 @dataclass(eq=False)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, dims_of, slots, tensor_arguments
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
-from alpa_strategy.sharding.binding import bind, dims_of, slots, tensor_arguments
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import aligned, along, broadcast_dim
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims

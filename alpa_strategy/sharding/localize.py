@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, bind, rebuild
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
-from alpa_strategy.sharding.binding import bind, rebuild
 from alpa_strategy.sharding.functions import may_draw
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules, has_rule

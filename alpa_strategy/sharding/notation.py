@@ -23,8 +23,7 @@ from functools import cache
 from typing import Any
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import OpCall, Slot
-from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
+from alpa_strategy.ir.op import OpCall, Slot, bind, flat_tensor_arguments
 from alpa_strategy.sharding.splits import SUM, WHOLE, Split, split_from_dims
 
 Key = tuple[str, int]  # index name, position inside its group (0 for single indices)

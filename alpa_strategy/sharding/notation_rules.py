@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from alpa_strategy.ir.op import InnerCollective, OpCall, Slot
-from alpa_strategy.sharding.binding import bind, dims_of, slots
+from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import linear_sets
 from alpa_strategy.sharding.splits import Found, Split, split_from_dims

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import target_name
-from alpa_strategy.sharding.binding import call_on
+from alpa_strategy.ir.op import call_on, target_name
 from alpa_strategy.sharding.notation import Signature, Term, parse
 from alpa_strategy.sharding.proof import runs_on_random_data, whole_run
 from alpa_strategy.sharding.rule_table import REGISTERED, RegisteredRule, forget_cached, registered_rule

@@ -14,9 +14,8 @@ from functools import cache
 
 import torch
 
-from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.ir.placement import shard
-from alpa_strategy.sharding.binding import bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
 
 

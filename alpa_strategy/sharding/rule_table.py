@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, target_name
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, bind, flat_tensor_arguments, target_name
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding.binding import bind, flat_tensor_arguments
 from alpa_strategy.sharding.notation import parse, read
 from alpa_strategy.sharding.notation_rules import EACH, FIRST, NOTATION, Notation
 from alpa_strategy.sharding.splits import Found

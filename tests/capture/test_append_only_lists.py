@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.counters import CounterRef
 from alpa_strategy.ir.graph import ValueRef
-from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.ir.guards import AttributeCheck, CounterRef
 
 
 class Keeps(LightningModule):

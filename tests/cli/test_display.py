@@ -10,9 +10,8 @@ from rich.console import Console
 
 from alpa_strategy.display import Progress, measured_line, plan_html, plan_svg, plan_table, plan_timing
 from alpa_strategy.display.table import parameter_groups
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Collective, Fingerprint, Predicted, StagePlan
+from alpa_strategy.ir.stage_plan import Collective, Fingerprint, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
 LAYERS = 24

@@ -18,8 +18,8 @@ from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.parameter_plan import ParameterPlan
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
+from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.stage_worker import OwnStage

@@ -12,7 +12,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostStore
-from alpa_strategy.ir.parameter_plan import modes_text
+from alpa_strategy.ir.stage_plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
 from alpa_strategy.planner.task import PlanTask

@@ -22,8 +22,8 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.parameter_plan import ParameterPlan, Storage
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
+from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
 from alpa_strategy.runtime.clip import clip_by_norm, grad_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import OpCall
-from alpa_strategy.sharding.binding import call_on
+from alpa_strategy.ir.op import OpCall, call_on
 
 
 def call_and_operands(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, list[torch.Tensor]]:

@@ -10,8 +10,7 @@ from rule_cases_batched import batched_cases
 from torch import Tensor
 
 from alpa_strategy.capture import ops
-from alpa_strategy.ir.op import OpCall
-from alpa_strategy.sharding.binding import call_on
+from alpa_strategy.ir.op import OpCall, call_on
 
 aten = torch.ops.aten
 

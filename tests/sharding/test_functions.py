@@ -5,7 +5,7 @@ import torch
 from sharding.calls import make_call
 
 from alpa_strategy import register_sharding
-from alpa_strategy.capture.autograd_functions import _FunctionCall, _Given
+from alpa_strategy.capture.ops import _FunctionCall, _Given
 from alpa_strategy.sharding import axis_strategies, rule_origin
 from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.strategies import _advice
