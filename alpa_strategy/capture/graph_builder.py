@@ -220,7 +220,7 @@ def finish(
         ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
 
     found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
-    lists = zip(trace.recording.stand_ins.lists, found["appended"], strict=True)
+    lists = zip(trace.recording.appended, found["appended"], strict=True)
     return StepGraph(
         values=tuple(values),
         parameters=tuple(parameters),

@@ -22,7 +22,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from alpa_strategy.capture.append_only_lists import StandIns, lists_standing_in
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import (
@@ -54,7 +53,7 @@ class Recording:
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: list[SetAttribute] = field(default_factory=list)
     grown: list[ListPlace] = field(default_factory=list)
-    stand_ins: StandIns = field(default_factory=lambda: StandIns({}, {}))
+    appended: dict[ListPlace, AppendedList] = field(default_factory=dict)
 
     def guard(self, guard: Guard) -> None:
         """Remember a guard, once."""
@@ -92,6 +91,45 @@ class MetricValue:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse()
+
+
+class AppendedList:
+    """What the step sees in place of a list of the module that it only appends to (`self.outputs.append(loss)`).
+
+    What is appended becomes a result of the graph. Nothing can be read, so the list's content does not matter to it.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        """As of a list."""
+        self._items.append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        """As of a list."""
+        self._items.extend(items)
+
+    def __iadd__(self, items: Iterable[Any]) -> AppendedList:  # type: ignore[misc]
+        self.extend(items)
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured step does not see "
+            "what earlier steps left there",
+            "read the list in a hook such as on_train_epoch_end",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __contains__ = __bool__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = _refuse
+    __setitem__ = __delitem__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = None  # type: ignore[assignment]  # as of lists
 
 
 _CHANGING = frozenset({"optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics"})
@@ -162,7 +200,10 @@ def recording(
     with ExitStack() as stack:
         # Outermost, so that what the other contexts put into attributes is gone when they are compared.
         stack.enter_context(attributes_kept(module, record.stored, record.grown))
-        record.stand_ins = stack.enter_context(lists_standing_in(module, appended))
+        record.appended = {place: AppendedList(str(place)) for place in appended}
+        # The attribute may be the class's: this then hides it.
+        lists = [(vars(module.get_submodule(place.module)), place.name, x) for place, x in record.appended.items()]
+        stack.enter_context(patched(lists))
         stack.enter_context(globals_kept(module))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))

@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -88,27 +88,16 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-class SomeItems:
-    """Equals a container in which keys lead to equal items, whatever else it holds."""
+class _SomeItems:
+    """Equals a dict with equal items under these keys, whatever else it holds."""
 
-    __hash__ = None  # type: ignore[assignment]  # as of lists
+    __hash__ = None  # type: ignore[assignment]  # as of dicts
 
-    def __init__(self, items: dict[tuple[Any, ...], Any]) -> None:
+    def __init__(self, items: dict[str, Any]) -> None:
         self._items = items
 
     def __eq__(self, other: object) -> bool:
-        return all(item == _item(other, keys) for keys, item in self._items.items())
-
-
-def _item(container: Any, keys: tuple[Any, ...]) -> Any:
-    """What keys lead to, a defaultdict left as it is; None where there is nothing."""
-    for key in keys:
-        try:
-            missing = isinstance(container, defaultdict) and key not in container
-            container = container.default_factory() if missing and container.default_factory else container[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return container
+        return isinstance(other, dict) and all(item == other.get(key) for key, item in self._items.items())
 
 
 def _version(tensor: Tensor) -> int:
@@ -161,13 +150,13 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
 
 
 def attribute_guards(
-    module: nn.Module, reads: set[tuple[int, str]], stand_ins: Mapping[tuple[str, str], Any]
+    module: nn.Module, reads: set[tuple[int, str]], appended: Collection[ListPlace]
 ) -> tuple[AttributeGuard, ...]:
     """Guards of the attributes in `reads`, parents before children; values are those of now.
 
     Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity. stand_ins: by
-    (path, name), snapshots of attributes that something stood in for.
+    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity. What lies in the
+    lists `appended`, and which list it is, does not matter: they are only appended to.
     """
     names_of: dict[int, list[str]] = {}
     for owner, name in sorted(reads):
@@ -181,13 +170,11 @@ def attribute_guards(
         if attributes["_modules"]:
             found.append(AttributeGuard(path, "_modules", dict(attributes["_modules"])))
         for name in names_of[id(child)]:
-            if name in framework or name.startswith("__"):
+            if name in framework or name.startswith("__") or ListPlace(path, name) in appended:
                 continue
             of_class = name not in attributes
             value = _class_attribute(type(child), name) if of_class else attributes[name]
-            if (path, name) in stand_ins:
-                found.append(AttributeGuard(path, name, stand_ins[path, name], is_class_attribute=of_class))
-            elif of_class:
+            if of_class:
                 if not is_library and type(value) in (*_PLAIN, list, tuple, dict, set):
                     found.append(AttributeGuard(path, name, snapshot(value), is_class_attribute=True))
             elif not is_library or type(value) in (bool, float) or name in _LIBRARY_NUMBERS:
@@ -197,11 +184,11 @@ def attribute_guards(
 
 def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGuard, ...]:
     """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    by_owner: dict[str, dict[tuple[Any, ...], Any]] = {}
+    by_owner: dict[str, dict[str, Any]] = {}
     for name in sorted(names):
         owner, _, leaf = name.rpartition(".")
-        by_owner.setdefault(owner, {})[leaf,] = snapshot(module.get_buffer(name))
-    return tuple(AttributeGuard(owner, "_buffers", SomeItems(leaves)) for owner, leaves in by_owner.items())
+        by_owner.setdefault(owner, {})[leaf] = snapshot(module.get_buffer(name))
+    return tuple(AttributeGuard(owner, "_buffers", _SomeItems(leaves)) for owner, leaves in by_owner.items())
 
 
 def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
@@ -322,14 +309,16 @@ class SetAttribute:
 class _Kept:
     """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
 
-    owner: the object whose fields they are. is_inside: it lies in an object, where only changed lists are noticed.
+    place: how messages call it. owner: the object whose fields they are. is_inside: it lies in an object, where only
+    changed lists are noticed. attribute: where it is an attribute itself.
     """
 
-    place: Any  # its text is what messages call it
+    place: str
     items: Any
     before: Any
     owner: Any = None
     is_inside: bool = False
+    attribute: ListPlace | None = None
 
     def is_changed(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
@@ -342,17 +331,11 @@ class _Kept:
             return {id(item) for item in old} != {id(item) for item in new}
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
 
-    def appended(self) -> list[ListPlace]:
-        """The lists that only grew: this one, or those that a `defaultdict(list)` made."""
-        old, new, place = self.before, self.items, self.place
-        if self.is_inside or self.owner is not None:
-            return []
-        if type(new) is list and len(new) > len(old) and all(a is b for a, b in zip(old, new, strict=False)):
-            return [place]
-        names = changed_names(new, old) if isinstance(new, defaultdict) and new.default_factory is list else []
-        if any(name in old for name in names):
-            return []
-        return [ListPlace(place.module, place.name, (*place.keys, name)) for name in names]
+    def only_grew(self) -> bool:
+        """Whether it is a list that was appended to, and an attribute itself."""
+        old, new = self.before, self.items
+        grew = self.attribute is not None and type(new) is list and len(new) > len(old)
+        return grew and all(a is b for a, b in zip(old, new, strict=False))
 
     def restore(self) -> None:
         """Let it hold what it did."""
@@ -379,8 +362,9 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
 
 def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
     """What is to be kept of an attribute: its fields, its containers, and those inside them; containers once."""
+    place = ListPlace(module, name)
     if _has_fields(value):
-        yield _Kept(ListPlace(module, name), vars(value), dict(vars(value)), owner=value)
+        yield _Kept(str(place), vars(value), dict(vars(value)), owner=value)
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
@@ -392,7 +376,8 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
-            yield _Kept(ListPlace(module, name, keys), value, value.copy(), is_inside=is_inside)
+            label = str(place) + "".join(f"[{key!r}]" for key in keys)
+            yield _Kept(label, value, value.copy(), is_inside=is_inside, attribute=None if keys else place)
         elif kind is not tuple:
             continue
         if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
@@ -419,7 +404,7 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
 
     Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
     nothing but numbers, texts and flags, these go to `stored` instead: it may be what a first call does once
-    (`initialized`). Lists that only grew go to `appended`.
+    (`initialized`). Lists of the module that only grew go to `appended`.
     """
     # What Lightning and nn.Module keep for themselves changes in every step.
     skipped = framework_attributes()
@@ -451,10 +436,10 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
             put_back(vars(child), before, names)
         for each, is_library in kept:
             if not is_library:  # RNNs of torch keep their weights in a list
-                grown = each.appended()
-                appended += grown
-                if not grown and each.is_changed():
-                    changed.append(str(each.place))
+                if each.attribute is not None and each.only_grew():
+                    appended.append(each.attribute)
+                elif each.is_changed():
+                    changed.append(each.place)
             each.restore()
     if completed and len(plain) == len(changed):
         stored += plain

@@ -153,7 +153,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             buffers = _reassigned_buffers(module, inputs, tensors)
         result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result["checks"] = record.checks
-        result["appended"] = record.stand_ins.appended()
+        result["appended"] = [each._items for each in record.appended.values()]
         result_leaves, made["spec"] = pytree.tree_flatten(result)
         made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
         return [x for x in result_leaves if is_tensor(x)]
@@ -174,7 +174,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         # After the trace: while it runs, ops must see plain numbers.
         record.numbers.put()
     record.attributes = (
-        *attribute_guards(module, made["reads"], record.stand_ins.snapshots()),
+        *attribute_guards(module, made["reads"], record.appended),
         *buffer_guards(module, known.asked_buffers),
         *global_guards(module, made["reads"]),
         *trainer_guards(module._trainer, record.trainer_reads),

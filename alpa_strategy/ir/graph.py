@@ -177,21 +177,17 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class ListPlace:
-    """A list: `keys` lead to it from attribute `name` of the submodule at `module`."""
+    """A list: attribute `name` of the submodule at `module`."""
 
     module: str
     name: str
-    keys: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}".lstrip(".") + "".join(f"[{key!r}]" for key in self.keys)
+        return f"{self.module}.{self.name}".lstrip(".")
 
     def find(self, module: nn.Module) -> list[Any]:
-        """The list as it is now; a defaultdict on the way makes it."""
-        found = getattr(module.get_submodule(self.module), self.name)
-        for key in self.keys:
-            found = found[key]
-        return found
+        """The list as it is now."""
+        return getattr(module.get_submodule(self.module), self.name)
 
 
 @dataclass(frozen=True)
