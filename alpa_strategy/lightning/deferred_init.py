@@ -1,7 +1,7 @@
 """A module that was built without memory, from `configure_model` to the first training batch.
 
-The strategy records what builds and fills the module (`deferred/`); nothing is made until the plan says which part of
-each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
+The strategy records what builds and fills the module (`runtime/deferred.py`); nothing is made until the plan says which
+part of each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.comm.collectives import all_equal, broadcast_object, on_all_ranks, world_size
-from alpa_strategy.deferred.recorder import Recorder, uninitialised
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.runtime.deferred import Recorder, uninitialised
 from alpa_strategy.runtime.host_memory import Freed, set_freed
 
 RESETS = ("reset_parameters", "_reset_parameters")

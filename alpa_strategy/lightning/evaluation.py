@@ -17,8 +17,7 @@ from alpa_strategy.comm.collectives import any_rank, cpu_group
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters
-from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import device_limit
+from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
 from alpa_strategy.lightning.written_run import WrittenRun, start_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse

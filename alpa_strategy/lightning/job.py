@@ -14,6 +14,8 @@ from torch._dynamo import OptimizedModule
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.comm.collectives import on_all_ranks
+from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 
@@ -83,6 +85,22 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
     if isinstance(config, dict):  # Inductor's; see `options.compile_options`
         return {"options": {**config, "triton.cudagraphs": False}}
     return {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
+
+
+def device_limit(job: Job) -> float:
+    """Bytes of a device that may be used, the least of all ranks. Collective."""
+    return min(on_all_ranks(lambda: _limit(job), lambda limit: limit)[1])
+
+
+def _limit(job: Job) -> float:
+    """Bytes: by option, by the declared cluster, or of the device as it is."""
+    options = job.options
+    if options.memory_limit is not None:
+        return options.memory_limit
+    if job.cluster is None:
+        return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
+    spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+    return options.usable_bytes(spec.device.memory_bytes)
 
 
 def make_console(shows: bool) -> tuple[Progress, Say]:

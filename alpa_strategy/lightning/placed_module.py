@@ -17,17 +17,16 @@ from torch.optim import Optimizer
 from alpa_strategy.comm.collectives import any_rank, broadcast_buffers
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.digests import GRADIENT, copies_of
+from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, copies_of
 from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks
-from alpa_strategy.lightning.gradient_check import GradientCheck
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import MemoryHeadroom
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
 from alpa_strategy.options import Limits, OptimizerInfo
 from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.units import format_bytes
 
 Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
@@ -216,3 +215,41 @@ def shard_all(
     for optimizer in optimizers:
         shard_state(optimizer, store, values)
     return check
+
+
+class MemoryHeadroom:
+    """Each answer is None where they fit, else why they do not, for a message.
+
+    Args:
+        store: the run's parameters (a `ParameterStore`).
+        limit: bytes of the device that may be used.
+    """
+
+    def __init__(self, store: Any, optimizer: OptimizerInfo, limit: float) -> None:
+        self._store, self._optimizer, self._limit = store, optimizer, limit
+
+    def for_whole(self, with_gradients: bool = False) -> str | None:
+        """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
+        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
+        parts = sum(p.numel() * p.element_size() for p in self._store.parameters)
+        state = sum(p.numel() for p in self._store.parameters) * self._optimizer.state_bytes
+        return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
+
+    def for_evaluation(self, step_bytes: int) -> str | None:
+        """Copies of all that lies in shards, for a while, beside the largest that a step of `step_bytes` needs."""
+        copies = sum(self._whole_elements(p) * p.element_size() for p in self._store.sharded_parameters)
+        return self._against("they and a training step", step_bytes + copies)
+
+    def for_release(self) -> str | None:
+        """Whole parameters and optimizer state, for good."""
+        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
+        trained = sum(self._whole_elements(p) for p in self._store.parameters if p.requires_grad)
+        return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
+
+    def _whole_elements(self, parameter: Any) -> int:
+        return self._store.whole_shape(self._store.name_of(parameter)).numel()
+
+    def _against(self, what: str, needed: float) -> str | None:
+        if needed <= self._limit:
+            return None
+        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"

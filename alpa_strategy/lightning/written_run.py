@@ -24,9 +24,8 @@ from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.gradient_check import GradientCheck
-from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.memory_headroom import device_limit
+from alpa_strategy.lightning.digests import GradientCheck
+from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo

@@ -10,9 +10,8 @@ import torch
 from models import MODELS
 from torch import nn
 
-from alpa_strategy.deferred.recorder import Recorder, uninitialised
-from alpa_strategy.deferred.script import Script
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.runtime.deferred import Recorder, Script, uninitialised
 
 CPU = torch.device("cpu")
 

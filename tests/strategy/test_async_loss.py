@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.lightning.async_loss import AsyncResult
+from alpa_strategy.lightning.run import AsyncResult
 
 ROWS, CLASSES = 8, 5
 IGNORED = -100

@@ -16,7 +16,7 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.comm import mesh
 from alpa_strategy.errors import OptionError
-from alpa_strategy.lightning.gradient_check import report
+from alpa_strategy.lightning.digests import report
 
 ROWS, STEPS = 4, 4
 WRITTEN = {"capture": "never", "parallel": "data"}
