@@ -19,7 +19,6 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning import Callback
     from rich.console import Console
 
     from alpa_strategy.cluster.spec import ClusterSpec
@@ -118,22 +117,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
     # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could act upon.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    from alpa_strategy.lightning.step_lines import StepLines
     from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     _seed(recipe)
     trainer = build_trainer(recipe)
-    # A progress bar makes a log unreadable: without a terminal there is a line every few steps instead.
-    lines = not sys.stderr.isatty() and "enable_progress_bar" not in recipe.trainer
-    if lines:
-        bar = trainer.progress_bar_callback
-        if bar is not None:
-            bar.disable()
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # given by a connector of Lightning's
-    callbacks.append(StepLines(every=25 if lines else None))
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
+    if trainer.is_global_zero:
+        shown = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, int | float) and k != "v_num"}
+        print(", ".join([f"trained {trainer.global_step} steps", *(f"{k} {v:.4g}" for k, v in shown.items())]))
     return 130 if trainer.interrupted else 0  # as a shell says it of Ctrl-C
 
 

@@ -334,13 +334,7 @@ class AlpaStrategy(ParallelJob):
     def on_validation_start(self) -> None:
         self._session.start_evaluation(self._module)
 
-    @override
-    def on_test_start(self) -> None:
-        self._session.start_evaluation(self._module)
-
-    @override
-    def on_predict_start(self) -> None:
-        self._session.start_evaluation(self._module)
+    on_test_start = on_predict_start = on_validation_start
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -358,13 +352,7 @@ class AlpaStrategy(ParallelJob):
     def on_validation_end(self) -> None:
         self._session.end_evaluation()
 
-    @override
-    def on_test_end(self) -> None:
-        self._session.end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._session.end_evaluation()
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def on_train_end(self) -> None:

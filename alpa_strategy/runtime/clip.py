@@ -4,7 +4,6 @@ bits on every device (so that all clip alike). A Trainer's precision plugin clip
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,7 +31,7 @@ def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], b
         if is_whole():
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
-            clip_by_norm(store, float(clip_val), parameters=parameters)
+            clip_by_norm(store, float(clip_val), parameters)
 
     plugin.clip_grad_by_norm = clip
     scaler = getattr(plugin, "scaler", None)
@@ -60,42 +59,30 @@ def agree_on_overflow(scaler: torch.amp.GradScaler) -> None:
     scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
 
 
-def grad_norm(
-    store: ParameterStore, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
-) -> Tensor:
-    """Norm of all gradients taken as one vector, a scalar. Collective over the mesh.
+def grad_norm(store: ParameterStore, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+    """Euclidean norm of all gradients taken as one vector, a scalar. Collective over the mesh.
 
     Args:
-        norm_type: p of the p-norm; `inf` for the largest magnitude.
         parameters: whose gradients, the same on all devices (an optimizer's); by default all of the store's.
     """
     given = tuple(store.parameters if parameters is None else parameters)
-    device = given[0].device if given else torch.device("cpu")
-    norms = [
-        torch.linalg.vector_norm(parameter.grad.detach(), norm_type, dtype=_accumulation_dtype(parameter.grad))
+    squares = [
+        torch.linalg.vector_norm(parameter.grad.detach(), dtype=_accumulation_dtype(parameter.grad)).double().square()
         for parameter in given
         if parameter.grad is not None and parameter.grad.numel() > 0 and store.counts_here(parameter)
     ]
-    if math.isinf(norm_type):
-        largest = torch.stack([norm.double() for norm in norms]).amax() if norms else torch.zeros((), device=device)
-        return all_reduce_over(store.mesh, largest.double(), "max")
-    powers = torch.stack([norm.double() for norm in norms]).pow(norm_type).sum() if norms else None
-    total = torch.zeros((), dtype=torch.float64, device=device) if powers is None else powers
-    return all_reduce_over(store.mesh, total).pow(1.0 / norm_type)
+    device = given[0].device if given else torch.device("cpu")
+    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    return all_reduce_over(store.mesh, own).sqrt()
 
 
-def clip_by_norm(
-    store: ParameterStore,
-    max_norm: float,
-    norm_type: float = 2.0,
-    parameters: Iterable[nn.Parameter] | None = None,
-) -> Tensor:
+def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
     """Scale gradients in place so that their whole norm is at most `max_norm` (as `torch.nn.utils.clip_grad_norm_`).
 
     Returns the norm before clipping. Collective over the mesh.
     """
     given = tuple(store.parameters if parameters is None else parameters)
-    norm = grad_norm(store, norm_type, given)
+    norm = grad_norm(store, given)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in given:
         if parameter.grad is not None:
