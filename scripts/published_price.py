@@ -31,7 +31,7 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.schedules import in_flight
 from alpa_strategy.sharding.cross_mesh import boundary_seconds
-from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.strategies import localize
 
 ZERO = {0: "data", 1: "zero1", 2: "zero2", 3: "zero3"}
 FIELDS = ("forward", "backward", "once", "always", "saved", "kept")

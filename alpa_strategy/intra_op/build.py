@@ -31,8 +31,8 @@ from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.localize import is_random
 from alpa_strategy.sharding.redistribute import reshard_table
+from alpa_strategy.sharding.strategies import is_random
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.strategies import is_random
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import SELECTIVE, PlanOptions
-from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.strategies import is_random
 
 
 def can_run_again(call: OpCall) -> bool:

@@ -47,7 +47,7 @@ from alpa_strategy.lightning.step_effects import (
     verify,
     write_buffers,
 )
-from alpa_strategy.microbatch.own_rows import rows_of_ranks
+from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer

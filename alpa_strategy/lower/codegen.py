@@ -33,7 +33,7 @@ from alpa_strategy.lower.lines import Line, before_first_use, drop_dead, prefetc
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding import localize
-from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.strategies import is_random
 
 LITERALS = (bool, int, float, str, type(None))
 

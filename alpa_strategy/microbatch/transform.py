@@ -19,7 +19,7 @@ from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
 from alpa_strategy.microbatch.rules import WHOLE, State, local_call
 from alpa_strategy.microbatch.states import States, Use, ancestors, find_states
-from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.strategies import is_random
 
 _COMBINE: dict[str, Combine] = {"sum": "sum", "whole": "same", "rows": "cat"}
 

@@ -39,7 +39,7 @@ from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_mesh
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.stage_worker import StageParameters
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.sharding.localize import is_random
+from alpa_strategy.sharding.strategies import is_random
 
 Values = dict[int, Tensor]
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]

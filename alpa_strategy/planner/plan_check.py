@@ -21,8 +21,7 @@ from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, Storage, modes_text, stage_ranks
 from alpa_strategy.schedules import SCHEDULES, why_not
-from alpa_strategy.sharding.localize import localize
-from alpa_strategy.sharding.strategies import axis_strategies
+from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
 _SHOWN = 8  # of an op's strategies, in the error

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range
-from alpa_strategy.sharding.localize import localize
 from alpa_strategy.sharding.rule_table import added_operand
+from alpa_strategy.sharding.strategies import localize
 
 Optionals = tuple[Tensor | None, ...]
 

@@ -1,10 +1,12 @@
-"""axis_strategies and op_strategies: every valid way to run an op on one mesh axis, and on a whole mesh.
+"""Every valid way to run an op on one mesh axis (`axis_strategies`) and on a whole mesh (`op_strategies`).
 
-And what ops without any way to divide their work cost: the note in the plan that names them.
+And what one device then runs of it (`localize`): local shapes, size arguments rewritten, the devices' share of means
+and randomness. At the end: the note in the plan that names ops without any way to divide their work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,12 +15,199 @@ import torch
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, OpCall
-from alpa_strategy.sharding.functions import elementwise_dims
-from alpa_strategy.sharding.localize import RING, localize
-from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
+from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, bind, rebuild
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
+from alpa_strategy.sharding.functions import elementwise_dims, may_draw
+from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_table import depends_on_rules, has_rule, rule_of
 from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.units import format_bytes, format_seconds
+
+aten = torch.ops.aten
+
+_DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
+RING = "ring_attention"  # the implementation that computes more than its local call says, see `priced_call`
+
+# Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
+_VIEWS = frozenset(RESHAPES)
+_SIZE_ARGUMENT = frozenset(
+    {"expand", "expand_copy", "broadcast_to", "sum_to_size", "full", "zeros", "ones", "empty", "rand", "randn"}
+    | {"normal", "new_zeros", "new_ones", "new_empty", "new_full"}
+)
+
+
+def _local_metas(
+    metas: Sequence[TensorMeta], layouts: Sequence[DualLayout], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[TensorMeta, ...]:
+    return tuple(
+        m.with_shape(value_layout(layout).local_shape(m.shape, mesh_shape, coordinate))
+        for m, layout in zip(metas, layouts, strict=True)
+    )
+
+
+def localize(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> LocalCall:
+    """The op that the device at `coordinate` runs when mesh axis i follows `strategies[i]`."""
+    operands = _local_metas(
+        call.operands, list(zip(*(s.inputs for s in strategies), strict=True)), mesh_shape, coordinate
+    )
+    results = _local_metas(
+        call.results, list(zip(*(s.outputs for s in strategies), strict=True)), mesh_shape, coordinate
+    )
+    axes = tuple(axis for axis, s in enumerate(strategies) if s.implementation is not None)
+    implementation = strategies[axes[0]].implementation if axes else None
+    random_axes = None
+    if is_random(call):
+        # On axes that shard no result the devices repeat the draw, so they must draw the same.
+        random_axes = tuple(a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs))
+    return LocalCall(
+        _local_call(call, operands, results),
+        implementation,
+        axes,
+        random_axes,
+    )
+
+
+def priced_call(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> OpCall:
+    """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's keys and values."""
+    if any(s.implementation == RING for s in strategies):
+        query = bind(call)["query"].index
+        strategies = tuple(
+            replace(s, inputs=tuple(p if i == query else INVARIANT for i, p in enumerate(s.inputs)))
+            if s.implementation == RING
+            else s
+            for s in strategies
+        )
+    return localize(call, strategies, mesh_shape, coordinate).call
+
+
+def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall) -> int:
+    """Short-lived bytes of a ring beside operands, results and their gradients; 0 where there is none.
+
+    Chunks of the query and its gradients as they are exchanged; keys, values and what is due to them, here and coming.
+    """
+    if all(s.implementation != RING for s in strategies):
+        return 0
+    query, key, value = (local.operands[bind(call)[name].index].num_bytes for name in ("query", "key", "value"))
+    return 3 * query + 5 * (key + value)
+
+
+@depends_on_rules
+@lru_cache(maxsize=16384)
+def is_random(call: OpCall) -> bool:
+    """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode.
+
+    Few ops of other libraries say of themselves that they are random. One with a registered rule must; any other, run
+    whole on every device, is given the same random state everywhere.
+    """
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    if call.target in CUSTOM_OPS:
+        return may_draw(call)
+    if torch.Tag.nondeterministic_seeded not in call.target.tags:
+        return call.target.namespace not in _DESCRIBED and not has_rule(call.target)
+    arguments = bind(call)
+    if arguments.get("train") is False or arguments.get("training") is False:
+        return False
+    return not any(name in arguments and arguments[name] == 0 for name in ("p", "dropout_p", "dropout"))
+
+
+def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:
+    if operands == call.operands and results == call.results:
+        return call  # the very object: costs are remembered by call
+    if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
+        return rebuild(call, operands, results, {})
+    name = call.target._schema.name.split("::")[1]
+    if name in _VIEWS and call.target._overloadname != "dtype":  # view.dtype changes the elements
+        source = next(a for a in bind(call).values() if isinstance(a, Slot))
+        return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
+    changes: dict[str, Any] = {}
+    if name in _SIZE_ARGUMENT:
+        changes["size"] = results[0].shape
+    elif name in _CHANGES:
+        changes = _CHANGES[name](call, operands, results)
+    return rebuild(call, operands, results, changes)
+
+
+Changes = Callable[[OpCall, tuple[TensorMeta, ...], tuple[TensorMeta, ...]], dict[str, Any]]
+
+
+def _groups(argument: str) -> Changes:
+    """Groups are divided with the channels."""
+
+    def change(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+        groups = bind(call)[argument]
+        whole, local = call.operands[0].shape, operands[0].shape
+        if groups == 1:  # all channels, however many
+            return {}
+        channel_dim = _channel_dim(call)
+        return {argument: groups * local[channel_dim] // whole[channel_dim]}
+
+    return change
+
+
+def _channel_dim(call: OpCall) -> int:
+    weight = bind(call).get("weight")
+    name = call.target._schema.name
+    if "conv" in name and isinstance(weight, Slot):
+        # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
+        return len(call.operands[0].shape) - len(call.operands[weight.index].shape) + 1
+    return 1
+
+
+def _narrow(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    dim = bind(call)["dim"] % len(results[0].shape)
+    return {"length": results[0].shape[dim]}
+
+
+def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """`[:-1]` of a chunk: of all but the last device's it leaves nothing out."""
+    bound = bind(call)
+    dim = bound["dim"] % len(results[0].shape)
+    changed = results[0].shape[dim] != call.results[0].shape[dim]
+    return {"end": results[0].shape[dim]} if changed and bound["start"] in (None, 0) else {}
+
+
+def _grid(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    return {"size": (results[0].shape[0], *bind(call)["size"][1:])}
+
+
+def _repeat_interleave(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> dict[str, Any]:
+    if "output_size" not in dict(call.kwargs):
+        return {}
+    dim = bind(call)["dim"] or 0
+    return {"output_size": results[0].shape[dim]}
+
+
+def _cross(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """Without `dim` it is the first dim of size 3, which a cut dim can become."""
+    return {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
+
+
+def _vander(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """As many powers as the whole last dim is long, if not said."""
+    return {"N": results[0].shape[-1]}
+
+
+_CHANGES: dict[str, Changes] = {
+    "cross": _cross,
+    "linalg_vander": _vander,
+    "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
+    **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
+    "convolution": _groups("groups"),
+    "group_norm": _groups("num_groups"),
+    "slice": _slice,
+    "narrow": _narrow,
+    "narrow_copy": _narrow,
+    "affine_grid_generator": _grid,
+    "repeat_interleave": _repeat_interleave,
+}
 
 
 def _found(call: OpCall, axis_size: int) -> Found | None:

@@ -25,7 +25,7 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
 from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
-from alpa_strategy.sharding.localize import is_random, localize
+from alpa_strategy.sharding.strategies import is_random, localize
 
 AXIS_SIZES = (2, 3)
 

@@ -18,7 +18,7 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_range, grad_layout, value_layout
 from alpa_strategy.lower.local_ops import build_local_op
-from alpa_strategy.sharding.localize import localize
+from alpa_strategy.sharding.strategies import localize
 
 Coordinate = tuple[int, ...]
 Tensors = tuple[Tensor | None, ...]
