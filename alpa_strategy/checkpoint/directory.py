@@ -244,6 +244,7 @@ FORMAT_VERSION = 1  # of the marker
 METADATA = ".metadata"  # of DCP
 REST = "lightning.pt"  # everything but the tensors
 COMPLETE = "complete.json"  # names and bytes of all other files; written last
+TO_READ = "`import alpa_strategy` lets any Trainer and `load_from_checkpoint` read it; `alpa export` makes it one file"
 _LOCKS: dict[Path, int | None] = {}  # what this process writes; rank 0: with the folder's lock
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -285,7 +286,7 @@ def _mark_complete(path: Path, names: set[str], sums: dict[str, int]) -> None:
     for name in (REST, METADATA):
         with (path / name).open("rb") as file:
             sums[place_of(_StorageInfo(name, 0, files[name]))] = checksum(file, 0, files[name])
-    content = {"format": FORMAT_VERSION, "files": files, "sums": sums}
+    content = {"to_read": TO_READ, "format": FORMAT_VERSION, "files": files, "sums": sums}
     _write_synced(path / COMPLETE, json.dumps(content).encode())
     sync_folder(path)
 

@@ -1,20 +1,22 @@
 """Checkpoints: the strategy's part in saving and resuming. What goes into a checkpoint, in which form it is written,
 and when what was read is put where it belongs.
 
-`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, so the function by which
-it opens a checkpoint is wrapped, once, when the strategy is imported; other checkpoints go on to Lightning's own.
+`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor has a Trainer with
+another strategy, so the functions by which they open a checkpoint are wrapped, once, when the strategy is imported;
+other checkpoints go on to Lightning's own.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -39,6 +41,8 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, cpu_group, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names
+from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.lightning.dataloader_state import (
     ResumableLoader,
     Resume,
@@ -51,6 +55,7 @@ from alpa_strategy.lightning.dataloader_state import (
 FORMS = ("auto", *FORMATS, "single")
 MEET_SECONDS = 10.0
 CLOSING_SECONDS = 10.0
+_EARLY = ("on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
 class Checkpoints:
@@ -81,6 +86,10 @@ class Checkpoints:
         self._optimizer_states: dict[int, Mapping[int, Mapping[str, Any]]] = {}
         self._parameters: dict[str, Tensor] = {}  # of parameters that are still to be made
         self._left_alone = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A Trainer may be pickled when its job is over: without what connects this process to the others."""
+        return {**vars(self), "_meeting": None, "_writer": None, "_group": None, "_world": None}
 
     def begin(self, trainer: Any, run: Any) -> None:
         """A run of the Trainer begins; `run`: a training that has left its module in shards. Collective."""
@@ -137,6 +146,15 @@ class Checkpoints:
                 raise CheckpointError("the checkpoint's optimizer state of a parameter has no entries", "")
             restore_groups(optimizer, own)
             self._optimizer_states[id(optimizer)] = parts[0]
+            is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+            if self._run is None and is_made and self._is_edited_early():
+                self._restore_optimizer(optimizer, None)
+
+    def _is_edited_early(self) -> bool:
+        """Whether a hook before the first batch may look at optimizers' state, which then is whole until the plan."""
+        owners = hook_owners(self._trainer.lightning_module, self._trainer.callbacks)
+        hooks = [getattr(owner, name) for owner, base in owners for name in _EARLY if is_overridden(owner, name, base)]
+        return any(is_user_code(hook) and "state" in mentioned_names(hook) for hook in hooks)
 
     @property
     def running_plan(self) -> Mapping[str, Any] | None:
@@ -311,26 +329,31 @@ def _say_nothing_of_positions() -> None:
 
 
 def let_directories_load() -> None:
-    """Wrap Lightning's reader, unless it is wrapped already."""
-    own = saving.pl_load
-    if hasattr(own, "__wrapped__"):
-        return
+    """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and other strategies'."""
+    for owner in (saving, torch_io):
+        own: Any = owner.pl_load
+        if not hasattr(own, "__wrapped__"):
+            owner.pl_load = _reader(own, for_module=owner is saving)  # type: ignore[assignment]
+
+
+def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
+    """`own`, that reads our directories as well, their tensors in memory.
+
+    Args:
+        for_module: optimizers' state may stay on disk, and whatever is read must be a module's checkpoint.
+    """
 
     @wraps(own)
-    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(path, str | Path) or not Path(path).exists():
-            return own(path, *args, **kwargs)
-        if is_checkpoint(path) or Path(path).is_dir():
-            return _read(path, *args, **kwargs)
-        with reading(Path(path)):
-            return checked(own(path, *args, **kwargs), Path(path))
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        place = Path(path) if isinstance(path, str | Path) else None
+        if place is None or not ((for_module and place.exists()) or is_checkpoint(place)):
+            return own(path, map_location, weights_only)
+        if not place.is_dir():
+            with reading(place):
+                return checked(own(path, map_location, weights_only), place)
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        checkpoint = open_checkpoint(path, weights_only)
+        kept = {key: value for key, value in checkpoint.items() if not for_module or key != "optimizer_states"}
+        return {**checkpoint, **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device))}
 
-    saving.pl_load = load  # type: ignore[assignment]
-
-
-def _read(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """The checkpoint with its tensors in memory; those of optimizers, which no module takes, stay on disk."""
-    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-    checkpoint = open_checkpoint(path, weights_only)
-    kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-    return {**checkpoint, **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device))}
+    return load

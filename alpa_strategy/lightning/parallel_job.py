@@ -48,6 +48,10 @@ class Launcher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._ending = threading.Event()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A Trainer may be pickled: without its processes."""
+        return {**vars(self), "procs": [], "_ending": None}
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -256,6 +260,7 @@ class ParallelJob(ParallelStrategy):
         """Nobody else's end, and no signal, concerns this rank any more. No communication."""
         if self._signals is not None:
             self._signals.remove()
+            self._signals = None
         if self._watch is not None:
             self._watch.stop(ends_well=not self.interrupted)
             self._watch = None

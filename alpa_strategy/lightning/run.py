@@ -56,7 +56,9 @@ from alpa_strategy.runtime.host_memory import tuned_for
 
 MEASURED_STEPS = range(5, 25)
 MAX_SHAPES = 64  # of which programs are kept
-MANY_SHAPES = 10  # after which steps run as they are written, where they may
+# Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
+# so many steps. Where they come faster, captures would take longer than the steps that they serve.
+MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
 MAX_PROGRAMS = 16  # of one batch shape
 
 
@@ -228,8 +230,12 @@ class Run(PlacedModule):
             self._captured.use(key)
             return known[index]
         if not known:
-            if may_differ and len(self._captured) >= MANY_SHAPES:
-                raise CaptureError(f"batches come in more than {MANY_SHAPES} shapes, each captured and planned anew")
+            shapes, steps = len(self._captured), self._placed.random.num_steps
+            if may_differ and shapes >= min(MANY_SHAPES, 2 + steps // STEPS_PER_SHAPE):
+                raise CaptureError(
+                    f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would be captured and "
+                    'planned anew (pad to a few lengths, pad_to_multiple_of, to have them captured: capture="require")'
+                )
             self._same.meet_for_shape(batch)
         elif changed is not None and not may_differ:
             self._same.meet_for_change(changed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -50,6 +50,8 @@ def why_written(module: Any, num_optimizers: int, job: Job, resumes_written: boo
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
+    if not job.may_run_as_written and _ends_with_averaging(module):
+        return CaptureError("StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured")
     if num_optimizers != 1:
         return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers")
     if resumes_written and job.may_run_as_written:
@@ -74,6 +76,12 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
 
 def _is_pruned(module: Any) -> bool:
     return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
+
+
+def _ends_with_averaging(module: Any) -> bool:
+    """Whether there will be steps that cannot be captured, after all others: better to know it now."""
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)
+    return averages and any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
 def start_written(

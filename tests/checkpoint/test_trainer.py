@@ -113,3 +113,35 @@ def test_an_exception_on_one_rank_does_not_hang(pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="the user's own mistake"):
         pool.run(2, fail, str(tmp_path), (1,), timeout=60)
     assert not (tmp_path / "on_exception.ckpt").exists()
+
+
+class Forgets(pl.Callback):
+    """Edits optimizer state before the first batch, as users do who resume with other data."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+
+
+def go_on(root: str, options: dict[str, Any] | None, devices: int, callbacks: Any, path: str = "") -> dict[str, Any]:
+    """Two steps more; the first call trains the two before and saves."""
+    alone = {"steps": 1, "model_kwargs": {"dropout": 0.0}}  # a step an epoch: the order of rows does not matter
+    if not path:
+        path = f"{root}/two.ckpt"
+        trainer, _, _ = fit(root, options, devices, 2, **alone)
+        trainer.save_checkpoint(path)
+    trainer, _, steps = fit(root, options, devices, 4, ckpt_path=path, callbacks=callbacks, **alone)
+    with open(os.devnull, "wb") as nowhere:
+        torch.save(trainer, nowhere)
+    return steps
+
+
+def test_other_strategies_go_on_from_directories_and_edited_state_stays_edited(pool, tmp_path: Path) -> None:
+    root, options = str(tmp_path), ONE_STAGE["zero3"]
+    ours = pool.run(2, go_on, root, options, 2, [])[0]
+    edited = pool.run(2, go_on, root, options, 2, [Forgets()])[0]
+    assert is_checkpoint(f"{root}/two.ckpt")
+    for expected, callbacks in ((ours, []), (edited, [Forgets()])):
+        found = go_on(root, None, 1, callbacks, f"{root}/two.ckpt")
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert edited[4]["loss"] != ours[4]["loss"]

@@ -20,15 +20,20 @@ from alpa_strategy.lightning import session
 from alpa_strategy.lightning.run import Run
 
 STEPS, LENGTHS, BEGINNING = 200, 40, 10
+IN_ORDER = -1  # of lengths, not at random
 
 
 class Padded(IterableDataset):
-    """Batches [8, T, 64]: T differs from step to step, and between the ranks."""
+    """Batches [8, T, 64]: T differs from step to step; and between the ranks, where no seed for all is given."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
 
     def __iter__(self) -> Any:
-        draw = random.Random(torch.distributed.get_rank())
-        for _ in range(STEPS):
-            yield torch.randn(8, 24 + draw.randrange(LENGTHS), 64)
+        draw = random.Random(torch.distributed.get_rank() if self.seed is None else self.seed)
+        for step in range(STEPS):
+            in_order = step * LENGTHS // STEPS
+            yield torch.randn(8, 24 + (in_order if self.seed == IN_ORDER else draw.randrange(LENGTHS)), 64)
 
 
 class Model(pl.LightningModule):
@@ -67,7 +72,7 @@ class Clock(pl.Callback):
         self.step += 1
 
 
-def train(root: str) -> tuple[float, float, float]:
+def train(root: str, seed: int | None) -> tuple[float, float, float]:
     """Seconds of the run, of preparing steps, of that after the tenth step."""
     torch.manual_seed(0)
     clock = Clock()
@@ -79,7 +84,7 @@ def train(root: str) -> tuple[float, float, float]:
         strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
         common = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "callbacks": [clock]}
         pl.Trainer(strategy=strategy, default_root_dir=root, **common, **QUIET).fit(
-            Model(), DataLoader(Padded(), batch_size=None)
+            Model(), DataLoader(Padded(seed), batch_size=None)
         )
         return time.perf_counter() - start, clock.seconds, clock.late
     finally:
@@ -87,8 +92,9 @@ def train(root: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-def test_new_lengths_do_not_hold_up_a_run(pool, tmp_path) -> None:
-    for total, prepared, late in pool.run(2, train, str(tmp_path)):
+@pytest.mark.parametrize("seed", [None, 0, 1, 2, IN_ORDER])
+def test_new_lengths_do_not_hold_up_a_run(pool, tmp_path, seed: int | None) -> None:
+    for total, prepared, late in pool.run(2, train, str(tmp_path), seed):
         print(f"{total:.1f} s, {prepared:.2f} s for preparing steps, {late:.2f} s of it after step {BEGINNING}")
         assert prepared > 0
         assert late < 0.05 * total
