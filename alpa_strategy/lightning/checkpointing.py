@@ -330,10 +330,10 @@ def _say_nothing_of_positions() -> None:
 
 def let_directories_load() -> None:
     """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and other strategies'."""
-    for owner in (saving, torch_io):
-        own: Any = owner.pl_load
-        if not hasattr(own, "__wrapped__"):
-            owner.pl_load = _reader(own, for_module=owner is saving)  # type: ignore[assignment]
+    readers: tuple[Any, ...] = (saving, torch_io)
+    for owner in readers:
+        if not hasattr(owner.pl_load, "__wrapped__"):
+            owner.pl_load = _reader(owner.pl_load, for_module=owner is saving)
 
 
 def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
