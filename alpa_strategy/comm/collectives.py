@@ -33,15 +33,6 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     return box[0]
 
 
-def all_equal(value: Any) -> bool:
-    """Whether all ranks of the job hold an equal `value` (compared as pickled objects, on every rank)."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return all(other == found[0] for other in found)
-
-
 def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T, list[Any]]:
     """Run `work` on every rank; an AlpaError on any rank is raised on all. Collective.
 

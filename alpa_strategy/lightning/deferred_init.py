@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
-from alpa_strategy.comm.collectives import all_equal, broadcast_object, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.runtime.deferred import Recorder, uninitialised
 from alpa_strategy.runtime.host_memory import Freed, set_freed
@@ -263,11 +263,11 @@ def _agree(recorder: Recorder) -> None:
     script = recorder.script
     if world_size() == 1 or not script.lines:
         return
-    if not all_equal(script.digest()):
+    if len(set(of_all_ranks(script.digest()))) > 1:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
-    if not all_equal(script.rank_dependent_digest()):
+    if len(set(of_all_ranks(script.rank_dependent_digest()))) > 1:
         content = broadcast_object(script.rank_dependent() if dist.get_rank() == 0 else None)
         if dist.get_rank() != 0:
             script.take_rank_dependent(content)

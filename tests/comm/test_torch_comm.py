@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.collectives import all_equal, broadcast_object
+from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
 from alpa_strategy.comm.mesh import all_reduce_over, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range
@@ -76,7 +76,7 @@ def check_two_meshes():
 
 def check_objects():
     rank = dist.get_rank()
-    return broadcast_object({"rank": rank}), all_equal(rank), all_equal("same")
+    return broadcast_object({"rank": rank}), of_all_ranks(rank), of_all_ranks("same")
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (1, 2)], ids=str)
@@ -93,7 +93,7 @@ def test_meshes_side_by_side(pool):
 
 
 def test_objects(pool):
-    assert pool.run(2, check_objects) == [({"rank": 0}, False, True)] * 2
+    assert pool.run(2, check_objects) == [({"rank": 0}, [0, 1], ["same"] * 2)] * 2
 
 
 def test_one_process_needs_no_group():
