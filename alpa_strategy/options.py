@@ -322,10 +322,19 @@ def _bool(name: str, value: object) -> bool:
     return value
 
 
-def _scope(name: str, value: object) -> str:
-    if value not in BATCH_SCOPES:
-        raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(BATCH_SCOPES)}")
-    return str(value)
+def _name_in(known: tuple[str, ...]) -> Callable[[str, object], str]:
+    def check(name: str, value: object) -> str:
+        if value not in known:
+            raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(known)}")
+        return str(value)
+
+    return check
+
+
+def _steps(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(f"{name}={value!r} cannot be", "give a number of steps; 0: no checks")
+    return value
 
 
 def _one_of(names: Sequence[str]) -> str:
@@ -343,7 +352,7 @@ _UNITS = {"b": 1} | {
 _SCALARS: dict[str, Callable[[str, object], object]] = {
     "memory_limit": _memory_limit,
     "memory_fraction": _number_in(0.0, 1.0),
-    "batch_scope": _scope,
+    "batch_scope": _name_in(BATCH_SCOPES),
     "solver_seconds": _number_in(0.0, float("inf")),
     "accumulate_grad_batches": _count,
     "baselines": _bool,
@@ -392,3 +401,18 @@ class Limits:
     capture: str = "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
     check_replicas_every: int = CHECK_REPLICAS_EVERY
     check_gradients: bool = False
+
+    @classmethod
+    def from_user(cls, **given: Any) -> Limits:
+        """Validated; OptionError as of `PlanOptions.from_user`."""
+        return cls(**{name: _LIMITS[name](name, value) for name, value in given.items()})
+
+
+_LIMITS: dict[str, Callable[[str, object], Any]] = {
+    "plan_timeout_seconds": _number_in(0.0, float("inf")),
+    "collective_timeout_seconds": _number_in(0.0, float("inf")),
+    "bucket_bytes": lambda name, value: int(_number_in(0.0, 1e18)(name, value)),
+    "capture": _name_in(CAPTURES),
+    "check_replicas_every": _steps,
+    "check_gradients": _bool,
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_states
-from alpa_strategy.errors import OptionError, check_names
+from alpa_strategy.errors import check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
@@ -36,7 +36,6 @@ from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL
 from alpa_strategy.options import (
     BUCKET_BYTES,
-    CAPTURES,
     CHECK_REPLICAS_EVERY,
     Limits,
     NamedCosts,
@@ -119,6 +118,7 @@ class AlpaStrategy(ParallelJob):
         precision_plugin: Any = None,
         **unknown: Any,
     ) -> None:
+        given = dict(locals())  # the options by name: what each may be is said once, in `options.py`
         check_names(unknown, _OPTION_NAMES, "unknown option of AlpaStrategy")
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
@@ -129,37 +129,9 @@ class AlpaStrategy(ParallelJob):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.options = PlanOptions.from_user(
-            parallel=parallel,
-            logical_mesh=logical_mesh,
-            placements=placements,
-            memory_limit=memory_limit,
-            memory_fraction=memory_fraction,
-            batch_scope=batch_scope,
-            solver_seconds=solver_seconds,
-            baselines=baselines,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            num_stages=num_stages,
-            stages=stages,
-            remat=remat,
-            costs=costs,
-            compile=compile,
-        )
+        self.options = PlanOptions.from_user(**{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given})
+        self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         self._compile = compile
-        for name, value in (("plan_timeout_seconds", plan_timeout_seconds), ("bucket_bytes", bucket_bytes)):
-            if not value > 0:
-                raise OptionError(f"{name}={value!r} cannot be", "give a number above 0")
-        if capture not in CAPTURES:
-            raise OptionError(f"capture={capture!r} is not known", f"use one of {', '.join(CAPTURES)}")
-        every = check_replicas_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise OptionError(f"check_replicas_every={every!r} cannot be", "give a number of steps; 0: no checks")
-        if not isinstance(check_gradients, bool):
-            raise OptionError(f"check_gradients={check_gradients!r} cannot be", "give True or False")
-        self.limits = Limits(
-            plan_timeout_seconds, collective_timeout_seconds, bucket_bytes, capture, every, check_gradients
-        )
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
         self._cluster = cluster
