@@ -90,14 +90,6 @@ class TransferPlan:
         """Bytes that go from device to device, gathers on the target's mesh not counted."""
         return sum(p.num_elements for p in self.pieces if p.source != p.target) * self.itemsize
 
-    def sent_bytes(self) -> dict[int, int]:
-        """Rank -> bytes that it sends."""
-        sent: dict[int, int] = {}
-        for piece in self.pieces:
-            if piece.source != piece.target:
-                sent[piece.source] = sent.get(piece.source, 0) + piece.num_elements * self.itemsize
-        return sent
-
 
 def plan_transfer(
     shape: Sequence[int],

@@ -113,13 +113,6 @@ def _carries(call: OpCall) -> bool:
     )
 
 
-def rounds_sums(call: OpCall, strategy: AxisStrategy) -> bool:
-    """True when a strategy would round summands of values, or of gradients, to a narrower type before the sum."""
-    if PARTIAL in strategy.inputs and not _widens(call):
-        return True
-    return REPLICATE in strategy.outputs and not _carries(call)
-
-
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
     """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
     operand_grads, result_grads = differentiable(call)

@@ -73,9 +73,11 @@ def send_bundles(seed):
     outbox.drain()
     outbox.close()
     planned = sum(
-        plan_transfer(t.shape, t.dtype.itemsize, start, end, gather).sent_bytes().get(rank, 0)
+        piece.num_elements * t.dtype.itemsize
         for start, end, tensors, gather in bundles
         for t in tensors
+        for piece in plan_transfer(t.shape, t.dtype.itemsize, start, end, gather).pieces
+        if piece.source == rank != piece.target
     )
     count = sum(len(tensors) for _, _, tensors, _ in bundles)
     assert planned <= sizes <= planned + 16 * 16 * count  # what is between the parts of a message is alignment
