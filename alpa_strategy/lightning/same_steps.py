@@ -76,13 +76,11 @@ class SameSteps:
                 SAME_SHAPES,
             )
         self._num_shapes += 1
-        text = f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
-        rank_zero_info(text)
-        if self._num_shapes == self._max_shapes:
-            rank_zero_warn(
-                f"{text}. Only the last {self._max_shapes} used shapes are kept, any other is captured again when it "
-                "comes: pad batches to a few lengths (pad_to_multiple_of)"
-            )
+        many = self._num_shapes > self._max_shapes
+        rank_zero_info(
+            f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
+            + many * f" (the last {self._max_shapes} are kept: pad batches to a few lengths, pad_to_multiple_of)"
+        )
 
     def meet_for_change(self, name: str) -> None:
         """The same for something that the step reads, such as an attribute; a word of warning when it happens often."""
