@@ -1,7 +1,7 @@
 """The memory limit as a price: min over x of seconds(x) + price * (bytes(x) - limit) is a lower bound, price >= 0.
 
 The best price is found by the secant method on the lower hull of (bytes, seconds) points (exact after a few
-eliminations); the two assignments that meet there are spliced into one that fits the limit.
+eliminations); the two assignments that meet there are crossed into one that fits the limit.
 """
 
 from __future__ import annotations
@@ -104,11 +104,34 @@ def best_price(
     return Dual(best.price, best.bound, over, under)
 
 
+def cross(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
+    """From `over`, take over from `under` the groups of choices that cost the fewest seconds per byte until it fits.
+
+    A group is a connected set of choices in which the two differ, so that groups act (almost) independently.
+    """
+    current = list(over.assignment)
+    num_bytes = over.num_bytes
+    moves = []
+    for group in _groups(problem, over.assignment, under.assignment):
+        seconds, change = _change(near, over.assignment, {c: under.assignment[c] for c in group})
+        rate = seconds / -change if change < 0 else (-np.inf if seconds < 0 and change == 0 else np.inf)
+        moves.append((rate, group, change))
+    for rate, group, change in sorted(moves, key=lambda move: move[0]):
+        if num_bytes <= problem.memory_limit and rate > 0:
+            break
+        for c in group:
+            current[c] = under.assignment[c]
+        num_bytes += change
+    if evaluate(problem, current)[1] > problem.memory_limit:
+        current = list(under.assignment)
+    return point(problem, improve(problem, current, near))
+
+
 def splice(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
     """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
 
-    In a deep model of equal layers the two points differ in every layer: a run of layers changes over, and resharding
-    is paid once, where the two meet.
+    In a deep model of equal layers the two points differ in every layer and are connected throughout, so that no group
+    of choices can be crossed alone; but a run of layers can, and pays for resharding once, where the two meet.
     """
     order = _graph_order(problem)
     best = under
@@ -143,6 +166,54 @@ def _graph_order(problem: Problem) -> list[int]:
         first_use[transfer.producer] = min(first, first_use.get(transfer.producer, first))
     place = {c: c if c in consumes else first_use.get(c, c) for c in range(len(problem.choices))}
     return sorted(place, key=place.__getitem__)
+
+
+def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[int]]:
+    """Connected sets of the choices in which a and b differ."""
+    leader = {c: c for c in range(len(a)) if a[c] != b[c]}
+
+    def find(c: int) -> int:
+        while leader[c] != c:
+            leader[c] = leader[leader[c]]
+            c = leader[c]
+        return c
+
+    for transfer in problem.transfers:
+        ends = [c for c in (transfer.producer, *(use.choice for use in transfer.uses)) if c in leader]
+        for c in ends[1:]:
+            leader[find(c)] = find(ends[0])
+    groups: dict[int, list[int]] = {}
+    for c in leader:
+        groups.setdefault(find(c), []).append(c)
+    return list(groups.values())
+
+
+def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int]) -> tuple[float, float]:
+    """(seconds, bytes) added by making `moves` together."""
+    after = list(assignment)
+    for c, k in moves.items():
+        after[c] = k
+    transfers = list({id(t): t for c in moves for t in near.incident[c]}.values())
+    seconds = num_bytes = 0.0
+    for c, k in moves.items():
+        choice = near.problem.choices[c]
+        seconds += float(choice.cost[k] - choice.cost[assignment[c]])
+        num_bytes += float(choice.memory[k] - choice.memory[assignment[c]])
+    for sign, values in ((1, after), (-1, assignment)):
+        s, b = _transfer_totals(transfers, values)
+        seconds += sign * s
+        num_bytes += sign * b
+    return seconds, num_bytes
+
+
+def _transfer_totals(transfers: Sequence[Transfer], assignment: Sequence[int]) -> tuple[float, float]:
+    seconds = num_bytes = 0.0
+    for transfer in transfers:
+        source = transfer.source[assignment[transfer.producer]]
+        for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
+            seconds += float(transfer.cost[source, target])
+            num_bytes += float(transfer.memory[source, target])
+    return seconds, num_bytes
 
 
 # --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent, memory as a price or a

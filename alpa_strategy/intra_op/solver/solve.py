@@ -19,6 +19,7 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     Neighbourhood,
     Point,
     best_price,
+    cross,
     descend,
     point,
     price_memory,
@@ -134,7 +135,7 @@ def _least(problem: Problem, deadline: float) -> tuple[Point | None, _Found]:
 def _solve_limited(
     problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float, cutoff: float
 ) -> _Found:
-    """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is left."""
+    """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
 
     def minimise(price: float) -> tuple[list[int], float] | None:
@@ -145,7 +146,9 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NotCheaper
     near = Neighbourhood(problem)
-    best = min(least, dual.under, splice(problem, dual.over, dual.under, near), key=lambda x: x.seconds)
+    starts = [least, dual.under]
+    mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
+    best = min((*starts, *mixed), key=lambda x: x.seconds)
     found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
     if _gap(problem, found) <= PROVED or np.isinf(found.bound):
         return found
