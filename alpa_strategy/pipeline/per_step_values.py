@@ -4,7 +4,7 @@ reach the parameters micro-batch by micro-batch, in the order and precision in w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.lower.codegen import LoweredStep, per_step_name
+from alpa_strategy.runtime.parameters import OnDemand
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,18 @@ class PerStepValues:
 
     def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
-        return _Inputs(self, parameters, buffers) if self._programs else parameters
+        if not self._programs:
+            return parameters
+        handed: dict[str, Tensor] = {}
+
+        def make(name: str) -> Tensor:
+            if not self.makes(name):
+                return parameters[name]
+            if name not in handed:
+                handed.update(self.hand_out(name, parameters, buffers))
+            return handed[name]
+
+        return OnDemand(tuple(parameters), make)
 
     def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
@@ -62,27 +74,6 @@ class PerStepValues:
         with torch.enable_grad(), as_it_is:
             made = program.run(leaves, buffers, ())[2]
         return _Made(leaves, {per_step_name(value): tensor for value, tensor in made.items()})
-
-
-class _Inputs(Mapping[str, Tensor]):
-    """See `PerStepValues.beside`."""
-
-    def __init__(self, derived: PerStepValues, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> None:
-        self._derived, self._parameters, self._buffers = derived, parameters, buffers
-        self._handed: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if not self._derived.makes(name):
-            return self._parameters[name]
-        if name not in self._handed:
-            self._handed |= self._derived.hand_out(name, self._parameters, self._buffers)
-        return self._handed[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 class _Derived(torch.autograd.Function):

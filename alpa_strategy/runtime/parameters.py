@@ -119,7 +119,7 @@ class MeshParameters:
         for sharded in self._sharded.values():
             if sharded.is_gathered_once and sharded.leaf is None:
                 sharded.begin_gathering()
-        return _StepInputs(self, tuple(self._sharded))
+        return OnDemand(tuple(self._sharded), self.step_input)
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
@@ -192,14 +192,14 @@ class MeshParameters:
         self._reducer.mark_ready(name)
 
 
-class _StepInputs(Mapping[str, Tensor]):
-    """See `MeshParameters.step_inputs`."""
+class OnDemand(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for."""
 
-    def __init__(self, parameters: MeshParameters, names: tuple[str, ...]) -> None:
-        self._parameters, self._names = parameters, names
+    def __init__(self, names: tuple[str, ...], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = names, make
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._parameters.step_input(name)
+        return self._make(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
