@@ -142,7 +142,7 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
         )
     for share in SHARES:
         own, limit = found[f"solved, {share:.0%}"], share * needed
-        fit = {n: found[n]["measured"] for n in UNIFORM if found[n]["planned"] <= limit} or {"none": math.inf}
+        fit = {n: found[n]["measured"] for n in UNIFORM if found[n]["peak"] <= limit} or {"none": math.inf}
         best = min(fit, key=fit.__getitem__)
         full = found["all recomputed"]["measured"]
         print(

@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -37,6 +38,7 @@ from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
+from alpa_strategy.runtime.host_memory import PAGE_FAULTS, TIGHT, is_tight
 from alpa_strategy.sharding import localize, op_strategies
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
@@ -273,7 +275,18 @@ def _plan_on_rank_zero(
             with job.progress("time ops of stages"):
                 return measured_stage_costs(step, cluster, options, job, STAGES_BUDGET)
 
-        return choose_plan(replace(task, costs=costs), pinned, stage_costs)
+        priced = replace(task, costs=costs)
+        plan = choose_plan(priced, pinned, stage_costs)
+        if job.device.type != "cpu" or pinned is not None or not is_tight(plan, task.memory_limit):
+            return plan
+        # Its freed memory would go back to the system at every step: many page faults, which no plan prices.
+        roomy = replace(options, memory_limit=TIGHT * task.memory_limit)
+        with suppress(PlanError):
+            second = choose_plan(replace(priced, options=roomy), None, stage_costs)
+            if second.predicted.step_seconds <= PAGE_FAULTS * plan.predicted.step_seconds:
+                note = "planned for half of the limit, so that freed memory can be kept: page faults cost more"
+                return replace(second, fingerprint=wanted, notes=(*second.notes, note))
+        return plan
 
     return _stored(wanted, step, job, make)
 
