@@ -4,9 +4,8 @@ The built-in orders are those of `torch.distributed.pipelining` (names too); not
 one's own is a function from numbers to orders, given as `schedule=` or by `register_schedule`; what it keeps in memory
 and how long it takes follows from its actions.
 
-With several stages per mesh, stage s is on mesh s % num_meshes. A backward is one piece. Weights' gradients done
-apart, to fill the drain (zero bubbles), gain nothing where stages recompute or run compiled: no plan of
-docs/paper_table.md took them.
+With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (`ZBVZeroBubble`): stages
+m and N - 1 - m on mesh m.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from alpa_strategy.errors import OptionError, PlanError
+
+WEIGHT_SHARE = 0.5  # of a backward's time that is the weights' gradients, where it is done apart
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work: kind `F` forward, `B` backward."""
+    """One piece of work: kind `F` forward, `B` whole backward, `I` backward to the inputs, `W` to the weights."""
 
     stage: int
     kind: str
@@ -38,20 +39,22 @@ class Schedule:
     Attributes:
         name: as plans and options name it.
         orders: (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its stages does
-            `F` and `B` of every micro-batch once.
+            `F` and `B` (or `I` and later `W`) of every micro-batch once.
         stages_per_mesh: how many stages a mesh may have; several are tried.
+        is_folded: where the stages lie, see the module's docstring.
         refuses: (num_meshes, num_microbatches) -> why it cannot run these, or None.
         is_searched: whether the planner tries it where no schedule is asked for.
-        is_closed: whether a step's time has the closed form of `terms`; else that of equal stages is simulated.
+        bubble: of the closed form of a step's time (see `terms`); None: the time of equal stages is simulated.
         alive: (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted.
     """
 
     name: str
     orders: Callable[[int, int, int], Orders]
     stages_per_mesh: tuple[int, ...] = (1,)
+    is_folded: bool = False
     refuses: Callable[[int, int], str | None] = lambda num_meshes, num_microbatches: None
     is_searched: bool = False
-    is_closed: bool = False
+    bubble: float | None = None
     alive: Callable[[int, int, int], Sequence[int]] | None = None
 
     @property
@@ -109,17 +112,29 @@ def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None
     return SCHEDULES[schedule].refuses(num_meshes, num_microbatches)
 
 
-def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> Terms:
+def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
+    """The mesh that holds a stage."""
+    if SCHEDULES[schedule].is_folded and stage >= num_meshes:
+        return 2 * num_meshes - 1 - stage
+    return stage % num_meshes
+
+
+def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True) -> Terms:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the tests.
 
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
     on a mesh the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
+    Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
+    forward, t / 3, per hop and stage-sized chunk. Without `splits` (stages that recompute do their backward in one
+    piece) they gain nothing by it.
     """
     _check(schedule, num_meshes, num_microbatches)
-    if not SCHEDULES[schedule].is_closed:
+    total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
+    if bubble is None:
         # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
         return Terms(1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes)
-    return Terms(1.0 / v, num_microbatches * v - 1.0)
+    bubble = bubble if splits else 1.0
+    return Terms(bubble / v, total - bubble)
 
 
 @lru_cache(maxsize=256)
@@ -137,6 +152,13 @@ def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1)
     if alive is not None:
         return tuple(alive(num_meshes, num_microbatches, v))
     return tuple(_alive(order) for order in actions(schedule, num_meshes, num_microbatches, v))
+
+
+def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
+    """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
+    if SCHEDULES[schedule].bubble == 1.0:
+        return False
+    return any(action.kind == "W" for action in actions(schedule, num_meshes, num_microbatches, v)[0])
 
 
 @lru_cache(maxsize=64)
@@ -159,21 +181,23 @@ def _check_work(
     schedule: str, orders: tuple[tuple[Action, ...], ...], num_meshes: int, num_microbatches: int, v: int
 ) -> None:
     """PlanError unless every mesh does the work of its stages, each piece once."""
-    fix = "give every mesh F and B of every micro-batch in each of its stages once"
+    fix = "give every mesh F and B (or I and W) of every micro-batch in each of its stages once"
     if len(orders) != num_meshes:
         raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix)
     for mesh, order in enumerate(orders):
-        if odd := [a for a in order if not isinstance(a, Action) or a.kind not in ("F", "B")]:
+        # A whole backward is both of its halves.
+        parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+        if odd := [a for a in order if not isinstance(a, Action) or a.kind not in parts]:
             raise PlanError(f"the schedule {schedule!r} has {odd[0]!r} on mesh {mesh}, which is no action", fix)
-        done = Counter(order)
-        stages = range(mesh, num_meshes * v, num_meshes)
-        wanted = Counter(Action(s, kind, m) for s in stages for kind in "FB" for m in range(num_microbatches))
+        done = Counter((a.stage, part, a.microbatch) for a in order for part in parts[a.kind])
+        stages = [s for s in range(num_meshes * v) if mesh_of(schedule, num_meshes, s) == mesh]
+        wanted = Counter((s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches))
         if done != wanted:
-            odd_one = min((*(wanted - done), *(done - wanted)), key=lambda a: (a.stage, -ord(a.kind), a.microbatch))
-            what = "the forward" if odd_one.kind == "F" else "the backward"
+            stage, part, microbatch = min((*(wanted - done), *(done - wanted)))
+            what = {"F": "the forward", "I": "the backward", "W": "the weights' backward"}[part]
             raise PlanError(
-                f"the schedule {schedule!r} does {what} of micro-batch {odd_one.microbatch} in stage {odd_one.stage} "
-                f"on mesh {mesh} {done[odd_one]} times instead of {wanted[odd_one]}",
+                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage {stage} on mesh {mesh} "
+                f"{done[stage, part, microbatch]} times instead of {wanted[stage, part, microbatch]}",
                 fix,
             )
 
@@ -183,14 +207,15 @@ def _check_waiting(schedule: str, orders: tuple[tuple[Action, ...], ...], num_st
 
     Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
     """
-    done: set[Action] = set()
+    done: set[tuple[int, str, int]] = set()
     left = [list(reversed(order)) for order in orders]
     moved = True
     while moved:
         moved = False
         for order in left:
             while order and done.issuperset(_needed(order[-1], num_stages)):
-                done.add(order.pop())
+                action = order.pop()
+                done.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
                 moved = True
     heads = [(mesh, order[-1]) for mesh, order in enumerate(left) if order]
     if heads:
@@ -201,12 +226,16 @@ def _check_waiting(schedule: str, orders: tuple[tuple[Action, ...], ...], num_st
         )
 
 
-def _needed(action: Action, num_stages: int) -> list[Action]:
-    """What is done before. A value that skips stages is there earlier still."""
+def _needed(action: Action, num_stages: int) -> list[tuple[int, str, int]]:
+    """(stage, `F` or `B`, micro-batch) that are done before. A value that skips stages is there earlier still."""
     stage, m = action.stage, action.microbatch
-    if action.kind == "F":
-        return [Action(stage - 1, "F", m)] if stage > 0 else []
-    return [Action(stage, "F", m), *([Action(stage + 1, "B", m)] if stage + 1 < num_stages else [])]
+    match action.kind:
+        case "F":
+            return [(stage - 1, "F", m)] if stage > 0 else []
+        case "W":
+            return [(stage, "B", m)]
+        case _:
+            return [(stage, "F", m), *([(stage + 1, "B", m)] if stage + 1 < num_stages else [])]
 
 
 def timeline(
@@ -228,10 +257,15 @@ def timeline(
     num_stages = len(forward)
     meshes = num_meshes or num_stages
     wire = [*boundary, *[0.0] * (num_stages - len(boundary))]
-    seconds = {"F": forward, "B": backward}
+    seconds = {
+        "F": list(forward),
+        "B": list(backward),
+        "I": [b * (1 - WEIGHT_SHARE) for b in backward],
+        "W": [b * WEIGHT_SHARE for b in backward],
+    }
     orders = actions(schedule, meshes, num_microbatches, num_stages // meshes)
-    ended: dict[Action, float] = {}
-    arrived: dict[Action, float] = {}  # at the stage after (F) or before (B) the sender
+    ended: dict[tuple[str, int, int], float] = {}  # (F | B | W, stage, micro-batch) -> time
+    arrived: dict[tuple[str, int, int], float] = {}  # at the stage after (F) or before (B) the sender
     link_free: dict[tuple[str, int], float] = defaultdict(float)
     position, clock = [0] * meshes, [0.0] * meshes
     timed: list[TimedAction] = []
@@ -247,10 +281,12 @@ def timeline(
                 start = max(clock[mesh], ready)
                 end = start + seconds[action.kind][action.stage]
                 clock[mesh] = end
-                ended[action] = end
-                link = action.kind, action.stage if action.kind == "F" else action.stage - 1
-                link_free[link] = max(link_free[link], end) + wire[link[1]]
-                arrived[action] = link_free[link]
+                kind, stage = "B" if action.kind == "I" else action.kind, action.stage
+                ended[kind, stage, action.microbatch] = end
+                if kind != "W":
+                    link = stage if kind == "F" else stage - 1
+                    link_free[kind, link] = max(link_free[kind, link], end) + wire[link]
+                    arrived[kind, stage, action.microbatch] = link_free[kind, link]
                 timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
                 position[mesh] += 1
                 waiting -= 1
@@ -262,21 +298,28 @@ def timeline(
     return sorted(timed, key=lambda s: (s.mesh, s.start))
 
 
-def _ready(action: Action, num_stages: int, ended: dict[Action, float], arrived: dict[Action, float]) -> float | None:
+def _ready(
+    action: Action,
+    num_stages: int,
+    ended: dict[tuple[str, int, int], float],
+    arrived: dict[tuple[str, int, int], float],
+) -> float | None:
     """When an action's inputs are there; None while they are not made."""
     s, m = action.stage, action.microbatch
     if action.kind == "F":
-        return 0.0 if s == 0 else arrived.get(Action(s - 1, "F", m))
+        return 0.0 if s == 0 else arrived.get(("F", s - 1, m))
+    if action.kind == "W":
+        return ended.get(("B", s, m))
     if s == num_stages - 1:
-        return ended.get(Action(s, "F", m))
-    return arrived.get(Action(s + 1, "B", m))
+        return ended.get(("F", s, m))
+    return arrived.get(("B", s + 1, m))
 
 
 def _alive(order: Sequence[Action]) -> int:
-    """Most forwards without their backward, over the order."""
+    """Most forwards without their (last) backward, over the order."""
     most = now = 0
     for action in order:
-        now += 1 if action.kind == "F" else -1
+        now += (action.kind == "F") - (action.kind in "BW")
         most = max(most, now)
     return most
 
@@ -309,24 +352,77 @@ def _one_f_one_b(S: int, B: int, v: int, mesh: int) -> list[Action]:
     return order
 
 
-def _interleaved(S: int, B: int, v: int, mesh: int) -> list[Action]:
-    """Depth first over the local stages."""
+def _looped_bfs(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    stages = range(mesh, S * v, S)
+    order = [Action(s, "F", m) for s in stages for m in range(B)]
+    return order + [Action(s, "B", m) for s in reversed(stages) for m in reversed(range(B))]
+
+
+def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> list[Action]:
+    """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh` micro-batches (ZB1P)."""
     # So many micro-batches go through a stage before the mesh's next stage has its turn.
     per_round = B // max(1, B // S)
-    warmup = min(B * v, (v - 1) * per_round + 2 * (S - 1 - mesh))
+    warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))
     count: dict[tuple[str, int], int] = defaultdict(int)
     order: list[Action] = []
 
-    def add(kind: str, chunk: int) -> None:
-        stage = chunk * S + mesh
+    def add(kind: str, stage: int) -> None:
         order.append(Action(stage, kind, count[kind, stage]))
         count[kind, stage] += 1
 
+    def forward_stage(step: int) -> int:
+        return (step // per_round) % v * S + mesh
+
+    def backward_stage(step: int) -> int:
+        return (v - 1 - (step // per_round) % v) * S + mesh
+
+    weights = 0
     for step in range(B * v + warmup):
         if step < B * v:
-            add("F", step // per_round % v)
+            add("F", forward_stage(step))
         if step >= warmup:
-            add("B", v - 1 - (step - warmup) // per_round % v)
+            add("I" if zero_bubble else "B", backward_stage(step - warmup))
+            if zero_bubble and step - warmup >= mesh:
+                add("W", backward_stage(weights))
+                weights += 1
+    if zero_bubble:
+        for step in range(weights, B * v):
+            add("W", backward_stage(step))
+    return order
+
+
+def _zbv(S: int, B: int, v: int, mesh: int) -> list[Action]:
+    """ZB-V (Qi et al. 2023, section 6): stages `mesh` and `2 S - 1 - mesh`, wave-like."""
+    stages = (mesh, 2 * S - 1 - mesh)
+    count: dict[tuple[str, int], int] = defaultdict(int)
+    order: list[Action] = []
+
+    def add(kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            order.append(Action(stages[chunk], kind, count[kind, chunk]))
+            count[kind, chunk] += 1
+
+    for _ in range(2 * (S - mesh) - 1):
+        add("F", 0)
+    for _ in range(mesh):
+        add("F", 1)
+        add("F", 0)
+    for _ in range(S - mesh):
+        add("FIW", 1)
+    while count["F", 1] < count["F", 0] or count["F", 0] < B:
+        if count["F", 0] < B:
+            add("F", 0)
+        add("IW", 0)
+        add("FIW", 1)
+    for _ in range(mesh):
+        add("I", 0)
+        add("I", 1)
+    for _ in range(S - mesh):
+        add("IW", 0)
+    while count["W", 1] < count["I", 1]:
+        add("W", 1)
+    while count["W", 0] < count["I", 0]:
+        add("W", 0)
     return order
 
 
@@ -335,34 +431,61 @@ def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
     return [min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S)]
 
 
-def _interleaved_refuses(num_meshes: int, num_microbatches: int) -> str | None:
-    rounds = max(1, num_microbatches // num_meshes)
-    if num_microbatches % rounds:
-        return f"Interleaved1F1B on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
-    if num_microbatches < num_meshes:
-        return f"Interleaved1F1B on {num_meshes} meshes needs at least as many micro-batches"
-    return None
+def _needs_full_meshes(name: str, needs_rounds: bool = True) -> Callable[[int, int], str | None]:
+    def refuses(num_meshes: int, num_microbatches: int) -> str | None:
+        rounds = max(1, num_microbatches // num_meshes)
+        if needs_rounds and num_microbatches % rounds:
+            return f"{name} on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
+        if num_microbatches < num_meshes:
+            return f"{name} on {num_meshes} meshes needs at least as many micro-batches"
+        return None
+
+    return refuses
 
 
+def _zbv_refuses(num_meshes: int, num_microbatches: int) -> str | None:
+    if num_microbatches >= 2 * num_meshes - 1:
+        return None
+    return f"ZBVZeroBubble on {num_meshes} meshes needs at least {2 * num_meshes - 1} micro-batches"
+
+
+LOOPS = (2, 3, 4)  # stages per mesh that are tried
 for _schedule in (
-    # GPipe is as fast as 1F1B and keeps more alive: not searched.
-    Schedule("GPipe", _each_mesh(_gpipe), is_closed=True, alive=lambda S, B, v: [B] * S),
+    # GPipe and LoopedBFS are as fast as 1F1B and Interleaved1F1B and keep more alive: not searched.
+    Schedule("GPipe", _each_mesh(_gpipe), bubble=1.0, alive=lambda S, B, v: [B] * S),
     Schedule(
         "1F1B",
         _each_mesh(_one_f_one_b),
-        is_closed=True,
+        bubble=1.0,
         alive=lambda S, B, v: [min(B, S - r) for r in range(S)],
         is_searched=True,
     ),
     Schedule(
+        "LoopedBFS",
+        _each_mesh(_looped_bfs),
+        LOOPS,
+        refuses=_needs_full_meshes("LoopedBFS", needs_rounds=False),
+        bubble=1.0,
+        alive=lambda S, B, v: [B * v] * S,
+    ),
+    Schedule(
         "Interleaved1F1B",
         _each_mesh(_interleaved),
-        stages_per_mesh=(2, 3, 4),
-        refuses=_interleaved_refuses,
-        is_closed=True,
+        LOOPS,
+        refuses=_needs_full_meshes("Interleaved1F1B"),
+        bubble=1.0,
         alive=_interleaved_alive,
         is_searched=True,
     ),
+    Schedule(
+        "InterleavedZeroBubble",
+        _each_mesh(partial(_interleaved, zero_bubble=True)),
+        LOOPS,
+        refuses=_needs_full_meshes("InterleavedZeroBubble"),
+        bubble=1 / 3,
+        is_searched=True,
+    ),
+    Schedule("ZBVZeroBubble", _each_mesh(_zbv), (2,), True, _zbv_refuses, is_searched=True, bubble=1 / 3),
 ):
     register_schedule(_schedule)
 BUILT_IN = frozenset(SCHEDULES)

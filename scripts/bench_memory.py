@@ -54,6 +54,7 @@ CASES = {
     "1F1B": Case(2, DEEP, 4, TWO_STAGES),
     "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {**TWO_STAGES, "schedule": "GPipe"}),
     "interleaved": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+    "zero bubble": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     "1F1B of zero2": Case(4, DEEP, 4, {**TWO_STAGES, "parallel": "zero2"}),
     "1F1B, recomputed": Case(2, {**LONG, "num_layers": 16}, 8, {**TWO_STAGES, "remat": True}),
     "GPipe, recomputed": Case(2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),

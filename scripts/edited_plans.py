@@ -39,6 +39,7 @@ BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt", {"tied": False}, {"parallel": "zero2", "logical_mesh": [2, 1]}),
     ("gpt", {}, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
     ("gpt", {"num_layers": 3}, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+    ("gpt", {}, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     ("llama", {}, {"num_stages": 2, "num_microbatches": 3, "schedule": "GPipe", "remat": True}),
     ("convnet", {}, {"parallel": "data"}),
     ("convnet", {}, {"num_stages": 2, "num_microbatches": 2}),

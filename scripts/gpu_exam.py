@@ -257,7 +257,7 @@ PLANS: dict[str, Row] = {
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
     "pipeline": {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
-    "interleaved": {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"},
+    "zero bubble": {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
     "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
     "selective recomputation": {"parallel": "zero2", "remat": "selective"},
     # Both ranks load the same rows: the mean of their gradients is one process's.

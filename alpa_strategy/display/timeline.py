@@ -13,9 +13,9 @@ from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
 from alpa_strategy.units import format_seconds
 
 MAX_DRAWN = 8  # micro-batches: more make the pieces too small to see
-STYLES = {"F": "blue", "B": "green"}
-SIGNS = {"F": "0123456789", "B": "abcdefghij"}  # by micro-batch
-MEANINGS = {"F": "forward", "B": "backward"}
+STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ"}  # by micro-batch
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
 MAX_WIDTH = 120  # of the lines in a terminal
 
 
@@ -39,6 +39,10 @@ class ScheduleTimeline:
         """The share of the time in which a mesh has nothing to do."""
         busy = sum(done.end - done.start for done in self.timed if done.mesh == mesh)
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
+
+    def kinds(self) -> list[str]:
+        """The kinds of actions that are drawn, in the order of the legend."""
+        return [kind for kind in MEANINGS if any(done.kind == kind for done in self.timed)]
 
     def title(self) -> str:
         """What is drawn: all of the step or its shape with fewer micro-batches."""
@@ -112,7 +116,7 @@ def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
         # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
         whole = drawn.num_drawn == drawn.num_microbatches
         text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n" if whole else "\n", style="dim")
-    for kind in MEANINGS:
+    for kind in drawn.kinds():
         text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
     text.append("· waiting", style="dim")
     if max(map(len, drawn.stages)) > 1:

@@ -85,7 +85,7 @@ def _rounded(share: np.ndarray, k: int) -> np.ndarray:
 def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, overhead: float) -> float:
     B, D, pinned = job.num_microbatches, job.cluster.num_devices, job.options.schedule
     names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
-    if any(not SCHEDULES[name].is_closed for name in names):  # one of the user's
+    if any(SCHEDULES[name].bubble is None for name in names):  # one of the user's
         return 0.0
     found = [float(least[:, sizes == D].sum(axis=0).min(initial=np.inf)) if pinned is None else math.inf]
     if any(SCHEDULES[name].has_one_stage_per_mesh for name in names):

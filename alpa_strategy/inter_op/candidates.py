@@ -21,6 +21,8 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     Terms,
     in_flight,
+    mesh_of,
+    splits_backward,
     terms,
     timeline,
     why_not,
@@ -120,11 +122,13 @@ def _regular(
             total = ranks * v
             if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
                 continue
-            weights = terms(schedule, ranks, B, v)
+            weights = terms(schedule, ranks, B, v, splits=not job.remat)
             pairs = in_flight(schedule, ranks, B, v)
-            own = tuple(pairs[i % ranks] for i in range(total))
-            equal = _on_equal_meshes(tables, index, v)
-            places = [math.prod(mesh) * (i % ranks) for i in range(total)]
+            own = tuple(pairs[mesh_of(schedule, ranks, i)] for i in range(total))
+            equal = _on_equal_meshes(
+                tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
+            )
+            places = [math.prod(mesh) * mesh_of(schedule, ranks, i) for i in range(total)]
             equal = replace(equal, crosses=crossings(job, places))
             choice = solve_stages(
                 equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
@@ -298,14 +302,21 @@ def crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
     return found
 
 
-def _on_equal_meshes(tables: StageTables, index: int, stages_per_mesh: int) -> StageTables:
+def _on_equal_meshes(
+    tables: StageTables, index: int, stages_per_mesh: int, keep_remat: bool, runs: Sequence[RunCosts]
+) -> StageTables:
     """Only submesh `index`, counted as one device each; a mesh holds `stages_per_mesh` stages' lasting bytes."""
     only = slice(index, index + 1)
+    seconds = tables.seconds[:, :, only]
+    if not keep_remat:
+        width = runs[index].remat.shape[2]
+        seconds = seconds.copy()
+        seconds[:, :, 0, :width][runs[index].remat] = np.inf
     assert tables.boundary is not None
     assert tables.nearby is not None
     return StageTables(
         np.ones(1, dtype=int),
-        tables.seconds[:, :, only],
+        seconds,
         tables.once_seconds[:, :, only],
         tables.bytes_always[:, :, only] * stages_per_mesh,
         tables.bytes_in_flight[:, :, only],

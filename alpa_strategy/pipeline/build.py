@@ -6,6 +6,7 @@ shape of batch takes the same meshes and parameters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from alpa_strategy.pipeline.spec import (
     Values,
 )
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
+from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
@@ -104,6 +106,8 @@ def build_pipeline(
         shared=shared,
         cluster=places.cluster,
     )
+    if places.compiler is not None and not _can_compile(schedule, stages, micro.num_microbatches):
+        places = replace(places, compiler=None)
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
@@ -120,6 +124,19 @@ def build_pipeline(
             per_step=per_step,
         )
     return Pipeline(spec, own, places.device)
+
+
+def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:
+    """Whether compiled segments serve a pipeline: of one, the gradients of inputs and of weights come together."""
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    orders = actions(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
+    splits = any(action.kind == "W" for order in orders for action in order)
+    if splits:
+        warnings.warn(
+            f"alpa: compile: {schedule} splits the backward, which compiled programs cannot: stages run uncompiled",
+            stacklevel=2,
+        )
+    return not splits
 
 
 def _program(

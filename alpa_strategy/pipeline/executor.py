@@ -63,13 +63,14 @@ class _Order:
         own = orders[mesh]
         posted: list[list[Action]] = [[] for _ in own]
         for place, action in enumerate(own):
-            posted[max(0, place - LOOK_AHEAD)].append(action)
+            if action.kind != "W":
+                posted[max(0, place - LOOK_AHEAD)].append(action)
         sends: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for action in (action for order in orders for action in order):
-            sends[action.stage, action.kind].append(action.microbatch)
+        for action in (action for order in orders for action in order if action.kind != "W"):
+            sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
         last: dict[int, tuple[int, StageParameters]] = {}  # by the store's identity: stages may share one
         for place, action in enumerate(own):
-            if action.kind == "B":
+            if action.kind in "BW":
                 store = stores[action.stage]
                 last[id(store)] = place, store
         return cls(tuple(own), tuple(map(tuple, posted)), sends, dict(last.values()))
@@ -207,10 +208,15 @@ class Pipeline:
             if store is not None:  # its gradients are complete with this action: reduced while they are made
                 store.sync(True)
             worker = self._workers[action.stage]
-            if action.kind == "F":
-                worker.forward(action.microbatch)
-            else:
-                worker.backward(action.microbatch)
+            match action.kind:
+                case "F":
+                    worker.forward(action.microbatch)
+                case "B":
+                    worker.backward(action.microbatch)
+                case "I":
+                    worker.backward_inputs(action.microbatch)
+                case "W":
+                    worker.backward_weights(action.microbatch)
             if store is not None:
                 store.finish_backward()
 

@@ -1,14 +1,15 @@
 """StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows no schedule.
 
-The executor calls `forward`, then `backward`, for every micro-batch in its schedule's order. Between the two the worker
-keeps what the backward needs, and nothing more.
+The executor calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every micro-batch in its
+schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.split_backward import SplitBackward
 from alpa_strategy.schedules import Action
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
@@ -113,12 +115,13 @@ class ChannelEnd:
 
 @dataclass
 class _InFlight:
-    """What is kept of a micro-batch between its forward and its backward."""
+    """What is kept of a micro-batch between its forward and its last backward."""
 
     inputs: Values  # received values that want a gradient
     kept: Kept | None = None  # where the stage recomputes; nothing below is there then
     roots: dict[int, GradientEdge] = field(default_factory=dict)  # results that get one: no tensors, so these can go
     loss: tuple[GradientEdge, Tensor] | None = None
+    weights: Callable[[], None] | None = None  # the second half of the backward
 
 
 class StageWorker:
@@ -224,7 +227,7 @@ class StageWorker:
     # Backward
 
     def backward(self, microbatch: int) -> None:
-        """The backward of a micro-batch: receive, differentiate, send back."""
+        """The whole backward of a micro-batch: receive, differentiate, send back."""
         flight = self._in_flight.pop(microbatch)
         if flight.kept is not None:
             self._recomputed_backward(microbatch, flight)
@@ -233,6 +236,29 @@ class StageWorker:
         if roots:
             torch.autograd.backward(roots, grads)
         self._send_grads(microbatch, {v: leaf.grad for v, leaf in flight.inputs.items()})
+
+    def backward_inputs(self, microbatch: int) -> None:
+        """The first half of the backward, which other stages wait for."""
+        flight = self._in_flight[microbatch]
+        if flight.kept is not None:  # what is recomputed is not kept for a later half
+            self._recomputed_backward(microbatch, flight)
+            return
+        roots, grads = self._roots(microbatch, flight)
+        if roots and flight.inputs:
+            split = SplitBackward(roots, grads, list(flight.inputs.values()))
+            found = split.run_inputs()
+            flight.weights = split.run_weights
+            self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
+            return
+        if roots:
+            flight.weights = partial(torch.autograd.backward, roots, grads)
+        self._send_grads(microbatch, dict.fromkeys(flight.inputs))
+
+    def backward_weights(self, microbatch: int) -> None:
+        """The second half: the weights' gradients."""
+        weights = self._in_flight.pop(microbatch).weights
+        if weights is not None:
+            weights()
 
     def _roots(self, microbatch: int, flight: _InFlight) -> tuple[list[GradientEdge], list[Tensor]]:
         """What the backward starts from: edges of the graph, and their gradients."""

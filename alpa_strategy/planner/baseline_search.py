@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight, terms, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, terms, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 
@@ -89,14 +89,17 @@ class Space:
             and not all(fits[d, mesh] for d, (_, mesh) in zip(left, state.stages, strict=True))
         ):
             return None
-        weights, pairs = terms(state.schedule, ranks, B, v), in_flight(state.schedule, ranks, B, v)
-        alive = tuple(pairs[i % ranks] for i in range(len(sizes)))
+        weights, pairs = (
+            terms(state.schedule, ranks, B, v, splits=not job.remat),
+            in_flight(state.schedule, ranks, B, v),
+        )
+        alive = tuple(pairs[mesh_of(state.schedule, ranks, i)] for i in range(len(sizes)))
         stages = self._stages(state, alive, v)
         if stages is None:
             return None
         tables = self.tables
         if v > 1:
-            places = [sizes[0] * (i % ranks) for i in range(len(sizes))]
+            places = [sizes[0] * mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
             tables, left = replace(tables, crosses=crossings(job, places)), list(range(len(sizes), 0, -1))
         choice = StageChoice(stages, 0.0, 0.0)
         return to_candidate(job, self.runs, tables, left, state.schedule, v, weights, choice, alive)
@@ -104,11 +107,15 @@ class Space:
     def _stages(self, state: State, alive: Sequence[int], v: int) -> tuple[StageRange, ...] | None:
         """Every stage by its cheapest candidate that fits."""
         t, B, first = self.tables, self.job.num_microbatches, 0
+        apart = splits_backward(state.schedule, len(alive) // v, B, v) and not self.job.remat
         found = []
         for (count, mesh), pairs in zip(state.stages, alive, strict=True):
             at = (first, first + count, mesh)
             need = v * t.bytes_always[at] + pairs * t.bytes_in_flight[at]
             total = np.where(need <= self.job.memory_limit, B * t.seconds[at] + t.once_seconds[at], np.inf)
+            if apart:
+                again = self.runs[mesh].remat[first, first + count]
+                total[: len(again)][again] = np.inf
             best = int(total.argmin())
             if not np.isfinite(total[best]):
                 return None

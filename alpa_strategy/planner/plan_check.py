@@ -20,7 +20,7 @@ from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, Storage, modes_text, stage_ranks
-from alpa_strategy.schedules import SCHEDULES, why_not
+from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
@@ -97,7 +97,7 @@ def _check_schedule(plan: Plan) -> None:
     meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))  # numbered by their first stage
     reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
-        holders = [index % len(meshes) for index in range(len(plan.stages))]
+        holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
         per_mesh, rest = divmod(len(plan.stages), len(meshes))
         if [meshes.index(stage_ranks(stage)) for stage in plan.stages] != holders or rest:
             reason = f"the schedule {plan.schedule!r} has its stages on meshes {holders}"

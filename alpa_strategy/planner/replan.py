@@ -25,7 +25,7 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask, fingerprint_of
-from alpa_strategy.schedules import in_flight, why_not
+from alpa_strategy.schedules import in_flight, mesh_of, why_not
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
@@ -162,4 +162,4 @@ def _alive(running: Plan, count: int) -> list[int]:
         return [1] * len(stages)
     meshes = len({stage.first_device for stage in stages})
     pairs = in_flight(running.schedule, meshes, count, len(stages) // meshes)
-    return [pairs[index % meshes] for index in range(len(stages))]
+    return [pairs[mesh_of(running.schedule, meshes, index)] for index in range(len(stages))]

@@ -40,6 +40,7 @@ from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
@@ -349,7 +350,7 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.stages_per_mesh > 1:
-            first = i % candidate.num_meshes * math.prod(mesh)
+            first = mesh_of(candidate.schedule, candidate.num_meshes, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
         wish = StageWish(

@@ -10,7 +10,7 @@ from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display import plan_html, plan_svg, plan_table
 from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
-from alpa_strategy.schedules import SCHEDULES, actions
+from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
 
 
 def staged(schedule, num_microbatches=8, num_meshes=2):
@@ -20,7 +20,7 @@ def staged(schedule, num_microbatches=8, num_meshes=2):
     stages = tuple(
         replace(
             stage,
-            first_device=8 * (i % num_meshes),
+            first_device=8 * mesh_of(schedule, num_meshes, i),
             forward_seconds=0.001,
             backward_seconds=0.002,
             layers=f"blocks.{i}",

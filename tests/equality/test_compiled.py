@@ -75,6 +75,14 @@ def test_statistics_of_batches(pool, tmp_path, plan):
         assert graphs
 
 
+def test_a_split_backward_runs_uncompiled_and_says_so(pool, tmp_path):
+    plan = {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"}
+    for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, plan, "aot_eager"):
+        assert graphs == 0
+        assert len(said) == 1
+        assert "InterleavedZeroBubble splits the backward" in said[0]
+
+
 def test_what_does_not_compile_runs_as_it_is_and_says_why(pool, tmp_path):
     for said, _ in compiled_runs(pool, tmp_path, "gpt", 2, PLANS["data"], "fails"):
         assert said

@@ -35,14 +35,14 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
             "one of 2, 3, 4,",
         ),
         (
-            {"num_stages": 2, "schedule": "Interleaved1F1B", "devices": 2},
-            "it puts 2 or 3 or 4 stages on each mesh, and all meshes are of one size",
+            {"num_stages": 2, "schedule": "ZBVZeroBubble", "devices": 2},
+            "it puts 2 stages on each mesh, and all meshes are of one size",
             "one of 4",
         ),
         ({"schedule": "Interleaved1F1B", "devices": 1}, "need at least 2 devices", "leave them out"),
         (
-            {"model": "gpt", "num_stages": 4, "num_microbatches": 1, "schedule": "Interleaved1F1B", "devices": 2},
-            "num_microbatches=1 cannot be met: Interleaved1F1B on 2 meshes needs at least as many",
+            {"model": "gpt", "num_stages": 4, "num_microbatches": 2, "schedule": "ZBVZeroBubble", "devices": 2},
+            "num_microbatches=2 cannot be met: ZBVZeroBubble on 2 meshes needs at least 3",
             "1F1B",
         ),
         (
@@ -98,7 +98,7 @@ def test_notes_say_what_comes_with_the_number_of_micro_batches():
 
 def test_a_schedule_of_many_stages_gets_as_many_layers():
     """Four ops are four layers where the schedule needs them, whatever the module's own parts."""
-    made = plan(devices=2, schedule="Interleaved1F1B", num_microbatches=4)
+    made = plan(devices=2, schedule="ZBVZeroBubble", num_microbatches=4)
     assert len(made.stages) == 4
 
 

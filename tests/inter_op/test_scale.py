@@ -24,7 +24,7 @@ from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, timeline, why_not
 
 ADAM = OptimizerInfo()
 PAIRS = (
@@ -101,10 +101,10 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
             seconds, per_step = ([float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once))
             if sizes[list(meshes)].sum() == D:
                 best = min(best, simulated("1F1B", seconds, per_step, count))
-            for v in (2, 4):
-                fits = p % v == 0 and len(set(meshes)) == 1
-                if fits and sizes[meshes[0]] * p == v * D and not why_not("Interleaved1F1B", p // v, count):
-                    best = min(best, simulated("Interleaved1F1B", seconds, per_step, count, v))
+            for name, v in product(("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)):
+                fits = v in SCHEDULES[name].stages_per_mesh and p % v == 0 and len(set(meshes)) == 1
+                if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
+                    best = min(best, simulated(name, seconds, per_step, count, v))
     assert bound <= best * (1 + 1e-9)
     assert bound >= best / 2, "it says something"
 

@@ -12,6 +12,7 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     actions,
     in_flight,
+    mesh_of,
     terms,
     timeline,
     why_not,
@@ -23,7 +24,7 @@ sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24))
 )
 
 # Those that torch has as well; a schedule of our own is held to the laws below.
-IN_TORCH = {"GPipe", "1F1B", "Interleaved1F1B"}
+IN_TORCH = {"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"}
 
 
 def torch_order(schedule: str, num_meshes: int, num_microbatches: int, v: int, rank: int) -> list[str]:
@@ -53,8 +54,8 @@ def test_orders_are_those_that_torch_executes(case):
         assert [f"{a.stage}{a.kind}{a.microbatch}" for a in order] == torch_order(
             schedule, num_meshes, num_microbatches, v, rank
         )
-        assert len(order) == num_microbatches * v * 2
-        assert {a.stage % num_meshes for a in order} == {rank}
+        assert len(order) == num_microbatches * v * (3 if "Zero" in schedule else 2)
+        assert {mesh_of(schedule, num_meshes, a.stage) for a in order} == {rank}
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,11 +63,12 @@ def test_orders_are_those_that_torch_executes(case):
 def test_what_is_alive_is_what_the_formulas_say(case):
     (schedule, v), num_meshes, num_microbatches = case
     timed = timeline(schedule, [1.0] * num_meshes * v, [2.0] * num_meshes * v, num_microbatches, num_meshes)
+    last = "W" if "Zero" in schedule else "B"
     for rank, promised in enumerate(in_flight(schedule, num_meshes, num_microbatches, v)):
         alive = most = 0
         for done in timed:
             if done.mesh == rank:
-                alive += (done.kind == "F") - (done.kind == "B")
+                alive += (done.kind == "F") - (done.kind == last)
                 most = max(most, alive)
         assert most == promised
         assert alive == 0

@@ -243,6 +243,7 @@ def test_submeshes_lie_inside_nodes_or_are_whole_nodes():
         {"num_stages": 4, "num_microbatches": 8, "schedule": "1F1B", "remat": True},
         {"num_microbatches": 4, "schedule": "GPipe", "num_stages": 2, "remat": False},
         {"schedule": "Interleaved1F1B", "num_microbatches": 8, "num_stages": 4},
+        {"schedule": "ZBVZeroBubble", "num_microbatches": 8, "num_stages": 4},
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def last_in_first_out(num_stages, num_microbatches, num_meshes):
 
 def overtaking(num_stages, num_microbatches, num_meshes):
     """Stage 0 sends 0, 1, 2 and stage 1 takes 2, 0, 1; backwards likewise."""
-    return order("0F0 0F1 0F2 0B0 0B2 0B1"), order("1F2 1F0 1B0 1F1 1B2 1B1")
+    return order("0F0 0F1 0F2 0I2 0B0 0W2 0B1"), order("1F2 1F0 1B0 1F1 1B1 1I2 1W2")
 
 
 def run_own(name, num_stages, num_microbatches):
@@ -57,8 +57,10 @@ def test_micro_batches_may_overtake_each_other(pool):
 BAD = {
     "lock up": (order("0F0 0B0 0F1 0B1"), order("1F1 1B1 1F0 1B0")),
     "backward first": (order("0F0 0B0 0F1 0B1"), order("1F0 1B0 1B1 1F1")),
+    "weights first": (order("0F0 0W0 0I0 0F1 0B1"), order("1F0 1B0 1F1 1B1")),
     "no backward": (order("0F0 0B0 0F1"), order("1F0 1B0 1F1 1B1")),
     "twice": (order("0F0 0B0 0F1 0B1 0F1"), order("1F0 1B0 1F1 1B1")),
+    "half": (order("0F0 0I0 0F1 0B1"), order("1F0 1B0 1F1 1B1")),
     "unknown": (order("0F0 0B0 0F1 0B1 0F9"), order("1F0 1B0 1F1 1B1")),
     "no action": (order("0X0"), order("1F0 1B0 1F1 1B1")),
     "elsewhere": (order("1F0 1B0 1F1 1B1"), order("0F0 0B0 0F1 0B1")),
@@ -66,8 +68,10 @@ BAD = {
 REASONS = {
     "lock up": "wait for each other: mesh 0 before 0B0, mesh 1 before 1F1",
     "backward first": "wait for each other: mesh 0 before 0B1, mesh 1 before 1B1",
+    "weights first": "wait for each other: mesh 0 before 0W0, mesh 1 before 1F1",
     "no backward": "does the backward of micro-batch 1 in stage 0 on mesh 0 0 times instead of 1",
     "twice": "does the forward of micro-batch 1 in stage 0 on mesh 0 2 times instead of 1",
+    "half": "does the weights' backward of micro-batch 0 in stage 0 on mesh 0 0 times instead of 1",
     "unknown": "does the forward of micro-batch 9 in stage 0 on mesh 0 1 times instead of 0",
     "no action": "on mesh 0, which is no action",
     "elsewhere": "in stage 0 on mesh 0 0 times instead of 1",
@@ -88,9 +92,10 @@ def test_orders_that_cannot_be_run_are_refused(case):
 def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
     for v in SCHEDULES[schedule].stages_per_mesh:
         for num_meshes in range(1, 5):
+            folded = [min(s, 2 * num_meshes - 1 - s) for s in range(2 * num_meshes)]
             looped = [s % num_meshes for s in range(v * num_meshes)]
             for count in range(1, 13):
                 if why_not(schedule, num_meshes, count) is None:
-                    orders = _orders(schedule, looped, count)
+                    orders = _orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
                     assert orders == actions(schedule, num_meshes, count, v)
                     _check_waiting(schedule, orders, num_meshes * v)

@@ -22,13 +22,19 @@ def looped(num_ranks, num_stages):
     return [((i % num_ranks,), (i,)) for i in range(num_stages)]
 
 
+V_SHAPE = [((0,), (0,)), ((1,), (1,)), ((1,), (2,)), ((0,), (3,))]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(
     ("schedule", "stages", "num_microbatches"),
     [
         ("Interleaved1F1B", looped(2, 4), 4),
+        ("LoopedBFS", looped(2, 4), 4),
+        ("InterleavedZeroBubble", looped(2, 4), 4),
+        ("ZBVZeroBubble", V_SHAPE, 4),
         ("interleaved1f1b", looped(3, 6), 6),
-        ("Interleaved1F1B", looped(3, 6), 3),
+        ("InterleavedZeroBubble", looped(3, 6), 3),
     ],
 )
 def test_several_stages_on_a_mesh(pool, schedule, stages, num_microbatches, tied):
@@ -71,6 +77,10 @@ def test_any_sharding_inside(pool, schedule, first, second):
     pool.run(4, run_case, stages, schedule, 4, 4, True)
 
 
-def test_several_stages_on_a_mesh_with_sharding_inside(pool):
-    stages = [((0, 1), (0,), "S0", (), "S0"), ((2,), (1,)), ((0, 1), (2,), "T"), ((2,), (3,))]
-    pool.run(3, run_case, stages, "Interleaved1F1B", 4, 4, True)
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_zero_bubble_with_sharding_inside(pool, schedule):
+    if schedule == "ZBVZeroBubble":
+        stages = [((0, 1), (0,), "S0", (), "S0"), ((2,), (1,)), ((2,), (2,)), ((0, 1), (3,), "S0", (), "S0")]
+    else:
+        stages = [((0, 1), (0,), "T"), ((2,), (1,)), ((0, 1), (2,), "T"), ((2,), (3,))]
+    pool.run(3, run_case, stages, schedule, 4, 4, True)

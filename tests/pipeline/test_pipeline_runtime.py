@@ -34,7 +34,10 @@ def folded(num_ranks):
 STAGES = {
     "GPipe": THREE,
     "1F1B": THREE,
+    "LoopedBFS": looped(2, 4),
     "Interleaved1F1B": looped(2, 4),
+    "InterleavedZeroBubble": looped(2, 4),
+    "ZBVZeroBubble": folded(2),
 }
 
 
@@ -259,7 +262,7 @@ def break_off_and_go_on(schedule):
     pipeline.close()
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_after_an_exception_the_next_step_is_right(pool, schedule):
     pool.run(len({stage.ranks for stage in STAGES[schedule]}), break_off_and_go_on, schedule)
 

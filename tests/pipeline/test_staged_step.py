@@ -213,8 +213,11 @@ def test_models_on_unequal_stages(pool, name, places, seed):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-def test_gpt_with_several_stages_on_a_mesh(pool, remat):
-    pool.run(3, run_model, "gpt", ((0, 1), (2,)) * 2, "Interleaved1F1B", 4, 0, remat)
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_gpt_under_every_schedule(pool, schedule, remat):
+    meshes = ((0, 1), (2,))
+    places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
+    pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -355,6 +358,7 @@ def test_layer_by_layer_less_is_saved_than_by_recomputing_a_stage_as_a_whole(poo
         (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
         (3, {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe"}),
         (4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+        (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else x["schedule"],
 )

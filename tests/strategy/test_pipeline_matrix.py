@@ -36,7 +36,9 @@ FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,
 def places_of(schedule, split):
     """Ranks per stage as the schedule lays them."""
     meshes = FLAT[split]
-    return meshes if SCHEDULES[schedule].has_one_stage_per_mesh else (*meshes, *meshes)
+    if len(SCHEDULES[schedule].stages_per_mesh) > 1:
+        return (*meshes, *meshes)
+    return (*meshes, *reversed(meshes)) if SCHEDULES[schedule].is_folded else meshes
 
 
 def run(model, kwargs, options, *arguments):
@@ -101,9 +103,9 @@ def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
         ("translator", "GPipe", "2+1+1", "tensor", "adamw", 1, True),
         ("resnet", "1F1B", "2+2", "data", "adamw", 1, True),
         ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, True),
-        ("gpt", "Interleaved1F1B", "1+3", "tensor", "adamw", 1, True),
-        ("llama", "Interleaved1F1B", "2+2", "zero3", "adamw", 2, False),
-        ("bert", "GPipe", "2+2", "tensor", "sgd", 1, False),
+        ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
+        ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
+        ("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False),
         ("gpt", "1F1B", "2+1+1", "tensor", "adamw", 1, "first"),
         ("frozen", "1F1B", "2+2", "data", "adamw", 1, False),
     ],
@@ -162,8 +164,8 @@ def test_the_whole_matrix(pool, plain, tmp_path, model, schedule, split, inside,
         ("1F1B", "2+1+1", "zero3", False),
         ("GPipe", "1+3", "zero2", True),
         ("Interleaved1F1B", "2+2", "tensor", False),
-        ("Interleaved1F1B", "1+3", "data", False),
-        ("Interleaved1F1B", "2+2", "zero3", True),
+        ("ZBVZeroBubble", "1+3", "data", False),
+        ("InterleavedZeroBubble", "2+2", "zero3", True),
     ],
 )
 @pytest.mark.parametrize("model", pipeline_models_crossing.CROSSING)

@@ -85,6 +85,7 @@ def test_three_ranks(pool, plain, tmp_path, model, num_stages):
         {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe", "parallel": "zero3"},
         {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe", "parallel": "zero2"},
         {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B", "parallel": "tensor", "remat": True},
+        {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble", "batch_scope": "global"},
         {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B", "batch_scope": "global"},
     ],
     ids=lambda o: o.get("parallel", o["schedule"]),
@@ -212,7 +213,7 @@ def test_one_stage_stays_unless_asked_otherwise():
     for options in ({}, {"num_stages": 1}, {"parallel": "data"}, {"logical_mesh": [2]}):
         plan = make_plan(module, rows, slow, PlanOptions.from_user(**options))
         assert (len(plan.stages), plan.num_microbatches) == (1, 1)
-    for asked in ({"remat": True}, {"remat": True, "num_stages": 4, "schedule": "Interleaved1F1B"}):
+    for asked in ({"remat": True}, {"remat": True, "num_stages": 4, "schedule": "ZBVZeroBubble"}):
         plan = make_plan(module, rows, slow, PlanOptions.from_user(**asked))
         assert all(stage.remat for stage in plan.stages)
 

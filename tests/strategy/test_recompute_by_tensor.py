@@ -75,9 +75,9 @@ def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parall
         (1, {"num_stages": 1}),
         (2, {"parallel": "zero3", "num_stages": 1}),
         (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
-        (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+        (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     ],
-    ids=["one", "zero3", "1F1B", "interleaved"],
+    ids=["one", "zero3", "1F1B", "zero bubble"],
 )
 def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
