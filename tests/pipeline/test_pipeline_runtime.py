@@ -67,7 +67,7 @@ def executed(schedule, num_microbatches):
         return noting
 
     for stage, worker in pipeline._workers.items():
-        for kind, name in {"F": "forward", "B": "backward"}.items():
+        for kind, name in {"F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights"}.items():
             setattr(worker, name, noted(f"{stage}{kind}", getattr(worker, name)))
     pipeline.step(rank_rows(global_batch()))
     pipeline.close()
