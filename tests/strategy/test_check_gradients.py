@@ -174,5 +174,5 @@ def test_a_loss_alone_is_named() -> None:
 
 
 def test_it_is_on_or_off() -> None:
-    with pytest.raises(OptionError, match="check_gradients=2 cannot be"):
+    with pytest.raises(OptionError, match="check_gradients=2 is neither true nor false"):
         AlpaStrategy(check_gradients=2)  # type: ignore[arg-type]
