@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
+    from alpa_strategy.planner.early_step import TrainerSettings
     from alpa_strategy.recipe import Recipe
 
 EXIT_USER_ERROR = 2
@@ -185,7 +186,7 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
-    optimizer = optimizer_info_of(model)
+    optimizer = optimizer_info_of(model, _trainer_settings(recipe))
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
     choose = None
     if arguments.search:
@@ -295,6 +296,18 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     if "accumulate_grad_batches" in recipe.trainer:
         given["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
     return PlanOptions.from_user(**given)
+
+
+def _trainer_settings(recipe: Recipe) -> TrainerSettings:
+    """What of the recipe's Trainer decides whether parameters may be updated within the backward."""
+    from alpa_strategy.planner.early_step import TrainerSettings
+    from alpa_strategy.recipe import build_callbacks
+
+    return TrainerSettings(
+        clips=bool(recipe.trainer.get("gradient_clip_val")),
+        scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
+        callbacks=tuple(build_callbacks(recipe)),
+    )
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:

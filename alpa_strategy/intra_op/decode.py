@@ -11,6 +11,7 @@ from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.options import (
     REDUCTIONS,
     bucketed_seconds,
+    is_complete_at_once,
     is_gather,
     local_bytes,
     step_collectives_of,
@@ -20,10 +21,11 @@ from alpa_strategy.intra_op.recompute import recomputed
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import OptimizerInfo, waiting_limit
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
+OPTIMIZER_TEMPORARIES = 2  # Adam's denominator, before and after it is scaled
 
 
 def decode(
@@ -56,6 +58,7 @@ def decode(
         predicted=predict(intra, assignment, costs, optimizer),
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
+        steps_in_backward=intra.steps_in_backward,
         recomputed=recomputed(intra, assignment),
     )
 
@@ -187,7 +190,26 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
         ),
         default=0,
     )
-    return largest_op + 2 * largest_gather
+    return largest_op + 2 * largest_gather + stepping_bytes(intra, assignment)
+
+
+def stepping_bytes(intra: IntraOp, assignment: Sequence[int]) -> int:
+    """Where parameters are updated within the backward: gradients that wait for it, and the optimizer's temporaries.
+
+    A bucket of gradients is closed by the one that fills it; while a parameter is updated, up to
+    `OPTIMIZER_TEMPORARIES` tensors of its size are alive.
+    """
+    if not intra.steps_in_backward:
+        return 0
+    origin = (0,) * len(intra.mesh.shape)
+    sizes = [0]
+    for parameter, options, choice in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
+        plan = options.plans[choice]
+        if parameter.meta.requires_grad and is_complete_at_once(plan):
+            shape = plan.layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin)
+            sizes.append(parameter.meta.with_shape(shape).num_bytes)
+    # One gradient more than the limit may wait: the one that reaches it.
+    return min(sum(sizes), waiting_limit(sum(sizes)) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
 
 
 def _saved_values(intra: IntraOp) -> set[int]:

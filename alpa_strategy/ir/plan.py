@@ -265,6 +265,7 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "remat": stage.remat,
         "remat_cuts": list(stage.remat_cuts),
         "recomputed": list(stage.recomputed),
+        "steps_in_backward": stage.steps_in_backward,
         "derives_again": stage.derives_again,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
@@ -303,6 +304,7 @@ def _stage_from_data(fields: _Fields) -> StagePlan:
         sent=_boundary_from_data(fields, "sent", len(mesh)),
         **{n: fields.amount(n, float, 0.0) for n in ("forward_seconds", "backward_seconds", "boundary_seconds")},
         layers=fields.get("layers", str, ""),
+        steps_in_backward=fields.get("steps_in_backward", bool, False),
         derives_again=fields.get("derives_again", bool),
     )
 

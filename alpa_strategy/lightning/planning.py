@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -33,6 +33,7 @@ from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import replan, replan_fingerprint
@@ -204,6 +205,7 @@ def find_or_make_plan(
         stage = running.stages[0]
         pinned = stage.parameter_plans
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
+        optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
         work = functools.partial(_plan_on_rank_zero, step, job, cluster, options, optimizer, pinned, resumed)
     return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
 
@@ -220,10 +222,15 @@ def _following_plan(step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: 
     return _stored(wanted, step, job, make)
 
 
-def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
-    """The stored plan of this fingerprint, or a new one that is stored."""
+def _stored(
+    wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None
+) -> Plan:
+    """The stored plan of this fingerprint (or of that which a plan has when no usual one fits), or a new one that is
+    stored."""
     store = PlanStore(job.plan_folder)
     plan = store.find(wanted)
+    if plan is None and otherwise is not None:
+        plan = store.find(otherwise)
     why = store.explain(wanted) if plan is None else ""
     if plan is not None:
         try:
@@ -253,7 +260,9 @@ def _plan_on_rank_zero(
 ) -> Plan:
     task = PlanTask(step, cluster, options, optimizer, progress=job.progress)
     wanted = task.fingerprint
-    if resumed is not None and _differs_in_shape(resumed, wanted):
+    against = against_early_step(step, optimizer, options)
+    early = replace(task, optimizer=replace(optimizer, steps_in_backward=True)).fingerprint
+    if resumed is not None and _differs_in_shape(resumed, [wanted] if against is not None else [wanted, early]):
         plan = Plan.from_dict(resumed)
         # Its devices alone: the rest is replanned, and checked, around it.
         check_devices(plan.stages, job.num_nodes * job.devices_per_node)
@@ -262,6 +271,12 @@ def _plan_on_rank_zero(
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_computes(plan, step, job)
+        if plan.stages[0].steps_in_backward and against is not None:
+            raise PlanError(
+                f"the plan {job.plan_file} updates parameters within the backward, which cannot be here: {against}",
+                "leave out what needs all gradients together (clipping, accumulation, a gradient scaler, hooks that "
+                "look at gradients), or make another plan",
+            )
         return plan
 
     def make() -> Plan:
@@ -285,18 +300,20 @@ def _plan_on_rank_zero(
             second = choose_plan(replace(priced, options=roomy), None, stage_costs)
             if second.predicted.step_seconds <= PAGE_FAULTS * plan.predicted.step_seconds:
                 note = "planned for half of the limit, so that freed memory can be kept: page faults cost more"
-                return replace(second, fingerprint=wanted, notes=(*second.notes, note))
+                fingerprint = early if second.stages[0].steps_in_backward else wanted
+                return replace(second, fingerprint=fingerprint, notes=(*second.notes, note))
         return plan
 
-    return _stored(wanted, step, job, make)
+    return _stored(wanted, step, job, make, early if against is None else None)
 
 
-def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
+def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
     """Whether a plan (as data) was made for batches of another shape, and for all else that is wanted."""
     prints = plan.get("fingerprint") if isinstance(plan, Mapping) else None
     if not isinstance(prints, Mapping) or set(prints) != set(Fingerprint.__dataclass_fields__):
         return False
-    return {"batch"} <= set(Fingerprint(**prints).differences(wanted)) <= {"batch", "graph"}
+    made_for = Fingerprint(**prints)
+    return any({"batch"} <= set(made_for.differences(each)) <= {"batch", "graph"} for each in wanted)
 
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:

@@ -52,7 +52,8 @@ from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
-from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.planner.early_step import TrainerSettings
+from alpa_strategy.planner.optimizer_info import optimizer_info_in
 from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.host_memory import tuned_for
 
@@ -80,7 +81,7 @@ def start_training(
         resumed: as for `prepare`.
     """
     seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
-    info = inspect_optimizer(optimizers)
+    info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
     prepared = prepare(module, batch, batch_idx, job, info, rank_zero, resumed)
     limit = job.options.usable_bytes(prepared.cluster.device.memory_bytes)
     with tuned_for(prepared.plan, limit, job.device), sharding(module) as whole:
@@ -130,11 +131,13 @@ class Run(PlacedModule):
                 module,
                 step.parameters,
                 self.plan,
+                optimizers[0],
                 job.device,
                 self._cluster,
                 seed,
                 self._loss_scale,
                 job.backend,
+                job.limits.bucket_bytes,
                 job.compile,
             )
             check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)

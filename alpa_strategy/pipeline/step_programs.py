@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -39,6 +40,7 @@ from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_mesh
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.stage_worker import StageParameters
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.strategies import is_random
 
 Values = dict[int, Tensor]
@@ -93,6 +95,7 @@ class PlacedPlan:
     Args:
         module: holds whole parameters until `store` is sharded; the Parameter objects stay.
         parameters: of the step that was planned.
+        optimizer: updates parameters within the backward, where the plan has it so.
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
     """
@@ -102,11 +105,13 @@ class PlacedPlan:
         module: nn.Module,
         parameters: Sequence[ParameterInput],
         plan: Plan,
+        optimizer: Optimizer,
         device: torch.device,
         cluster: ClusterSpec,
         seed: int,
         loss_scale: Callable[[], float],
         backend: str,
+        bucket_bytes: int,
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         self._module, self._plan = module, plan
@@ -123,10 +128,11 @@ class PlacedPlan:
         )
         job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(),), backend=backend)
         assert job_mesh is not None
+        stepping = StepInBackward(optimizer, bucket_bytes) if stages[0].steps_in_backward else None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
             held = {name for stage in stages for name in stage.parameter_plans}
             parameters = [given for given in parameters if not held.isdisjoint(given.names)]
-        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh)
+        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
         self._here = _Here(module, self.store, self.random, loss_scale)
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:

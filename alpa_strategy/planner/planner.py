@@ -23,6 +23,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.early_step import against_early_step, with_reason
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.search import microbatch_counts, plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
@@ -48,7 +49,8 @@ def make_plan(
 
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
-        optimizer: taken from `module.configure_optimizers()` when None.
+        optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
+            gradient scaler (`optimizer_info_of` takes those into account).
         context: what surrounds the step, such as autocast (see `capture_step`).
         store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
         costs: a cost model of your own, as `options.costs`.
@@ -79,7 +81,7 @@ def choose_plan(
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
     micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
     faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
-    can.
+    can. Where neither fits and the optimizer allows it, one stage whose parameters are updated within the backward.
 
     Args:
         pinned: as for `plan_one_stage`; then there is one stage.
@@ -121,11 +123,14 @@ def _asked_for(task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
             "num_stages and schedule need at least 2 devices",
             "leave them out; num_microbatches and remat are for one device, too",
         )
-    return plan_pipeline(of_stages())
+    try:
+        return plan_pipeline(of_stages())
+    except DoesNotFitError as error:
+        raise with_reason(error, against_early_step(task.step, task.optimizer, options)) from error
 
 
 def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:
-    """A pipeline, or one stage that makes whole spans again in the backward; `error` where none fits."""
+    """A pipeline, or one stage that updates parameters within the backward; `error`, with a reason, where none fits."""
     if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
             return plan_pipeline(of_stages())
@@ -135,7 +140,13 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
         alone = replace(task.options, num_stages=1, num_microbatches=1)
         with suppress(PlanError):
             return replace(plan_pipeline(replace(of_stages(), options=alone)), fingerprint=task.fingerprint)
-    raise error
+    against = against_early_step(task.step, task.optimizer, task.options)
+    if against is None:
+        early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True))
+        note = "parameters are updated within the backward: all gradients at once would not fit"
+        with suppress(PlanError):
+            return _with_note(plan_one_stage(early), note)
+    raise with_reason(error, against) from error
 
 
 def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:

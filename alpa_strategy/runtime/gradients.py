@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.comm.mesh import (
@@ -46,10 +46,17 @@ class GradientReducer:
         mesh: the mesh of the stage.
         parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
+        is_used_up: whether the optimizer has used this backward's gradient of a parameter already.
     """
 
-    def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
-        self._mesh, self._scale = mesh, 1.0
+    def __init__(
+        self,
+        mesh: MeshComm,
+        parameters: Sequence[ShardedParameter],
+        bucket_bytes: int,
+        is_used_up: Callable[[nn.Parameter], bool] = lambda _: False,
+    ) -> None:
+        self._mesh, self._is_used_up, self._scale = mesh, is_used_up, 1.0
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
@@ -95,7 +102,7 @@ class GradientReducer:
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
-        new = [each for each in self._unused if each.has_gradient]
+        new = [each for each in self._unused if self._has_gradient(each)]
         if new:  # all devices run the same step: they all see this
             self._unused = [each for each in self._unused if each not in new]
             self._build(new)
@@ -103,9 +110,15 @@ class GradientReducer:
             bucket.start()
         _run(self._buckets)
         for each in self._rest:
+            if self._is_used_up(each.parameter):
+                continue
             if each.has_gradient or each.name in self._only_somewhere:
                 each.put_gradient(each.to_use.gradients(each.take_gradient()))
         self.reset()
+
+    def _has_gradient(self, each: ShardedParameter) -> bool:
+        """Whether there is one now, or was and is used up."""
+        return each.has_gradient or self._is_used_up(each.parameter)
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and take the first device's order for all."""
@@ -116,7 +129,7 @@ class GradientReducer:
         seen = {name: i for i, name in enumerate(self._seen)}
         used, order = [], []
         for i, each in enumerate(self._parameters):
-            used.append(int(each.has_gradient))
+            used.append(int(self._has_gradient(each)))
             order.append(seen.get(each.name, last + i))
         is_first = not any(self._mesh.coordinate)
         table = [used, [1 - here for here in used], order if is_first else [-1] * len(order)]

@@ -10,6 +10,7 @@ from alpa_strategy.planner.optimizer_info import (
     experiment,
     inspect_optimizer,
     optimizer_info_of,
+    steps_parameter_by_parameter,
 )
 
 
@@ -103,7 +104,7 @@ def test_several_optimizers_are_one_clear_error() -> None:
 def test_info_of_a_module_without_a_trainer() -> None:
     from models import MLP
 
-    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD")
+    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD", against_early_step=None)
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
     assert optimizer_info_of(model) == OptimizerInfo()
@@ -119,3 +120,35 @@ def test_whether_parameters_are_updated_one_by_one(kind: type, expected: bool) -
 def test_state_bytes_follow_the_dtype_of_the_parameters(dtype: torch.dtype, state_bytes: float) -> None:
     parameters = [torch.nn.Parameter(torch.ones(4, 6, dtype=dtype))]
     assert inspect_optimizer(torch.optim.AdamW(parameters)).state_bytes == state_bytes
+
+
+class Counting(torch.optim.Optimizer):
+    """Element-wise, with a rate that falls with every call of `step`."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] / self.num_steps * p.grad
+
+
+@pytest.mark.parametrize("kind", _ELEMENT_WISE, ids=lambda k: k.__name__)
+def test_known_element_wise_optimizers_may_step_parameter_by_parameter(kind: type) -> None:
+    assert steps_parameter_by_parameter(kind(parameter(), lr=0.1))
+
+
+def test_an_optimizer_that_counts_its_steps_may_not_step_parameter_by_parameter() -> None:
+    assert inspect_optimizer(Counting(parameter(), lr=0.1)).element_wise
+    assert not steps_parameter_by_parameter(Counting(parameter(), lr=0.1))
+    hooked = torch.optim.SGD(parameter(), lr=0.1)
+    hooked.register_step_post_hook(lambda *unused: None)
+    assert not steps_parameter_by_parameter(hooked)
