@@ -149,10 +149,11 @@ def _baselines(plan: Plan) -> Text:
 
 
 def _bar(parts: Mapping[str, float]) -> Text:
-    total = sum(parts.values())
+    largest = max(parts.values())  # in its units no sum overflows, whatever a file says
+    total = sum(seconds / largest for seconds in parts.values())
     bar, done, drawn = Text(), 0.0, 0
     for name, seconds in parts.items():
-        done += seconds
+        done += seconds / largest
         end = round(BAR_WIDTH * done / total)  # of the sum so far: rounding each part would not fill the bar
         bar.append("━" * (end - drawn), style=PART_STYLES[name])
         drawn = end

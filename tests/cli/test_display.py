@@ -95,6 +95,13 @@ def test_equal_stages_are_listed_once():
     assert text.count("embed.weight") == 2
 
 
+def test_table_of_seconds_near_the_largest_number():
+    """Found by scripts/fuzz.py: their sums overflow."""
+    plan = gpt_plan()
+    plan = replace(plan, predicted=replace(plan.predicted, compute_seconds=1e308, communication_seconds=1e308))
+    assert "communication" in as_text(plan_table(plan))
+
+
 def test_table_says_how_long_the_busiest_stage_waits():
     plan = gpt_plan(num_stages=2)
     plan = replace(plan, predicted=replace(plan.predicted, step_seconds=1.2))
