@@ -20,7 +20,14 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.bound import step_bound
-from alpa_strategy.inter_op.candidates import TOLERANCE, Candidate, runtime_seconds, simulated_seconds, solve_schedules
+from alpa_strategy.inter_op.candidates import (
+    EVERY_SIZE,
+    TOLERANCE,
+    Candidate,
+    runtime_seconds,
+    simulated_seconds,
+    solve_schedules,
+)
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import (
     check_pins,
@@ -313,7 +320,10 @@ class _Search:
             self.failures.append((f"{count} micro-batches", _no_stages(job, ceiling)))
             self.last_job = job if ceiling == math.inf else None
             return Look()
-        return Look(found[0].seconds, frozenset(found[0].submesh_of))
+        # One stage of all devices may be the best with fewer micro-batches, and is soon priced up to some size.
+        D = self.task.cluster.num_devices
+        whole = {i for i, mesh in enumerate(self.meshes) if math.prod(mesh) == D <= EVERY_SIZE and not self.several}
+        return Look(found[0].seconds, frozenset(found[0].submesh_of) | whole)
 
     def explain(self) -> None:
         """Add to `failures` the layer that needs the most memory, where nothing fitted into it."""
