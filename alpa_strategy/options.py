@@ -261,16 +261,18 @@ def _number_in(low: float, high: float) -> Callable[[str, object], float]:
     return check
 
 
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name}={value!r} cannot be", "give a whole number of at least 1")
-    return value
+def _whole_from(low: int, fix: str) -> Callable[[str, object], int]:
+    def check(name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise OptionError(f"{name}={value!r} cannot be", fix)
+        return value
+
+    return check
 
 
 def _maybe_count(name: str, value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise OptionError(f"{name}={value!r} cannot be", "give a whole number from 1, or None to have it solved")
-    return value
+    fix = "give a whole number from 1, or None to have it solved"
+    return None if value is None else _whole_from(1, fix)(name, value)
 
 
 def _stages(name: str, value: object) -> tuple[str, ...]:
@@ -336,12 +338,6 @@ def _name_in(known: tuple[str, ...]) -> Callable[[str, object], str]:
     return check
 
 
-def _steps(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OptionError(f"{name}={value!r} cannot be", "give a number of steps; 0: no checks")
-    return value
-
-
 def _one_of(names: Sequence[str]) -> str:
     return "one of " + ", ".join(names)
 
@@ -359,7 +355,7 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "memory_fraction": _number_in(0.0, 1.0),
     "batch_scope": _name_in(BATCH_SCOPES),
     "solver_seconds": _number_in(0.0, float("inf")),
-    "accumulate_grad_batches": _count,
+    "accumulate_grad_batches": _whole_from(1, "give a whole number of at least 1"),
     "baselines": _bool,
     "num_microbatches": _maybe_count,
     "schedule": _schedule,
@@ -423,6 +419,6 @@ _LIMITS: dict[str, Callable[[str, object], Any]] = {
     "collective_timeout_seconds": _number_in(0.0, float("inf")),
     "bucket_bytes": lambda name, value: int(_number_in(0.0, 1e18)(name, value)),
     "capture": _name_in(CAPTURES),
-    "check_replicas_every": _steps,
+    "check_replicas_every": _whole_from(0, "give a number of steps; 0: no checks"),
     "check_gradients": _bool,
 }

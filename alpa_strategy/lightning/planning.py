@@ -294,17 +294,24 @@ def _plan_on_rank_zero(
         plan = choose_plan(priced, pinned, stage_costs)
         if job.device.type != "cpu" or pinned is not None or not is_tight(plan, task.memory_limit):
             return plan
-        # Its freed memory would go back to the system at every step: many page faults, which no plan prices.
-        roomy = replace(options, memory_limit=TIGHT * task.memory_limit)
-        with suppress(PlanError):
-            second = choose_plan(replace(priced, options=roomy), None, stage_costs)
-            if second.predicted.step_seconds <= PAGE_FAULTS * plan.predicted.step_seconds:
-                note = "planned for half of the limit, so that freed memory can be kept: page faults cost more"
-                fingerprint = early if second.stages[0].steps_in_backward else wanted
-                return replace(second, fingerprint=fingerprint, notes=(*second.notes, note))
-        return plan
+        roomy = _with_room(priced, stage_costs, plan) or plan
+        return replace(roomy, fingerprint=early if roomy.stages[0].steps_in_backward else wanted)
 
     return _stored(wanted, step, job, make, early if against is None else None)
+
+
+def _with_room(task: PlanTask, stage_costs: Callable[[], OpCosts], plan: Plan) -> Plan | None:
+    """A plan for half of the limit, of which freed host memory can be kept; None where `plan`, a tight one, is better.
+
+    A tight plan's freed memory goes back to the system at every step: many page faults, which no plan prices.
+    """
+    half = replace(task.options, memory_limit=TIGHT * task.memory_limit)
+    with suppress(PlanError):
+        second = choose_plan(replace(task, options=half), None, stage_costs)
+        if second.predicted.step_seconds <= PAGE_FAULTS * plan.predicted.step_seconds:
+            note = "planned for half of the limit, so that freed memory can be kept: page faults cost more"
+            return replace(second, notes=(*second.notes, note))
+    return None
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
