@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Random plans in real trainings: models x meshes x pins x schedules x micro-batches on 2 to 4 ranks.
+"""Random plans in real trainings: models x meshes x pins x schedules x micro-batches x device orders on 2 to 4 ranks.
 
 Each case draws what a user may ask for and trains two steps in fp64. Losses, gradients, metrics and weights equal one
 process's to 1e-9, or the options are refused with one clear error. The seed is printed; without one it is the date.
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from plan_runs import BATCH_NORM, SAMPLES, Case, Outcome, PlanRuns
 from worker_pool import WorkerPool
 
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.schedules import SCHEDULES
 
 MODELS: dict[str, list[dict[str, Any]]] = {
@@ -77,6 +79,9 @@ def random_case(rng: random.Random, name: str) -> Case:
     elif rng.random() < 0.3:
         options["num_stages"], options["num_microbatches"] = 1, rng.choice(counts)
         options["remat"] = rng.choice([None, True])
+    if rng.random() < 0.3:  # devices in an order of their own
+        order = tuple(rng.sample(range(world), world))
+        options["cluster"] = replace(ClusterSpec.load("pcie_8gpu").with_nodes(1, world), order=order)
     kwargs = {**rng.choice(MODELS[model]), "optimizer": rng.choice(["sgd", "sgd", "adamw"])}
     options = {key: value for key, value in options.items() if value is not None}
     accumulate = 1 if model in BATCH_NORM else rng.choice([1, 1, 2])  # one process's parts are micro-batches there
@@ -112,7 +117,9 @@ def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
 
     def said(case: Case, outcome: Outcome) -> None:
         counts[outcome.kind] += 1
-        what = f"{case.name}: {case.model} on {case.world} ranks, {case.options}"
+        cluster = case.options.get("cluster")
+        shown = {**case.options, "cluster": f"order {list(cluster.order)}"} if cluster else case.options
+        what = f"{case.name}: {case.model} on {case.world} ranks, {shown}"
         if outcome.kind == "bad":
             print(f"BAD {what} {case.kwargs} clip {case.clip} accumulate {case.accumulate}\n{outcome.text}", flush=True)
         elif outcome.kind == "refused":

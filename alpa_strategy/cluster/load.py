@@ -106,6 +106,13 @@ class Fields:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return value
 
+    def choice(self, key: str, known: tuple[str, ...]) -> str:
+        """One of some words."""
+        value = self.text(key, f"one of {', '.join(known)}")
+        if value not in known:
+            raise self._error(self.prefix + key, f"is {value!r}", f"write one of {', '.join(known)}")
+        return value
+
     def number(self, key: str, expected: str, *, zero: bool = False, maximum: float = math.inf) -> float:
         """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
         value = self.value(key, expected)

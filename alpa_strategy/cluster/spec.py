@@ -19,9 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
+from alpa_strategy.cluster.topology import Level, Order, Topology, read_levels, read_links
 from alpa_strategy.errors import ClusterError
 
+ORDERS = ("searched", "numbered")
+_ORDER = "write searched, numbered, or a list of all ranks"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
 
@@ -81,6 +86,7 @@ class MeshAxis:
     """One axis of a logical mesh: its size and what collectives cost on it.
 
     `ring`, `tree`: seconds that the further devices of a ring and levels of a tree add to the link's latency.
+    `exchange`: bytes/s of all-to-alls where it is not the link's (devices with links of their own).
     """
 
     size: int
@@ -89,6 +95,7 @@ class MeshAxis:
     tables: tuple[CommTable, ...] = ()
     ring: float = 0.0
     tree: float = 0.0
+    exchange: float = 0.0
 
     def seconds(self, kind: str, num_bytes: float) -> float:
         """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
@@ -102,7 +109,8 @@ class MeshAxis:
             if table.kind == kind and table.points:
                 return interpolate_seconds(table.points, num_bytes)
         hops = {"all_reduce": min(self.tree, 2 * self.ring), "p2p": 0.0}.get(kind, self.ring)
-        return self.link.latency + hops + volume_factor(kind, self.size) * num_bytes / self.link.bandwidth
+        bandwidth = self.exchange if kind == "all_to_all" and self.exchange else self.link.bandwidth
+        return self.link.latency + hops + volume_factor(kind, self.size) * num_bytes / bandwidth
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,9 @@ class ClusterSpec:
 
     overlap: share of the communication beside which devices compute (gradients reduced in buckets) that costs no time;
     0 where collectives take the devices' own cores, or it is not known.
+    links: bytes/s between each two devices of a node that have a link of their own; `intra_node` is then what the
+    others have. levels: blocks of devices or nodes that share a way out.
+    order: of devices in meshes: `searched`, `numbered`, or their ranks.
     """
 
     name: str
@@ -138,6 +149,9 @@ class ClusterSpec:
     tables: tuple[CommTable, ...] = ()
     measured: bool = False
     overlap: float = 0.0
+    links: tuple[tuple[float, ...], ...] = ()
+    levels: tuple[Level, ...] = ()
+    order: str | Order = "searched"
 
     @property
     def num_devices(self) -> int:
@@ -175,7 +189,10 @@ class ClusterSpec:
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
             overlap=fields.number("overlap", "a share, 0 to 1", zero=True, maximum=1.0) if "overlap" in fields else 0.0,
-        )
+            links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
+            levels=read_levels(fields),
+            order=_read_order(fields) if "order" in fields else ORDERS[0],
+        )._checked()
 
     def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
         """The same kind of cluster with other counts. Measured tables stay only where they still describe it."""
@@ -186,7 +203,69 @@ class ClusterSpec:
             return self
         keep = per_node == self.devices_per_node and num_nodes <= self.num_nodes
         tables = tuple(t for t in self.tables if t.size * t.stride <= num_nodes * per_node) if keep else ()
-        return replace(self, num_nodes=num_nodes, devices_per_node=per_node, tables=tables)
+        return replace(self, num_nodes=num_nodes, devices_per_node=per_node, tables=tables)._checked()
+
+    def _checked(self) -> ClusterSpec:
+        if not self.is_uniform:
+            _ = self._topology  # ClusterError where links or levels do not cover its devices
+        if not isinstance(self.order, str) and sorted(self.order) != list(range(self.num_devices)):
+            raise ClusterError(f"order does not list the ranks 0 to {self.num_devices - 1}, each once", _ORDER)
+        return self
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices of a node are alike, and all nodes."""
+        return not self.links and not self.levels
+
+    @cached_property
+    def _topology(self) -> Topology:
+        inside, node = ((link.latency, link.bandwidth) for link in (self.intra_node, self.inter_node))
+        return Topology(self.num_nodes, self.devices_per_node, inside, node, self.links, self.levels)
+
+    @cached_property
+    def _order(self) -> Order:
+        return tuple(range(self.num_devices)) if isinstance(self.order, str) else self.order
+
+    def ranks_of(self, first: int, count: int) -> Order:
+        """Global ranks of the mesh of `count` devices from place `first` on; (): those from `first` on."""
+        ranks = self._order[first : first + count]
+        return () if ranks == tuple(range(first, first + count)) else ranks
+
+    def in_order(self, ranks: Order) -> ClusterSpec:
+        """The cluster with its devices in an order that is given."""
+        if self.is_uniform and ranks == tuple(range(self.num_devices)):
+            return self
+        return replace(self, order=ranks)
+
+    def orders(self) -> list[ClusterSpec]:
+        """The cluster in every order of its devices that some mesh is better off in than in the others.
+
+        One where its links do not differ, or its order is given. Orders are left out whose every mesh has in another
+        order links that are as good on each axis: no plan is faster in them.
+        """
+        if self.is_uniform or self.order != "searched":
+            return [self]
+        kept: list[tuple[ClusterSpec, _Offers]] = []
+        for order in self._topology.orders():
+            found = replace(self, order=order)
+            offers = found._offers()
+            if not any(_as_good(offers, other) for _, other in kept):
+                kept = [(c, other) for c, other in kept if not _as_good(other, offers)] + [(found, offers)]
+        return [found for found, _ in kept]
+
+    def _offers(self) -> _Offers:
+        """What the meshes of each submesh size have: per logical shape its axes' sizes and rates, smallest first."""
+        inside = [(1, n) for n in range(2, self.devices_per_node + 1) if self.devices_per_node % n == 0]
+        beyond = [(n, self.devices_per_node) for n in range(2, self.num_nodes + 1) if self.num_nodes % n == 0]
+        return {
+            submesh: [
+                sorted(
+                    (a.size, a.link.bandwidth, -a.link.latency, a.exchange) for a in self.logical_mesh(s, submesh).axes
+                )
+                for s in self.logical_shapes(submesh)
+            ]
+            for submesh in inside + beyond
+        }
 
     def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
         """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).
@@ -202,6 +281,8 @@ class ClusterSpec:
                 f"logical mesh {shape} does not have the {num_nodes * per_node} devices of {num_nodes} x {per_node}",
                 f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
             )
+        if not self.is_uniform:
+            return self._laid_out(shape, num_nodes * per_node)
         contiguous = num_nodes == 1 or per_node == self.devices_per_node
         axes = []
         for size, stride in zip(shape, strides(shape), strict=True):
@@ -215,6 +296,27 @@ class ClusterSpec:
             found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
             axes.append(MeshAxis(size, stride, link, found, *self._hops(size, together if groups else size)))
         return LogicalMesh(shape, tuple(axes), self.overlap)
+
+    @cached_property
+    def _meshes(self) -> dict[tuple[tuple[int, ...], int], LogicalMesh]:
+        return {}
+
+    def _laid_out(self, shape: tuple[int, ...], size: int) -> LogicalMesh:
+        """A logical mesh whose costs are the worst of those at its possible places, blocks of its size."""
+        if (shape, size) not in self._meshes:
+            axes = []
+            for axis, count in enumerate(shape):
+                ways = []
+                for first in range(0, self.num_devices - size + 1, size):
+                    grid = np.array(self._order[first : first + size]).reshape(shape)
+                    lines = np.moveaxis(grid, axis, -1).reshape(-1, count).tolist()
+                    ways.append(self._topology.way(tuple(map(tuple, lines))))
+                link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
+                hops = self._hops(count, min(way.together for way in ways))
+                exchange = float(min(way.exchange for way in ways))
+                axes.append(MeshAxis(count, strides(shape)[axis], link, (), *hops, exchange))
+            self._meshes[shape, size] = LogicalMesh(shape, tuple(axes), self.overlap)
+        return self._meshes[shape, size]
 
     def _hops(self, size: int, together: int) -> tuple[float, float]:
         """(ring, tree) of `MeshAxis` for groups of `size` devices, of which `together` lie in a node."""
@@ -258,7 +360,8 @@ class ClusterSpec:
                 **({"efficiencies": efficiencies} if efficiencies else {}),
                 **({"compute_units": device.compute_units} if device.compute_units else {}),
             },
-            "intra_node": _link_data(self.intra_node),
+            "intra_node": _link_data(self.intra_node)
+            | ({"links": [list(row) for row in self.links]} if self.links else {}),
             "inter_node": _link_data(self.inter_node),
             "tables": [
                 {"kind": t.kind, "size": t.size, "stride": t.stride, "points": [list(p) for p in t.points]}
@@ -266,6 +369,12 @@ class ClusterSpec:
             ],
             "measured": self.measured,
             **({"overlap": self.overlap} if self.overlap else {}),
+            **({"levels": [level.to_dict() for level in self.levels]} if self.levels else {}),
+            **(
+                {"order": self.order if isinstance(self.order, str) else list(self.order)}
+                if self.order != ORDERS[0]
+                else {}
+            ),
         }
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
@@ -289,6 +398,8 @@ CLUSTER_FIELDS = (
     "tables",
     "measured",
     "overlap",
+    "levels",
+    "order",
 )
 DEVICE_FIELDS = (
     "name",
@@ -301,6 +412,8 @@ DEVICE_FIELDS = (
     "efficiencies",
     "compute_units",
 )
+LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
+_LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
@@ -349,10 +462,17 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
     return tuple(found)
 
 
+def _read_order(fields: Fields) -> str | Order:
+    order = fields.value("order", _ORDER)
+    if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):
+        return tuple(order)
+    return fields.choice("order", ORDERS)
+
+
 def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:
     if nominal is not None and key not in fields:
         return nominal
-    link = fields.section(key, ("latency", "bandwidth", "hop"), "a section with latency (s) and bandwidth (bytes/s)")
+    link = fields.section(key, LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3], _LINK)
     return Link(
         latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
         bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),
@@ -381,6 +501,28 @@ def _read_table(data: Any, source: str, index: int) -> CommTable:
         size=fields.integer("size", "devices in the group"),
         stride=fields.integer("stride", "distance between neighbouring ranks of the group"),
         points=tuple((int(size), float(seconds)) for size, seconds in pairs),
+    )
+
+
+# --- Orders of devices.
+
+
+_Offers = dict[tuple[int, int], list[list[tuple[int, float, float, float]]]]
+
+
+def _as_good(offers: _Offers, other: _Offers) -> bool:
+    """Whether every mesh of `offers` has one among `other` whose axes are each as good."""
+    return all(
+        any(
+            all(
+                a[0] == b[0] and all(x <= y + 1e-9 * abs(y) for x, y in zip(a[1:], b[1:], strict=True))
+                for a, b in zip(mine, theirs, strict=True)
+            )
+            for theirs in other[submesh]
+            if len(theirs) == len(mine)
+        )
+        for submesh, meshes in offers.items()
+        for mine in meshes
     )
 
 

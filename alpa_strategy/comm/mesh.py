@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -116,7 +117,17 @@ class TorchMesh:
     coordinate: tuple[int, ...]
     axes: tuple[TorchAxisComm, ...]
     whole: TorchAxisComm
-    ranks: tuple[int, ...]  # global ranks, ascending
+    ranks: tuple[int, ...]  # global ranks, row-major
+
+    def exchange_rows(self, rows: Tensor) -> Tensor:
+        """This rank's `rows`, the job's chunk of its number -> the chunk of its place; of equal size. Collective."""
+        rank = self.ranks[self.whole.index]
+        if self.ranks == tuple(sorted(self.ranks)):
+            return rows
+        count = rows.numel()
+        sent = [count * (place == rank) for place in range(len(self.ranks))]
+        received = [count * (other == self.whole.index) for other in self.ranks]
+        return self.whole.start_exchange(rows.reshape(-1), sent, received).wait().view(rows.shape)
 
 
 def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False) -> TorchMesh:
@@ -147,10 +158,10 @@ def build_stage_meshes(
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
     for shape, ranks in meshes:
         key = (tuple(shape), tuple(ranks))
-        if math.prod(shape) != len(key[1]) or list(ranks) != sorted(set(ranks)):
+        if math.prod(shape) != len(key[1]) or len(ranks) != len(set(ranks)):
             raise RuntimeMismatchError(
                 f"a mesh of shape {key[0]} cannot lie on ranks {key[1]}",
-                "give as many ranks as the mesh has devices, each once, ascending",
+                "give as many ranks as the mesh has devices, each once",
             )
         if key not in made:
             made[key] = _build_one(*key, rank, chosen, own_groups)
@@ -190,9 +201,18 @@ def _build_one(
 
 def _new_group(ranks: tuple[int, ...], is_own: bool = False) -> Any:
     """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
-    if len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_own):
+    ascending = ranks == tuple(sorted(ranks))
+    if len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_own and ascending):
         return None
-    return dist.new_group(list(ranks))
+    if ascending:
+        return dist.new_group(list(ranks))
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise RuntimeMismatchError(
+            f"the plan has devices in the order {list(ranks)}, for which this PyTorch ({torch.__version__}) has no "
+            "process groups",
+            "write `order: numbered` into the cluster file, or take PyTorch 2.13",
+        )
+    return dist.new_group(list(ranks), sort_ranks=False)  # a place in the group is a place on the axis
 
 
 class TorchAxisComm:

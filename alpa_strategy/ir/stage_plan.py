@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -209,7 +210,9 @@ class StagePlan:
 
     Attributes:
         submesh: (n_nodes, n_devices per node).
-        first_device: global rank of the stage's first device; devices are contiguous.
+        first_device: place of the stage's first device in the job, whose meshes lie one after the other.
+        devices: global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): as many
+            as there are, from `first_device` on.
         logical_mesh: shape of the grid.
         ops: (first, last + 1) op indices of the stage.
         parameter_plans: parameter name -> ParameterPlan.
@@ -252,6 +255,7 @@ class StagePlan:
     recomputed: tuple[str, ...] = ()
     steps_in_backward: bool = False
     derives_again: bool = False
+    devices: tuple[int, ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -266,5 +270,11 @@ class StagePlan:
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
-    """Global ranks of a stage."""
-    return tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
+    """Global ranks of a stage's mesh, row-major."""
+    return stage.devices or tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
+
+
+def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
+    """Global ranks of all meshes, one mesh after the other."""
+    meshes = dict.fromkeys(stage_ranks(stage) for stage in sorted(stages, key=lambda stage: stage.first_device))
+    return tuple(rank for ranks in meshes for rank in ranks)

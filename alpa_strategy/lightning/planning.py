@@ -26,7 +26,7 @@ from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.batch_rows import agreed_kinds, check_own_leaves, known_kinds, naming, own_leaves
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
@@ -206,6 +206,7 @@ def find_or_make_plan(
         pinned = stage.parameter_plans
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
         optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
+        cluster = cluster.in_order(job_ranks(running.stages))
         work = functools.partial(_plan_on_rank_zero, step, job, cluster, options, optimizer, pinned, resumed)
     return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import Pending, build_mesh
+from alpa_strategy.comm.mesh import Pending, TorchMesh, build_mesh
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -181,7 +181,7 @@ class PlacedPlan:
 
     def _devices(self) -> list[list[int]]:
         """Where every stage runs: the streams of one place mean nothing in another."""
-        return [[s.first_device, *s.submesh, 0, *s.logical_mesh] for s in self._plan.stages]
+        return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
 
     def _direct(
         self, step: StepGraph, plan: Plan, parameters: StageParameters, compiler: Compiler | None = None
@@ -190,7 +190,7 @@ class PlacedPlan:
         assert mesh is not None
         lowered = lower(step, stage, mesh, self._places.device, self._places.randoms[0], compiler)
         regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
-        return self._kept(DirectStep(self._module, step, lowered, parameters, bool(regathers)))
+        return self._kept(DirectStep(self._module, step, lowered, parameters, bool(regathers), mesh))
 
     def _pipelined(
         self,
@@ -215,16 +215,32 @@ class DirectStep:
     makes_gradients = False
 
     def __init__(
-        self, module: nn.Module, step: StepGraph, lowered: LoweredStep, parameters: StageParameters, regathers: bool
+        self,
+        module: nn.Module,
+        step: StepGraph,
+        lowered: LoweredStep,
+        parameters: StageParameters,
+        regathers: bool,
+        mesh: TorchMesh,
     ) -> None:
         self._module, self._step, self._lowered = module, step, lowered
-        self._parameters, self._regathers = parameters, regathers
+        self._parameters, self._regathers, self._mesh = parameters, regathers, mesh
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`."""
         buffers = step_buffers(self._module, self._step, counters)
         with self._parameters.regather_hooks() if self._regathers else nullcontext():
-            return self._lowered(self._parameters.step_inputs(), buffers, batch_rows(self._step, batch), pending)
+            return self._lowered(self._parameters.step_inputs(), buffers, self._rows(batch), pending)
+
+    def _rows(self, batch: Any) -> list[Tensor]:
+        """The rows of this rank's place in the mesh: of another rank where devices lie in an order of their own."""
+        rows = batch_rows(self._step, batch)
+        if self._step.batch_scope == "global":
+            return rows
+        return [
+            own if leaf.batch_dim is None else self._mesh.exchange_rows(own)
+            for leaf, own in zip(self._step.batch, rows, strict=True)
+        ]
 
     def close(self) -> None:
         """Nothing runs beside the main thread."""

@@ -72,6 +72,7 @@ def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
     """Every device is in one mesh; stages on the same devices see them as the same mesh."""
     shapes: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> logical mesh
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
     for index, stage in enumerate(stages):
         size = math.prod(stage.submesh)
         if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
@@ -80,7 +81,10 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
                 f"{list(stage.logical_mesh)}",
                 "the product of both must be the same",
             )
-        shapes.setdefault((stage.first_device, stage.first_device + size), stage.logical_mesh)
+        place = stage.first_device, stage.first_device + size
+        shapes.setdefault(place, stage.logical_mesh)
+        if ranks.setdefault(place, stage_ranks(stage)) != stage_ranks(stage) or len(ranks[place]) != size:
+            raise PlanError(f"stages[{index}].devices are not {size}, or not those of other stages at its place", _FIX)
     ends = sorted(shapes)
     if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
         shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
@@ -88,6 +92,8 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
             f"the stages lie on devices {shown}, the job has {num_devices}",
             "start the job with as many devices, or leave the file out",
         )
+    if sorted(rank for own in ranks.values() for rank in own) != list(range(num_devices)):
+        raise PlanError(f"the stages' devices are not the ranks 0 to {num_devices - 1}, each once", _FIX)
 
 
 def _check_schedule(plan: Plan) -> None:

@@ -76,7 +76,7 @@ def choose_plan(
     pinned: Mapping[str, ParameterPlan] | None = None,
     stage_costs: Callable[[], OpCosts] | None = None,
 ) -> Plan:
-    """A plan of one stage, or a pipeline.
+    """A plan of one stage, or a pipeline; where links differ, in each order of the devices that may be the best.
 
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
     micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
@@ -90,6 +90,27 @@ def choose_plan(
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
+    clusters = task.cluster.orders()
+    if len(clusters) == 1:
+        return _choose(replace(task, cluster=clusters[0]), pinned, stage_costs)
+    plans: list[Plan] = []
+    failure: PlanError | None = None
+    for cluster in clusters:
+        try:
+            plans.append(_choose(replace(task, cluster=cluster), pinned, stage_costs))
+        except PlanError as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None
+        raise failure
+    plan = min(plans, key=lambda plan: plan.predicted.step_seconds)
+    return replace(plan, fingerprint=replace(plan.fingerprint, cluster=task.cluster.digest()))
+
+
+def _choose(
+    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, stage_costs: Callable[[], OpCosts] | None
+) -> Plan:
+    """See `choose_plan`; on the cluster as it is."""
 
     def of_stages() -> PlanTask:
         return task if stage_costs is None else replace(task, costs=stage_costs())

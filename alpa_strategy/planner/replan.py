@@ -20,7 +20,7 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, stage_on
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan
+from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan, job_ranks, stage_ranks
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
@@ -31,7 +31,7 @@ from alpa_strategy.schedules import in_flight, mesh_of, why_not
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
     """What `replan`'s result is stored under: the running plan takes the place of pins."""
     text = repr(
-        [(s.submesh, s.first_device, s.logical_mesh, sorted(s.parameter_plans.items())) for s in running.stages]
+        [(s.submesh, stage_ranks(s), s.logical_mesh, sorted(s.parameter_plans.items())) for s in running.stages]
     )
     pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
     options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
@@ -44,7 +44,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     Raises:
         PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
     """
-    step, cluster = task.step, task.cluster
+    step, cluster = task.step, task.cluster.in_order(job_ranks(running.stages))
     micro = _microbatches(step, running, cluster.num_devices)
     graph, count, stages = micro.graph, micro.num_microbatches, running.stages
     held = {name for stage in stages for name in stage.parameter_plans}

@@ -43,7 +43,7 @@ from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
@@ -393,7 +393,13 @@ def plan_of(
     """
     B, remat = job.num_microbatches, [s.plan.remat for s in solved]
     stages = tuple(
-        replace(s.plan, first_device=first, layers=span_name(job.graph, *s.plan.ops), boundary_seconds=wire)
+        replace(
+            s.plan,
+            first_device=first,
+            devices=job.cluster.ranks_of(first, math.prod(s.plan.submesh)),
+            layers=span_name(job.graph, *s.plan.ops),
+            boundary_seconds=wire,
+        )
         for s, first, wire in zip(solved, first_devices, wires, strict=True)
     )
     peaks: dict[int, int] = defaultdict(int)
@@ -410,6 +416,7 @@ def plan_of(
         overhead = runtime_seconds(job.cluster.device)
         costs = [s.cost for s in solved]
         seconds = simulated_seconds(schedule, len(peaks), B, costs, remat, wires, overhead)
+    order = list(job_ranks(stages))
     gap = max(s.gap for s in solved)
     method = next(s.method for s in solved if s.gap == gap)
     return Plan(
@@ -425,9 +432,16 @@ def plan_of(
         num_microbatches=B,
         schedule=schedule if len(stages) > 1 else "none",
         gap=gap,
-        notes=(f"layouts not proved optimal: within {gap:.2%} of the best ({method})",) if gap > 0 else (),
+        notes=(
+            *((f"layouts not proved optimal: within {gap:.2%} of the best ({method})",) if gap > 0 else ()),
+            *((f"devices in the order {_listed(order)}: their links differ",) if order != sorted(order) else ()),
+        ),
         cluster_name=job.cluster.name,
     )
+
+
+def _listed(order: Sequence[int]) -> str:
+    return ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
 
 
 # --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds, never by the clock.

@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
 
 @dataclass(frozen=True)
 class MeshSide:
-    """One end of a transfer: `ranks` (ascending, row-major on a mesh of `shape`) hold a tensor as `layout` says.
+    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout` says.
 
     The layout has one of `R`, `S<d>` per mesh axis.
     """

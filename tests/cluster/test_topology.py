@@ -1,0 +1,118 @@
+"""Clusters whose links differ: what groups of devices reach, and the order in which devices lie in meshes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_strategy.cluster.spec import ClusterSpec, _as_good
+from alpa_strategy.errors import ClusterError
+
+CUBE = ClusterSpec.load("p3_16xlarge_cube", {"num_nodes": 1})
+ONE, TWO = 21.7e9, 43.4e9  # bytes/s of one NVLink and of two
+BASE = ClusterSpec.load("a100_40gb", {"num_nodes": 4, "devices_per_node": 4}).to_dict()
+
+
+def two_racks(**changes) -> ClusterSpec:
+    up = {"name": "rack", "nodes": [[0, 2], [1, 3]], "latency": 2e-5, "bandwidth": 140e9}
+    return ClusterSpec.from_dict({**copy.deepcopy(BASE), "levels": [{**up, **changes}]})
+
+
+def bandwidths(cluster: ClusterSpec, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> list[float]:
+    return [axis.link.bandwidth for axis in cluster.logical_mesh(shape, submesh).axes]
+
+
+def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
+    """By hand, on `nvidia-smi topo -m`: pairs 0-3, 1-2, 4-7, 5-6 have two links, 0-1, 2-3 (as numbered) one and two."""
+    (found,) = CUBE.orders()
+    assert found.ranks_of(0, 8) == (0, 3, 1, 2, 4, 7, 5, 6)
+    numbered = replace(CUBE, order="numbered")
+    assert bandwidths(found, (2,), (1, 2)) == [TWO]
+    assert bandwidths(numbered, (2,), (1, 2)) == [ONE]
+    # Of 0, 1, 4, 5 (links 1, 2, 1, 2 around) each device has three links to the others; of 0, 2, 4, 6 device 2 has two.
+    assert bandwidths(found, (4, 2)) == pytest.approx([3 * ONE, TWO])
+    assert bandwidths(numbered, (4, 2)) == pytest.approx([2 * ONE, ONE])
+    assert bandwidths(found, (8,)) == pytest.approx([6 * ONE])  # three rings over all, in both directions
+
+
+def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off():
+    (best,) = CUBE.orders()
+    offers = best._offers()
+    for order in permutations(range(1, 8)):  # links are the same both ways round: 0 may stay first
+        found = replace(CUBE, order=(0, *order))
+        found.__dict__["_topology"] = CUBE._topology  # what groups reach is looked up, not counted again
+        assert _as_good(found._offers(), offers)
+
+
+def test_all_to_alls_go_through_the_host_where_there_is_no_link():
+    """Device 0 of the cube mesh has links to 1, 2, 3 and 4: a 64th of the bytes for each of the others takes PCIe."""
+    axis = CUBE.logical_mesh((8,)).axes[0]
+    assert axis.seconds("all_to_all", 64e9) == pytest.approx(axis.link.latency + 3 * 1e9 / 8e9)
+
+
+def test_nodes_of_a_rack_lie_next_to_each_other():
+    cluster = two_racks()
+    (found,) = cluster.orders()
+    assert found.ranks_of(0, 16) == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
+    numbered = replace(cluster, order="numbered")
+    # Groups of eight are two nodes. Two such groups as numbered leave each rack, which shares its way out.
+    assert bandwidths(found, (2, 8)) == [140e9 / 8, 140e9]
+    assert bandwidths(numbered, (2, 8)) == [140e9 / 4, 140e9 / 2]
+    assert bandwidths(found, (8,), (2, 4)) == [140e9]
+    assert (
+        found.logical_mesh((8,), (2, 4)).axes[0].link.latency < numbered.logical_mesh((8,), (2, 4)).axes[0].link.latency
+    )
+
+
+def test_equal_links_give_the_order_of_the_numbers_and_the_costs_of_no_topology():
+    plain = ClusterSpec.from_dict(BASE)
+    racks = two_racks(nodes=2, bandwidth=1e15, latency=0.0)
+    assert plain.orders() == [plain]
+    assert [order.ranks_of(0, 16) for order in racks.orders()] == [()]
+    for submesh in [(1, 2), (1, 4), (2, 4), (4, 4)]:
+        for shape in plain.logical_shapes(submesh):
+            for kind, num_bytes in product(("all_reduce", "all_gather", "all_to_all"), (1e3, 1e9)):
+                seconds = [axis.seconds(kind, num_bytes) for axis in plain.logical_mesh(shape, submesh).axes]
+                found = [axis.seconds(kind, num_bytes) for axis in racks.logical_mesh(shape, submesh).axes]
+                assert found == pytest.approx(seconds, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), per_node=st.sampled_from([2, 4, 6, 8]))
+def test_the_orders_hold_one_that_is_as_good_as_the_numbers(data, per_node):
+    """Whatever the links are; and no pair reaches less than through the host."""
+    half = data.draw(st.lists(st.sampled_from([0, 1e9, 2e9, 5e9]), min_size=per_node**2, max_size=per_node**2))
+    rows = [[half[min(i, j) * per_node + max(i, j)] * (i != j) for j in range(per_node)] for i in range(per_node)]
+    link = {"latency": 1e-5, "bandwidth": 1e9, "links": rows}
+    cluster = ClusterSpec.from_dict({**BASE, "num_nodes": 1, "devices_per_node": per_node, "intra_node": link})
+    assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
+    numbered = replace(cluster, order="numbered")._offers()
+    best = [found._offers() for found in cluster.orders()]
+    for submesh, meshes in numbered.items():
+        for mesh in meshes:
+            assert any(_as_good({submesh: [mesh]}, offers) for offers in best)
+            assert min(rate for _, rate, _, _ in mesh) >= 1e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"levels": [{"name": "rack", "nodes": [[0, 1], [1, 2]], "latency": 0, "bandwidth": 1}]}, "each of 4 nodes"),
+        ({"levels": [{"name": "rack", "nodes": [[0, "1"]], "latency": 0, "bandwidth": 1}]}, "levels.0.nodes"),
+        ({"levels": [{"name": "rack", "nodes": 2, "latency": 0}]}, "levels.0.bandwidth"),
+        ({"levels": 3}, "levels"),
+        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [2, 0]]}}, "intra_node.links"),
+        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, float("nan")]] * 2}}, "intra_node.links"),
+        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [1, 0]]}}, "joins 2 devices"),
+        ({"order": "by hand"}, "order"),
+        ({"order": [0, 1, 2]}, "ranks 0 to 15"),
+    ],
+)
+def test_what_a_file_says_wrong_is_named(changes, text):
+    with pytest.raises(ClusterError, match=text):
+        ClusterSpec.from_dict({**copy.deepcopy(BASE), **changes})
