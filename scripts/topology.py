@@ -6,8 +6,8 @@
 
 A cell is recipe:cluster:nodes, then a logical mesh, what its axes are for and micro-batches where these are pinned.
 `two_racks` is a100_40gb with four devices a node, whose nodes a scheduler has numbered by turns over two racks that are
-joined by what one node sends (oversubscribed 4 : 1). Prints first the rates of mesh axes in both orders, to be checked by
-hand on the file's links; then the predicted step of the best plan of each. Fails where the searched order is slower by
+joined by what one node sends (oversubscribed 4 : 1). Prints first the rates of mesh axes in both orders, to be checked
+by hand on the links; then the predicted step of the best plan of each. Fails where the searched order is slower by
 more than 1 % (what the search over stages leaves open: no mesh of it has slower links).
 """
 

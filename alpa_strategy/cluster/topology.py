@@ -156,6 +156,7 @@ class Topology:
                 blocks = np.array(level.block_of(per_node) * num_nodes) + len(ranks) * (ranks // per_node)
             self._ways.append((blocks, level.latency, level.bandwidth))
         self._reached: dict[Order, float] = {}
+        self._cut: dict[Order, tuple[tuple[float, ...], Order]] = {}
 
     def way(self, groups: Sequence[Order]) -> Way:
         """What groups of devices have that communicate at the same time: the slowest group's."""
@@ -195,6 +196,8 @@ class Topology:
         """The members such that both halves, their halves, and so on reach the most; and what they reach, negated."""
         if self._links is None or len(members) % 2 or len(members) == 1:
             return (), members
+        if members in self._cut:
+            return self._cut[members]
         found = []
         for half in combinations(members, len(members) // 2):
             if half[0] != members[0]:
@@ -208,7 +211,8 @@ class Topology:
                 (below, first), (beside, second) = self._halved(half), self._halved(other)
                 worst = tuple(map(max, zip(below, beside, strict=True)))
                 halves.append(((reach, *worst), (*first, *second)))
-        return min(halves)
+        self._cut[members] = min(halves)
+        return self._cut[members]
 
     def _parts(self, group: Order) -> Iterator[Order]:
         """A group's devices node by node, as numbered within the node."""
@@ -252,13 +256,14 @@ def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """
     from_outside = sorted(levels, key=lambda blocks: len(set(blocks)))
     keys = [(*(blocks[i] for blocks in from_outside), i) for i in range(count)]
-    return [
-        [
-            sorted({key[depth] for key in keys if key[:depth] == own[:depth]}).index(own[depth])
-            for depth in range(len(own))
-        ]
-        for own in keys
-    ]
+    number: dict[Order, int] = {}  # of a block within the larger one
+    blocks_in: Counter[Order] = Counter()
+    for key in sorted(keys):
+        for depth in range(1, len(key) + 1):
+            if key[:depth] not in number:
+                number[key[:depth]] = blocks_in[key[: depth - 1]]
+                blocks_in[key[: depth - 1]] += 1
+    return [[number[key[:depth]] for depth in range(1, len(key) + 1)] for key in keys]
 
 
 def _bits(place: int, count: int) -> list[int]:
