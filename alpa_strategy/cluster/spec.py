@@ -401,19 +401,7 @@ CLUSTER_FIELDS = (
     "levels",
     "order",
 )
-DEVICE_FIELDS = (
-    "name",
-    "memory_bytes",
-    "memory_bandwidth",
-    "peak_flops",
-    "launch_seconds",
-    "efficiency",
-    "slowdown",
-    "efficiencies",
-    "compute_units",
-)
-LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
-_LINK = "a section with latency (s) and bandwidth (bytes/s)"
+DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
