@@ -12,6 +12,8 @@ import math
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +82,23 @@ def write_json(path: str | Path, data: Any) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """As `write_json`, for any text. Its folder is made."""
-    path = Path(path)
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path`, to be written in the context, that takes its place at the end. Its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not `tempfile`: it makes files that only their owner can read, and teammates share a store.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def is_possible(path: Path) -> bool:

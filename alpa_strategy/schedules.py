@@ -173,7 +173,8 @@ def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -
     found = tuple(tuple(order) for order in orders)
     if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
         _check_work(schedule, found, num_meshes, num_microbatches, v)
-        _check_waiting(schedule, found, num_meshes * v)
+        each = [1.0] * num_meshes * v
+        _timed(schedule, found, each, each)  # refuses what locks up
     return found
 
 
@@ -202,42 +203,6 @@ def _check_work(
             )
 
 
-def _check_waiting(schedule: str, orders: tuple[tuple[Action, ...], ...], num_stages: int) -> None:
-    """PlanError where all meshes stand still, though each does its next action as soon as those that it needs are done.
-
-    Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
-    """
-    done: set[tuple[int, str, int]] = set()
-    left = [list(reversed(order)) for order in orders]
-    moved = True
-    while moved:
-        moved = False
-        for order in left:
-            while order and done.issuperset(_needed(order[-1], num_stages)):
-                action = order.pop()
-                done.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
-                moved = True
-    heads = [(mesh, order[-1]) for mesh, order in enumerate(left) if order]
-    if heads:
-        stuck = ", ".join(f"mesh {mesh} before {a.stage}{a.kind}{a.microbatch}" for mesh, a in heads)
-        raise PlanError(
-            f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
-            "let every action come after those that it waits for",
-        )
-
-
-def _needed(action: Action, num_stages: int) -> list[tuple[int, str, int]]:
-    """(stage, `F` or `B`, micro-batch) that are done before. A value that skips stages is there earlier still."""
-    stage, m = action.stage, action.microbatch
-    match action.kind:
-        case "F":
-            return [(stage - 1, "F", m)] if stage > 0 else []
-        case "W":
-            return [(stage, "B", m)]
-        case _:
-            return [(stage, "F", m), *([(stage + 1, "B", m)] if stage + 1 < num_stages else [])]
-
-
 def timeline(
     schedule: str,
     forward: Sequence[float],
@@ -256,6 +221,22 @@ def timeline(
     """
     num_stages = len(forward)
     meshes = num_meshes or num_stages
+    orders = actions(schedule, meshes, num_microbatches, num_stages // meshes)
+    return _timed(schedule, orders, forward, backward, boundary)
+
+
+def _timed(
+    schedule: str,
+    orders: tuple[tuple[Action, ...], ...],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    boundary: Sequence[float] = (),
+) -> list[TimedAction]:
+    """See `timeline`; PlanError where all meshes stand still.
+
+    Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
+    """
+    num_stages, meshes = len(forward), len(orders)
     wire = [*boundary, *[0.0] * (num_stages - len(boundary))]
     seconds = {
         "F": list(forward),
@@ -263,7 +244,6 @@ def timeline(
         "I": [b * (1 - WEIGHT_SHARE) for b in backward],
         "W": [b * WEIGHT_SHARE for b in backward],
     }
-    orders = actions(schedule, meshes, num_microbatches, num_stages // meshes)
     ended: dict[tuple[str, int, int], float] = {}  # (F | B | W, stage, micro-batch) -> time
     arrived: dict[tuple[str, int, int], float] = {}  # at the stage after (F) or before (B) the sender
     link_free: dict[tuple[str, int], float] = defaultdict(float)
@@ -290,10 +270,12 @@ def timeline(
                 timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
                 position[mesh] += 1
                 waiting -= 1
-        if waiting == before:  # stages of a plan file that lie where the schedule does not have them
+        if waiting == before:  # an order of one's own, or stages of a plan file that lie where the schedule has others
+            heads = [(m, order[position[m]]) for m, order in enumerate(orders) if position[m] < len(order)]
+            stuck = ", ".join(f"mesh {mesh} before {a.stage}{a.kind}{a.microbatch}" for mesh, a in heads)
             raise PlanError(
-                f"{schedule} locks up on {meshes} meshes with {num_microbatches} micro-batches",
-                "place the stages as the schedule does, or take another one",
+                f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
+                "let every action come after those that it waits for, and place the stages as the schedule does",
             )
     return sorted(timed, key=lambda s: (s.mesh, s.start))
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import queue
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +19,7 @@ from alpa_strategy.checkpoint.directory import sync_folder
 from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.files import is_possible
+from alpa_strategy.files import is_possible, replacing
 
 
 class CheckpointWriter:
@@ -87,49 +85,38 @@ def _copied(held: LocalShards) -> LocalShards:
 
 
 class _Background:
-    """Runs jobs one after the other in a thread that does not keep the process alive."""
+    """Runs jobs one after the other, each in a thread that waits for the one before and keeps no process alive."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._lock = threading.Lock()
-        self._num_waiting = 0
+        self._last: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
-        return not self._idle.is_set()
+        return self._last is not None and self._last.is_alive()
 
     def run(self, job: Callable[[], None]) -> None:
         """Queue a job; it is dropped when one before it has failed."""
-        with self._lock:
-            self._num_waiting += 1
-            self._idle.clear()
-        self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="alpa-checkpoint")
-            self._thread.start()
+        before = self._last
 
-    def wait(self, timeout_seconds: float | None) -> None:
-        self._idle.wait(timeout_seconds)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
+        def work() -> None:
             try:
+                if before is not None:
+                    before.join()
                 if self._error is None:
                     job()
             except BaseException as error:  # raised in the main thread, by `wait`
                 self._error = error
-            with self._lock:
-                self._num_waiting -= 1
-                if self._num_waiting == 0:
-                    self._idle.set()
+
+        self._last = threading.Thread(target=work, daemon=True, name="alpa-checkpoint")
+        self._last.start()
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        if self._last is not None:
+            self._last.join(timeout_seconds)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 _ALIGNMENT = 64  # bytes: as torch's own allocator and `torch.save` align tensors
@@ -156,9 +143,9 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
         raise CheckpointError(f"{target} is a directory, or has a name that no file can have", "give a file's name")
     checkpoint = open_checkpoint(source, weights_only)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _mapped_tensors(checkpoint, target.parent) as whole, _replacing(target) as temporary:
+        with replacing(target) as temporary, _mapped_tensors(checkpoint, target.parent) as whole:
             torch.save(whole, temporary)
+        sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}", "give a path with enough space") from error
     return target
@@ -186,27 +173,3 @@ def _read(stored: StoredTensor, memory: mmap.mmap, start: int) -> Tensor:
     tensor = flat.view(stored.shape)
     stored.fill([Chunk((0,) * tensor.dim(), tensor)])
     return tensor
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target` that takes its place at the end."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".alpa.", suffix=".saving")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        # `mkstemp` makes files that only their owner may read.
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -11,7 +11,7 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     Action,
     Schedule,
-    _check_waiting,
+    _timed,
     actions,
     register_schedule,
     why_not,
@@ -98,4 +98,4 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
                 if why_not(schedule, num_meshes, count) is None:
                     orders = _orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
                     assert orders == actions(schedule, num_meshes, count, v)
-                    _check_waiting(schedule, orders, num_meshes * v)
+                    _timed(schedule, orders, [1.0] * num_meshes * v, [1.0] * num_meshes * v)
