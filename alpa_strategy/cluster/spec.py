@@ -388,20 +388,10 @@ class ClusterSpec:
         return num_nodes, per_node
 
 
-CLUSTER_FIELDS = (
-    "name",
-    "num_nodes",
-    "devices_per_node",
-    "device",
-    "intra_node",
-    "inter_node",
-    "tables",
-    "measured",
-    "overlap",
-    "levels",
-    "order",
-)
+CLUSTER_FIELDS = tuple(name for name in ClusterSpec.__dataclass_fields__ if name != "links")  # of `intra_node`
 DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
+LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
+_LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
