@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
 from alpa_strategy.inter_op.stage_problem import (
@@ -23,7 +25,7 @@ from alpa_strategy.inter_op.stage_problem import (
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
-from alpa_strategy.intra_op.problem import Solution
+from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
@@ -269,6 +271,9 @@ class StageSolver:
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
+            problem = _without_the_largest(problem, stage.intra, limit)
+            if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
+                free = None
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
             seconds = job.options.solver_seconds
             if stage.intra.recomputes:
@@ -337,6 +342,23 @@ def _least_memory(
             best, least = fewer, need
         count //= 2
     return best
+
+
+def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Problem:
+    """Strategies forbidden whose op, with its gradients, does not fit beside what all choices keep at least.
+
+    Raises:
+        DoesNotFitError: all those of an op are.
+    """
+    room = limit - sum(float(x.memory[np.isfinite(x.cost)].min()) for x in problem.choices)
+    choices, offset = list(problem.choices), len(intra.parameters)
+    for place, op in enumerate(intra.ops, start=offset):
+        cost = np.where(op.temporary_bytes > room, np.inf, choices[place].cost)
+        if not np.isfinite(cost).any():
+            most = format_bytes(limit - room + float(op.temporary_bytes.min()))
+            raise DoesNotFitError(f"{choices[place].name} needs {most} of {format_bytes(limit)} with all that is kept")
+        choices[place] = replace(choices[place], cost=cost)
+    return replace(problem, choices=tuple(choices))
 
 
 def _per_step_compute(intra: IntraOp, solution: Solution) -> float:
