@@ -87,16 +87,11 @@ def solve(
         raise NotCheaper
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
-    # What each choice keeps at least: of a large step on few devices, that alone is often too much.
-    kept = sum(float(x.memory[np.isfinite(x.cost)].min()) for x in problem.choices)
-    if kept > problem.memory_limit:
-        raise _too_big(problem, kept, "more than ")
     least, least_found = _least(problem, deadline)
     if least is None:
         raise _out_of_time(time_limit)
     if least.num_bytes > problem.memory_limit:
-        exact = least_found.bound >= least.num_bytes * (1 - PROVED)
-        raise _too_big(problem, least.num_bytes, "" if exact else "about ")
+        raise _too_big(problem, least.num_bytes, least_found.bound >= least.num_bytes * (1 - PROVED))
     return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target, cutoff))
 
 
@@ -253,9 +248,9 @@ def _forbidden(problem: Problem) -> PlanError:
     )
 
 
-def _too_big(problem: Problem, least: float, how: str) -> DoesNotFitError:
+def _too_big(problem: Problem, least: float, exact: bool) -> DoesNotFitError:
     return DoesNotFitError(
-        f"The memory limit cannot be met: the least is {how}{format_bytes(least)}"
+        f"The memory limit cannot be met: the least is {'' if exact else 'about '}{format_bytes(least)}"
         f" ({least:.0f} bytes) per device, the limit is {format_bytes(problem.memory_limit)}.",
         "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",
     )
