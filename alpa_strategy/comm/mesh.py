@@ -28,17 +28,23 @@ from alpa_strategy.ir.placement import chunk_range, chunk_sizes
 
 
 class Pending:
-    """A collective that may still be running: `wait()` returns its result (and is cheap to call again)."""
+    """A collective that may still be running: `wait()` returns its result (and is cheap to call again).
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    finish: makes the result, after `work`, the collective's handle, where there is one.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor], work: Any = None) -> None:
         self._finish: Callable[[], Tensor] | None = finish
+        self._work = work
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, once it is there; the same one every time."""
         if self._finish is not None:
+            if self._work is not None:
+                self._work.wait()
             self._result = self._finish()
-            self._finish = None
+            self._finish = self._work = None
         assert self._result is not None
         return self._result
 
@@ -259,12 +265,11 @@ class TorchAxisComm:
         work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
 
         def finish() -> Tensor:
-            work.wait()
             if sizes[0] != sizes[-1]:
                 return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
-        return Pending(finish)
+        return Pending(finish, work)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """See `AxisComm`."""
@@ -314,24 +319,14 @@ class TorchAxisComm:
         output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
         splits = [n * width for n in received], [n * width for n in sent]
         work = self._backend.all_to_all(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return output
-
-        return Pending(finish)
+        return Pending(lambda: output, work)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` (contiguous) over the axis in place, without waiting."""
         if self.size == 1:
             return Pending(lambda: tensor)
         work = self._backend.all_reduce(tensor, self._backend.sum, self.group, True)
-
-        def finish() -> Tensor:
-            work.wait()
-            return tensor
-
-        return Pending(finish)
+        return Pending(lambda: tensor, work)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
         """rows [size, ...], contiguous -> their sum over the axis for row `index`, without waiting."""
@@ -341,20 +336,10 @@ class TorchAxisComm:
             # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
             received = torch.empty_like(rows)
             work = self._backend.all_to_all(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
-
-            def finish() -> Tensor:
-                work.wait()
-                return received.sum(0, dtype=rows.dtype)
-
-            return Pending(finish)
+            return Pending(lambda: received.sum(0, dtype=rows.dtype), work)
         own = torch.empty_like(rows[0])
         work = self._backend.reduce_scatter(own.view(-1), rows.view(-1), self._backend.sum, self.group, True)
-
-        def finish_scatter() -> Tensor:
-            work.wait()
-            return own
-
-        return Pending(finish_scatter)
+        return Pending(lambda: own, work)
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from alpa_strategy.errors import PlanError, ShardingError
 from alpa_strategy.files import BadFileError, read_json, write_json
@@ -96,16 +96,50 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return plan_to_data(self)
+        return {
+            "format_version": FORMAT_VERSION,
+            "cluster_name": self.cluster_name,
+            "fingerprint": dict(vars(self.fingerprint)),
+            "predicted": dict(vars(self.predicted)),
+            "baselines": dict(self.baselines),
+            "gap": self.gap,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "notes": list(self.notes),
+            "solver_seconds": dict(self.solver_seconds),
+            "stages": [_stage_to_data(stage) for stage in self.stages],
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
-        return cls(**plan_fields(data))
+        top = _Fields(data, "plan")
+        version = top.get("format_version", int)
+        if version != FORMAT_VERSION:
+            raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
+        stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
+        if not stages:
+            raise PlanError("the plan has no stages", _FIX)
+        baselines = {
+            name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
+            for name, seconds in top.get("baselines", dict).items()
+        }
+        num_microbatches = top.amount("num_microbatches", int)
+        if not 1 <= num_microbatches <= MAX_MICROBATCHES:
+            raise PlanError(f"plan.num_microbatches is {num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
+        return cls(
+            fingerprint=top.sub("fingerprint").record(Fingerprint),
+            stages=stages,
+            predicted=top.sub("predicted").record(Predicted),
+            num_microbatches=num_microbatches,
+            schedule=top.get("schedule", str),
+            baselines=baselines,
+            gap=top.amount("gap", float),
+            notes=tuple(_check(note, str, "notes") for note in top.get("notes", list)),
+            solver_seconds={k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
+            cluster_name=top.get("cluster_name", str),
+        )
 
-
-if TYPE_CHECKING:
-    from alpa_strategy.ir.plan import Plan
 
 T = TypeVar("T")
 _REQUIRED: Any = object()  # no default
@@ -125,53 +159,6 @@ _KIND_NAMES = {
     bool: "a bool",
 }
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
-
-
-def plan_to_data(plan: Plan) -> dict[str, Any]:
-    """Plain data (dicts, lists, texts, numbers) of a plan; `Plan(**plan_fields(data))` is the inverse."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "cluster_name": plan.cluster_name,
-        "fingerprint": dict(vars(plan.fingerprint)),
-        "predicted": dict(vars(plan.predicted)),
-        "baselines": dict(plan.baselines),
-        "gap": plan.gap,
-        "num_microbatches": plan.num_microbatches,
-        "schedule": plan.schedule,
-        "notes": list(plan.notes),
-        "solver_seconds": dict(plan.solver_seconds),
-        "stages": [_stage_to_data(stage) for stage in plan.stages],
-    }
-
-
-def plan_fields(data: Any) -> dict[str, Any]:
-    """Fields of the Plan that `data` describes; PlanError names the one that is missing or wrong."""
-    top = _Fields(data, "plan")
-    version = top.get("format_version", int)
-    if version != FORMAT_VERSION:
-        raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
-    stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
-    if not stages:
-        raise PlanError("the plan has no stages", _FIX)
-    baselines = {
-        name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
-        for name, seconds in top.get("baselines", dict).items()
-    }
-    num_microbatches = top.amount("num_microbatches", int)
-    if not 1 <= num_microbatches <= MAX_MICROBATCHES:
-        raise PlanError(f"plan.num_microbatches is {num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
-    return {
-        "fingerprint": top.sub("fingerprint").record(Fingerprint),
-        "stages": stages,
-        "predicted": top.sub("predicted").record(Predicted),
-        "num_microbatches": num_microbatches,
-        "schedule": top.get("schedule", str),
-        "baselines": baselines,
-        "gap": top.amount("gap", float),
-        "notes": tuple(_check(note, str, "notes") for note in top.get("notes", list)),
-        "solver_seconds": {k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
-        "cluster_name": top.get("cluster_name", str),
-    }
 
 
 def _read_modes(text: str, where: str) -> tuple[ParameterMode, ...]:

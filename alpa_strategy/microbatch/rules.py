@@ -20,11 +20,10 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta, bind, re
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.rule_families import RESHAPES
-from alpa_strategy.sharding.rule_table import depends_on_rules
+from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules
 
 aten = torch.ops.aten
 
-_ADDING_OPS = (aten.addmm.default, aten.addmv.default, aten.baddbmm.default)  # the first operand is the one added
 _CASTS = (aten.to.dtype, aten._to_copy.default)
 _LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
 _ADDING_NUMBERS = (
@@ -36,7 +35,6 @@ _ADDING_NUMBERS = (
     aten.rsub.Scalar,
 )
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 # The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
 _SIZED_RANDOM = "aten::randint"
 
@@ -97,8 +95,6 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
     if call.target is ops.batch_norm_train:  # the one op whose result depends on the cut, and it is said in a note
         return tuple(_batch_norm(call))
-    if call.target in _RECURRENT:
-        return tuple(_recurrent(call))
     found = (*_from_rules(call, num_parts), *_time_only(call))
     return tuple(dict.fromkeys((*found, *_row_numbers(call, found))))
 
@@ -138,7 +134,7 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
         # The others run collectives inside, and micro-batches have nobody to talk to.
         if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
             continue
-        added = _added_operand(call) if strategy.implementation == "bias_on_first" else None
+        added = added_operand(call) if strategy.implementation == "bias_on_first" else None
         yield TimeStrategy(
             tuple(map(state, strategy.inputs)),
             tuple(map(state, strategy.outputs)),
@@ -159,12 +155,6 @@ def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
     return divided and whole
 
 
-def _added_operand(call: OpCall) -> int | None:
-    bound = bind(call)
-    bias = next(iter(bound.values())) if call.target in _ADDING_OPS else bound.get("bias")
-    return bias.index if isinstance(bias, Slot) else None
-
-
 def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
     """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented exception."""
     yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
@@ -172,19 +162,6 @@ def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
     statistics = tuple(range(1, len(call.results)))
     inputs = tuple(rows(0, ANY) if i == x else WHOLE for i in range(len(call.operands)))
     yield TimeStrategy(inputs, (rows(0, ANY), *(WHOLE for _ in statistics)), sequential=statistics)
-
-
-def _recurrent(call: OpCall) -> Iterator[TimeStrategy]:
-    """Samples are independent: the input [t, b, i] (or [b, t, i]), states [l, b, h]."""
-    yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
-    bound = bind(call)
-    sequence = bound["input"].index
-    if len(call.operands[sequence].shape) == 3:
-        outer = rows(0 if bound["batch_first"] else 1, ANY)
-        hidden = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
-        cut = {sequence: outer} | {slot.index: rows(1, ANY) for slot in hidden}
-        inputs = tuple(cut.get(i, WHOLE) for i in range(len(call.operands)))
-        yield TimeStrategy(inputs, (outer, *(rows(1, ANY) for _ in call.results[1:])))
 
 
 def _time_only(call: OpCall) -> Iterator[TimeStrategy]:

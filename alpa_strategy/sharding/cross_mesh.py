@@ -108,27 +108,7 @@ def plan_transfer(
     Raises:
         PlanError: a side holds summands (`P`); they must be reduced first.
     """
-    return _plan(tuple(shape), itemsize, source, target, local_gather)
-
-
-def best_transfer(
-    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, cluster: ClusterSpec
-) -> TransferPlan:
-    """The faster of the plans with and without local all-gather on `cluster`."""
-    direct = plan_transfer(shape, itemsize, source, target)
-    gathered = plan_transfer(shape, itemsize, source, target, local_gather=True)
-    if not gathered.gathers:
-        return direct
-    return gathered if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster) else direct
-
-
-def _plan(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: MeshSide,
-    target: MeshSide,
-    local_gather: bool,
-) -> TransferPlan:
+    shape = tuple(shape)
     for side in (source, target):
         if any(isinstance(placement, Partial) for placement in side.layout):
             raise PlanError(
@@ -154,6 +134,17 @@ def _plan(
         pieces += _share_out(wanted, ranks)
     pieces.sort(key=lambda piece: (piece.target, piece.box))
     return TransferPlan(shape, itemsize, source, target, received, tuple(pieces), source_boxes, received_boxes)
+
+
+def best_transfer(
+    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, cluster: ClusterSpec
+) -> TransferPlan:
+    """The faster of the plans with and without local all-gather on `cluster`."""
+    direct = plan_transfer(shape, itemsize, source, target)
+    gathered = plan_transfer(shape, itemsize, source, target, local_gather=True)
+    if not gathered.gathers:
+        return direct
+    return gathered if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster) else direct
 
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:

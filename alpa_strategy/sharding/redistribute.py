@@ -18,17 +18,10 @@ from functools import lru_cache
 import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.spec import LogicalMesh, volume_factor
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
 
-# Bytes sent by a device per byte of the full tensor, n devices (docs/formulas.md#costs): only orders steps, no times.
-_VOLUME = {
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n**2,
-}
 _EARLIER_AXIS_WEIGHT = 4.0
 _CALL_WEIGHT = 1e-3  # in full tensors: of equal volumes, take the fewer collectives
 _LOCAL_WEIGHT = 1e-6
@@ -214,7 +207,7 @@ def _change_cost(layout: Sequence[DualPlacement], axis: int, new: DualPlacement,
     for src, dst in ((layout[axis].value, new.value), (new.grad, layout[axis].grad)):
         kind = placement_collective(src, dst)
         if kind is not None:
-            cost += _CALL_WEIGHT + weight * share * _VOLUME[kind](size)
+            cost += _CALL_WEIGHT + weight * share * volume_factor(kind, size)
     return cost
 
 
