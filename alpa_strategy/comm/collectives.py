@@ -167,11 +167,6 @@ class RankZero:
         return {rank: self._store.get(key).decode() for rank, key in enumerate(keys)}
 
 
-def agree_on_seed() -> int:
-    """Rank 0's `torch.initial_seed()` on every rank. Collective."""
-    return broadcast_object(torch.initial_seed())
-
-
 def cpu_group() -> dist.ProcessGroup | None:
     """A new group of all ranks with a CPU backend; None for one process. Collective."""
     return dist.new_group(backend="gloo") if world_size() > 1 else None

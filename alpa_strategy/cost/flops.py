@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,13 @@ def is_view(call: OpCall) -> bool:
     if name in CASTS:
         return call.operands[0].dtype == call.results[0].dtype
     if name in DROPOUTS:
-        return argument(call, 1, "p", 0.5) == 0.0 or argument(call, 2, "train", True) is False
+        return bind(call).get("p") == 0.0 or bind(call).get("train") is False
     return False
 
 
 def is_plain_view(call: OpCall) -> bool:
     """True when neither the forward nor the backward touches elements: the gradient is a view as well."""
     return op_base_name(call) in PLAIN_VIEWS
-
-
-def argument(call: OpCall, index: int, name: str, default: Any) -> Any:
-    """An argument given by position or by name; `default` where it was left out."""
-    if len(call.args) > index:
-        return call.args[index]
-    return dict(call.kwargs).get(name, default)
 
 
 def op_flops(call: OpCall) -> float:
@@ -188,7 +180,7 @@ def _contract_last_of(position: int) -> Callable[[OpCall], float]:
 def _convolution(call: OpCall) -> float:
     weight = call.operands[1]
     transposed = op_base_name(call).startswith("conv_transpose") or (
-        op_base_name(call) in ("convolution", "_convolution") and bool(argument(call, 6, "transposed", False))
+        op_base_name(call) in ("convolution", "_convolution") and bind(call)["transposed"]
     )
     moved = call.operands[0] if transposed else call.results[0]
     return 2.0 * moved.num_elements * math.prod(weight.shape[1:])
@@ -197,7 +189,7 @@ def _convolution(call: OpCall) -> float:
 def _attention(call: OpCall) -> float:
     query, key, value = call.operands[:3]
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
-    causal = argument(call, 5, "is_causal", False)
+    causal = bind(call)["is_causal"]
     return 2.0 * scores * (query.shape[-1] + value.shape[-1]) * (0.5 if causal is True else 1.0)
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
-from alpa_strategy.comm.collectives import RankZero, agree_on_seed, world_size
+from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
@@ -80,7 +80,7 @@ def start_training(
         sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
         resumed: as for `prepare`.
     """
-    seed, rank_zero = agree_on_seed(), RankZero(job.limits.plan_timeout_seconds)
+    seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
     info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
     prepared = prepare(module, batch, batch_idx, job, info, rank_zero, resumed)
     limit = job.options.usable_bytes(prepared.cluster.device.memory_bytes)

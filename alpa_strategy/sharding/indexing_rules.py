@@ -93,65 +93,38 @@ def gather(call: OpCall) -> Found:
 
 
 def scatter(call: OpCall) -> Found:
-    """scatter, scatter_add: dims other than the scattered one where self, index and src are equally long."""
-    operands = tuple(s.index for s in slots(call))
-    rank = len(call.results[0].shape)
-    return Found(tuple(_same_size_dims(call, operands, bind(call)["dim"] % rank))) if rank else Found()
+    """scatter, index_add, index_copy and relatives: dims other than the indexed one where all tensors are equally long.
+
+    Of an index along one dim every device needs all; a scatter's has all dims.
+    """
+    bound, rank = bind(call), len(call.results[0].shape)
+    if rank == 0:
+        return Found()
+    operands = [s for s in slots(call) if "scatter" in call.target_name or s != bound["index"]]
+    full = tuple(s.index for s in operands if len(call.operands[s.index].shape) == rank)
+    return Found(_same_size_dims(call, full, bound["dim"] % rank))
 
 
 def adding(call: OpCall) -> Found:
-    """scatter_add, index_add: as scatter; or what is added is cut along the dim, and every device adds its own part.
+    """scatter_add, index_add: as `scatter`; or what is added is cut along the dim, and every device adds its own part.
 
     The tensor that is added to counts once: on the first device.
     """
-    found = scatter(call) if "scatter" in call.target_name else index_along(call)
-    bound = bind(call)
+    found, bound = scatter(call), bind(call)
     rank = len(call.results[0].shape)
     given = bound.get("src", bound.get("source"))
     if rank == 0 or not isinstance(given, Slot) or not call.results[0].dtype.is_floating_point:
         return found
-    dim = bound["dim"] % rank
-    index = bound["index"].index
+    dim, index = bound["dim"] % rank, bound["index"].index
+    along_index = dim if "scatter" in call.target_name else 0  # the dim of the index that runs along the indexed one
     along = split_from_dims(
         call,
-        [(bound["self"].index, None), (index, dim if "scatter" in call.target_name else 0), (given.index, dim)],
+        [(bound["self"].index, None), (index, along_index), (given.index, dim)],
         [SUM],
         implementation="added_on_first",
     )
-    cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_dim(call) :][:1]
+    cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_index:][:1]
     return replace(found, splits=(*found.splits, along if cuts_alike else None))
-
-
-def along_dim(call: OpCall) -> int:
-    """The dim of the index that runs along the indexed dim: of a scatter's the same, index_add's index has one."""
-    return bind(call)["dim"] % len(call.results[0].shape) if "scatter" in call.target_name else 0
-
-
-def index_along(call: OpCall) -> Found:
-    """index_add, index_copy, index_fill, index_reduce: an index along one dim, of which every device needs all."""
-    bound = bind(call)
-    rank = len(call.results[0].shape)
-    if rank == 0:
-        return Found()
-    dim = bound["dim"] % rank
-    full = [s.index for s in slots(call) if s != bound["index"] and len(call.operands[s.index].shape) == rank]
-    splits = []
-    for d in range(rank):
-        if d != dim and len({call.operands[i].shape[d] for i in full}) == 1:
-            splits.append(split_from_dims(call, [(bound["index"].index, None), *((i, d) for i in full)], [d]))
-    return Found(splits)
-
-
-def repeated_along(call: OpCall) -> Found:
-    """repeat_interleave with a count for each element of one dim: the other dims; every device needs all counts."""
-    bound = bind(call)
-    source, counts = bound["self"].index, bound["repeats"].index
-    rank = len(call.operands[source].shape)
-    if rank == 0 or bound["dim"] is None:
-        return Found()
-    dim = bound["dim"] % rank
-    splits = [split_from_dims(call, [(source, d), (counts, None)], [d]) for d in range(rank) if d != dim]
-    return Found(splits, (frozenset({source}),), True)
 
 
 @dataclass(frozen=True)

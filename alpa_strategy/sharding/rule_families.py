@@ -290,29 +290,20 @@ def linear_only(call: OpCall, *linear: tuple[int, ...]) -> Found:
     return Found((), linear_sets(call, linear or ((-1,),)), True, "view")
 
 
-def concatenate(call: OpCall, dim: int | None = None, shift: int = 0) -> Found:
-    """cat and its relatives: every dim but the concatenated one, cut in all operands; linear in all together.
+def concatenate(call: OpCall, dim: int | None = None) -> Found:
+    """cat, stack and relatives: every dim but the concatenated one, cut in all operands; linear in all together.
 
-    dim: of the result, the argument `dim` if not given.
-    shift: the dim of the result along which vectors lie, where the result has more dims than they (vstack).
+    dim: of the result, the argument `dim` if not given. Operands may lack it, and one before it as well (dstack).
     """
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
     dim = bind(call)["dim"] % rank if dim is None else min(dim, rank - 1)
     splits = []
     for d in range(rank):
-        own = [(i, d - shift if len(call.operands[i].shape) == 1 < rank else d) for i in operands]
+        lacking = [rank - len(call.operands[i].shape) for i in operands]
+        own = [(i, d - max(0, lacks - (d < dim))) for i, lacks in zip(operands, lacking, strict=True)]
         if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
             splits.append(split_from_dims(call, own, [d]))
-    return Found(splits, (frozenset(operands),), True, "view")
-
-
-def stack(call: OpCall) -> Found:
-    """stack: every operand dim, shifted past the new one."""
-    operands = tuple(s.index for s in slots(call))
-    rank = len(call.results[0].shape)
-    dim = bind(call)["dim"] % rank
-    splits = [split_from_dims(call, [(i, d) for i in operands], [d + (1 if d >= dim else 0)]) for d in range(rank - 1)]
     return Found(splits, (frozenset(operands),), True, "view")
 
 
