@@ -165,10 +165,6 @@ def _product_work(call: OpCall, name: str, flops: float, grads: list[TensorMeta]
     return forward, Work(len(main) * flops, num_bytes, len(grads))
 
 
-def _linear(call: OpCall) -> float:
-    return 2.0 * call.results[0].num_elements * call.operands[0].shape[-1]
-
-
 def _contract_last_of(position: int) -> Callable[[OpCall], float]:
     def formula(call: OpCall) -> float:
         shape = call.operands[position].shape
@@ -227,8 +223,7 @@ CONVOLUTIONS = _names(
 )
 LINEARS, MATRIX_PRODUCTS = ("linear", "segmented_linear"), ("mm", "bmm", "matmul")
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
-    **dict.fromkeys(LINEARS, _linear),
-    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
+    **dict.fromkeys((*LINEARS, *MATRIX_PRODUCTS, "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _contract_last_of(1)),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(ATTENTION, _attention),

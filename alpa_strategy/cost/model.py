@@ -264,19 +264,6 @@ def roofline_seconds(work: Work, device: DeviceSpec, flops_per_second: float) ->
     return seconds + work.kernels * device.launch_seconds
 
 
-def optimizer_seconds(
-    num_elements: int, itemsize: int, optimizer: OptimizerInfo, device: DeviceSpec, num_kernels: int = 1
-) -> float:
-    """Time to update `num_elements` parameters of `itemsize` bytes on one device; bound by memory.
-
-    Parameter and gradient are read, the parameter is written, the state is read and written.
-    """
-    if num_elements == 0:
-        return 0.0
-    num_bytes = num_elements * (3 * itemsize + 2 * optimizer.state_bytes)
-    return num_bytes / device.memory_bandwidth + num_kernels * device.launch_seconds
-
-
 class RooflineCosts:
     """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards.
 
@@ -317,11 +304,13 @@ class RooflineCosts:
         return found
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
-        """Time to update `num_elements` parameters of `itemsize` bytes, without a launch of their own.
+        """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without a launch of their own.
 
-        Fused and foreach optimizers start a few kernels for all parameters together.
+        Parameter and gradient are read, the parameter is written, the state is read and written. Fused and foreach
+        optimizers start a few kernels for all parameters together.
         """
-        return self.device.slowdown * optimizer_seconds(num_elements, itemsize, optimizer, self.device, num_kernels=0)
+        num_bytes = num_elements * (3 * itemsize + 2 * optimizer.state_bytes)
+        return self.device.slowdown * num_bytes / self.device.memory_bandwidth
 
     def roofline(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds without measurements."""

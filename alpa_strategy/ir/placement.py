@@ -170,8 +170,3 @@ def dual_layout_to_str(layout: DualLayout) -> str:
 def value_layout(layout: DualLayout) -> Layout:
     """The values' layout of a dual layout."""
     return Layout(tuple(d.value for d in layout))
-
-
-def grad_layout(layout: DualLayout) -> Layout:
-    """The gradients' layout of a dual layout."""
-    return Layout(tuple(d.grad for d in layout))

@@ -21,19 +21,6 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.early_step import TrainerSettings, who_looks_at_gradients
 
-_ELEMENT_WISE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-    torch.optim.SGD,
-)
 _SHAPE = (4, 6)
 _NUM_STEPS = 3
 
@@ -50,11 +37,7 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
             f"configure_optimizers returned {len(optimizers)} optimizers, one is supported",
             "return one optimizer with a parameter group for each setting",
         )
-    optimizer = optimizers[0]
-    name = type(optimizer).__name__
-    if type(optimizer) in _ELEMENT_WISE:
-        return OptimizerInfo(state_bytes=_probe_state_bytes(optimizer), element_wise=True, name=name)
-    return experiment(optimizer)
+    return experiment(optimizers[0])
 
 
 def optimizer_info_of(module: Any, settings: TrainerSettings | None = None) -> OptimizerInfo:

@@ -62,16 +62,14 @@ def solve(call: OpCall, axis_size: int) -> str:
     return f"{_MATRIX}, {columns} -> {columns}{told}"
 
 
-def solve_triangular(call: OpCall, axis_size: int) -> str:
-    """linalg_solve_triangular: matrix, right-hand sides."""
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, {columns} -> {columns}"
+def _solved_with(*factors: str) -> Callable[[OpCall, int], str]:
+    """linalg_solve_triangular, linalg_lu_solve: right-hand sides after what the matrix is made of."""
 
+    def line(call: OpCall, axis_size: int) -> str:
+        columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+        return f"{', '.join(factors)}, {columns} -> {columns}"
 
-def lu_solve(call: OpCall, axis_size: int) -> str:
-    """linalg_lu_solve: factors, pivots, right-hand sides."""
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, [*b, r!], {columns} -> {columns}"
+    return line
 
 
 _PLACES = {1: "w!", 2: "h!, w!", 3: "d!, h!, w!"}
@@ -85,9 +83,10 @@ IMAGES: dict[str, str] = {
     **{
         f"aten.{name}": f"{_image(n)} -> {_image(n)}"
         for n, names in (
+            *((n, f"max_pool{n}d avg_pool{n}d adaptive_avg_pool{n}d") for n in (1, 2, 3)),
             (1, "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
-            (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d"),
-            (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad2d replication_pad2d"),
+            (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d reflection_pad2d"),
+            (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _adaptive_avg_pool2d replication_pad2d"),
             (3, "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d replication_pad3d"),
         )
         for name in names.split()
@@ -191,8 +190,8 @@ LOOKUPS: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.multinomial": "[*b, c!] -> [*b, n!]",
     "aten.linalg_solve": solve,
     "aten.linalg_solve_ex": solve,
-    "aten.linalg_solve_triangular": solve_triangular,
-    "aten.linalg_lu_solve": lu_solve,
+    "aten.linalg_solve_triangular": _solved_with(_MATRIX),
+    "aten.linalg_lu_solve": _solved_with(_MATRIX, "[*b, r!]"),
 }
 
 BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {**MATRICES, **IMAGES, **ROW_LOSSES, **RECURRENT, **LOOKUPS}
@@ -411,7 +410,6 @@ def _stft(call: OpCall, axis_size: int) -> str:
 
 
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
-_IMAGE_1D, _IMAGE_2D, _IMAGE_3D = "[*b, w!]", "[*b, h!, w!]", "[*b, d!, h!, w!]"
 FIRST, EACH = ((0,),), ((0,), (1,))
 _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
 
@@ -440,10 +438,6 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
     "aten.convolution": Notation(_convolution),
-    **{f"aten.{kind}_pool1d": Notation(f"{_IMAGE_1D} -> {_IMAGE_1D}") for kind in ("max", "avg", "adaptive_avg")},
-    **{f"aten.{kind}_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}") for kind in ("max", "avg", "adaptive_avg")},
-    **{f"aten.{kind}_pool3d": Notation(f"{_IMAGE_3D} -> {_IMAGE_3D}") for kind in ("max", "avg", "adaptive_avg")},
-    "aten._adaptive_avg_pool2d": Notation(f"{_IMAGE_2D} -> {_IMAGE_2D}"),
     "aten.einsum": Notation(_einsum),
     "aten.one_hot": Notation(_one_hot),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),

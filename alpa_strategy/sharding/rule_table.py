@@ -60,58 +60,34 @@ def forget_cached() -> None:
         cached.cache_clear()
 
 
+def _aten(names: str) -> list[str]:
+    return [f"aten.{name}" for name in names.split()]
+
+
 def _of(names: str, family: Callable[..., Found], *where: object, **options: object) -> dict[str, Family]:
     """ATen's `names` -> `family(call, *where, **options)`."""
-    return dict.fromkeys(
-        (f"aten.{name}" for name in names.split()), lambda call, axis_size: family(call, *where, **options)
-    )
+    return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
 
 
 # Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be whole.
 POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "aten.add.Tensor": ((0, 1),),
-    "aten.sub.Tensor": ((0, 1),),
-    "aten.rsub.Tensor": ((0, 1),),
-    "aten.mul.Tensor": ((0,), (1,)),
-    "aten.mul.Scalar": FIRST,
-    "aten.div.Tensor": FIRST,
-    "aten.div.Scalar": FIRST,
-    "aten.neg": FIRST,
-    "aten.positive": FIRST,
-    "aten.resolve_conj": FIRST,
-    "aten.clone": FIRST,
-    "aten.contiguous": FIRST,
-    "aten._to_copy": FIRST,
-    "aten.to": FIRST,
-    "aten.detach": FIRST,
-    "aten.alias": FIRST,
-    "aten.lift_fresh_copy": FIRST,
+    **dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"), ((0, 1),)),
+    "aten.mul.Tensor": EACH,
+    **dict.fromkeys(_aten("mul.Scalar div.Tensor div.Scalar neg positive resolve_conj clone contiguous"), FIRST),
+    **dict.fromkeys(_aten("_to_copy to detach alias lift_fresh_copy"), FIRST),
     "aten.where.self": ((1, 2),),
 }
 
 # Pointwise ops that ATen does not tag as such.
 UNTAGGED_POINTWISE = (
-    *("aten.contiguous", "aten._to_copy", "aten.to", "aten.detach", "aten.alias", "aten.lift_fresh_copy"),
-    *(
-        "aten.lift_fresh",
-        "aten.positive",
-        "aten.resolve_conj",
-        "aten.masked_fill",
-        "aten.lerp",
-        "aten.where",
-        "aten.polar",
-    ),
-    *("aten.dropout", "aten.native_dropout", "aten.bernoulli", "aten.alpha_dropout"),
-    *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
-    *("aten.rand_like", "aten.randn_like", "aten.randint_like", "aten.isclose", "aten.nan_to_num"),
-    *("aten.hardswish", "aten.hardsigmoid", "aten.log_sigmoid", "aten.relu6", "aten.selu", "aten.softshrink"),
-    *("aten.absolute", "aten.negative", "aten.fix", "aten.conj", "aten.real", "aten.lift", "aten.special_ndtr"),
-    *("aten.imag", "aten.complex", "aten.isreal", "aten.fill", "aten.chalf", "aten.alias_copy", "aten.floor_divide"),
-    *(f"aten.{name}" for name in ("subtract", "multiply", "divide", "true_divide", "special_polygamma", "rsub")),
-    *(f"aten.__{name}__" for name in ("and", "or", "xor", "lshift", "rshift")),
-    *(f"aten.{name}" for name in ("geometric", "exponential", "uniform", "cauchy", "log_normal", "normal_functional")),
-    *(f"aten.normal.{overload}" for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")),
-    *(f"aten.arc{name}{h}" for name in ("cos", "sin", "tan") for h in ("", "h")),
+    *_aten("contiguous _to_copy to detach alias alias_copy lift lift_fresh lift_fresh_copy"),
+    *_aten("dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy log_normal"),
+    *_aten("normal_functional normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"),
+    *_aten("zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill masked_fill"),
+    *_aten("hardswish hardsigmoid log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"),
+    *_aten("positive negative absolute fix lerp where isclose isreal nan_to_num floor_divide"),
+    *_aten("subtract multiply divide true_divide rsub __and__ __or__ __xor__ __lshift__ __rshift__"),
+    *_aten("conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan arctanh"),
 )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, shard
 
 SUM = "P"  # result marker: every device holds a term of the sum
@@ -90,27 +90,18 @@ def has_elements(call: OpCall, strategy: AxisStrategy, axis_size: int) -> bool:
     return all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs)
 
 
-def _widens(call: OpCall) -> bool:
-    """False when partial sums (or partial gradients) would be rounded to a narrower type, or cut to integers."""
-    for result in call.results:
-        for operand in call.operands:
-            if not operand.dtype.is_floating_point and not operand.dtype.is_complex:
-                continue
-            if not result.dtype.is_floating_point and not result.dtype.is_complex:
+def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool:
+    """False when summands would be rounded to a narrower type on the way, or cut to integers."""
+    targets = tuple(targets)
+    for source in sources:
+        if not source.dtype.is_floating_point and not source.dtype.is_complex:
+            continue
+        for target in targets:
+            if not target.dtype.is_floating_point and not target.dtype.is_complex:
                 return False
-            if torch.finfo(result.dtype).eps > torch.finfo(operand.dtype).eps:
+            if torch.finfo(target.dtype).eps > torch.finfo(source.dtype).eps:
                 return False
     return True
-
-
-def _carries(call: OpCall) -> bool:
-    """False when the backward would round partial gradients to a narrower type."""
-    return all(
-        torch.finfo(o.dtype).eps <= torch.finfo(r.dtype).eps
-        for o in call.operands
-        for r in call.results
-        if o.requires_grad and r.requires_grad
-    )
 
 
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
@@ -139,14 +130,15 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
                 split.collectives,
             )
         )
-    if found.carries and any(operand_grads) and _carries(call):
+    with_grads = [[meta for meta in metas if meta.requires_grad] for metas in (call.results, call.operands)]
+    if found.carries and any(operand_grads) and _keeps(*with_grads):  # partial gradients
         strategies.append(
             AxisStrategy(
                 tuple(REPLICATE if g else INVARIANT for g in operand_grads),
                 tuple(REPLICATE if g else INVARIANT for g in result_grads),
             )
         )
-    if found.linear and _widens(call):
+    if found.linear and _keeps(call.operands, call.results):
         for chosen in found.linear:
             if any(call.operands[i].dtype == torch.bool for i in chosen):
                 continue  # booleans have no sum

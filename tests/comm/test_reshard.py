@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proofs.prove import grad_layout
 from proofs.thread_mesh import run_on_threads
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
@@ -23,7 +24,6 @@ from alpa_strategy.ir.placement import (
     REPLICATE,
     Layout,
     chunk_range,
-    grad_layout,
     shard,
     value_layout,
 )

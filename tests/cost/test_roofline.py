@@ -15,7 +15,7 @@ from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.cost.measured import OpTable
-from alpa_strategy.cost.model import RooflineCosts, optimizer_seconds, peak_flops
+from alpa_strategy.cost.model import RooflineCosts, peak_flops
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.options import OptimizerInfo
 
@@ -198,9 +198,9 @@ def test_every_op_has_a_cost(made: OpCall):
 
 def test_the_optimizer_is_bound_by_memory():
     adam, sgd = OptimizerInfo(8.0), OptimizerInfo(0.0)
-    assert optimizer_seconds(1000, 4, adam, DEVICE) == pytest.approx(1000 * (12 + 16) / 1e9)
+    assert RooflineCosts(DEVICE).optimizer_seconds(1000, 4, adam) == pytest.approx(1000 * (12 + 16) / 1e9)
     assert RooflineCosts(DEVICE).optimizer_seconds(1000, 4, sgd) == pytest.approx(1000 * 12 / 1e9)
-    assert optimizer_seconds(0, 4, adam, replace(DEVICE, launch_seconds=1.0)) == 0
+    assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).optimizer_seconds(0, 4, adam) == 0
 
 
 # Measurements

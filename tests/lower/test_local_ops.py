@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proofs.prove import grad_layout
 from proofs.thread_mesh import run_on_threads
 from sharding.calls import call_and_operands
 from torch.distributed.tensor.placement_types import Replicate
@@ -13,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.capture import ops as capture_ops
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall
-from alpa_strategy.ir.placement import Layout, grad_layout, value_layout
+from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.lower.local_ops import build_local_op
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Optimizers are judged by experiment; the table of known element-wise ones agrees with the experiment."""
+"""Optimizers are judged by experiment."""
 
 import pytest
 import torch
@@ -6,23 +6,24 @@ import torch
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import (
-    _ELEMENT_WISE,
     experiment,
     inspect_optimizer,
     optimizer_info_of,
     steps_parameter_by_parameter,
 )
 
+OPTIMIZERS = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD"]
+KINDS = [getattr(torch.optim, name) for name in OPTIMIZERS]
+
 
 def parameter() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, 6))]
 
 
-@pytest.mark.parametrize("kind", _ELEMENT_WISE, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_known_element_wise_optimizers_pass_the_experiment(kind: type) -> None:
     info = experiment(kind(parameter(), lr=0.1))
     assert info.element_wise
-    assert info == inspect_optimizer(kind(parameter(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ class Counting(torch.optim.Optimizer):
                     p -= group["lr"] / self.num_steps * p.grad
 
 
-@pytest.mark.parametrize("kind", _ELEMENT_WISE, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_known_element_wise_optimizers_may_step_parameter_by_parameter(kind: type) -> None:
     assert steps_parameter_by_parameter(kind(parameter(), lr=0.1))
 

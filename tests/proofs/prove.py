@@ -16,12 +16,17 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, TensorMeta
-from alpa_strategy.ir.placement import chunk_range, grad_layout, value_layout
+from alpa_strategy.ir.placement import DualLayout, Layout, chunk_range, value_layout
 from alpa_strategy.lower.local_ops import build_local_op
 from alpa_strategy.sharding.strategies import localize
 
 Coordinate = tuple[int, ...]
 Tensors = tuple[Tensor | None, ...]
+
+
+def grad_layout(layout: DualLayout) -> Layout:
+    """The gradients' layout of a dual layout."""
+    return Layout(tuple(dual.grad for dual in layout))
 
 
 def prove(
