@@ -88,18 +88,6 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-class _SomeItems:
-    """Equals a dict with equal items under these keys, whatever else it holds."""
-
-    __hash__ = None  # type: ignore[assignment]  # as of dicts
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        self._items = items
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and all(item == other.get(key) for key, item in self._items.items())
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
@@ -182,13 +170,10 @@ def attribute_guards(
     return tuple(found)
 
 
-def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[AttributeGuard, ...]:
+def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:
     """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    by_owner: dict[str, dict[str, Any]] = {}
-    for name in sorted(names):
-        owner, _, leaf = name.rpartition(".")
-        by_owner.setdefault(owner, {})[leaf] = snapshot(module.get_buffer(name))
-    return tuple(AttributeGuard(owner, "_buffers", _SomeItems(leaves)) for owner, leaves in by_owner.items())
+    values = _Values(module.get_buffer)
+    return tuple(ValueGuard(name, name, values, snapshot(module.get_buffer(name))) for name in sorted(names))
 
 
 def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:

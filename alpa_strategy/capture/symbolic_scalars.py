@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
@@ -257,8 +257,8 @@ class TraceNumbers:
         counters = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is StepCounter]
         if proxy_mode is None:
             return False, None
-        root = proxy_mode.tracer.graph._root
-        last, result = root.prev, None
+        graph = proxy_mode.tracer.graph
+        last, result = next(reversed(graph.nodes), None), None
         try:
             result = call(*pytree.tree_map_only(StepCounter, self._example, (args, kwargs)))
             is_traced = True
@@ -266,7 +266,7 @@ class TraceNumbers:
             raise
         except (TypeError, ValueError, IndexError, RuntimeError):  # it fits in no place, or the user erred
             is_traced = False
-        nodes = list(takewhile(lambda node: node is not last, _backwards(root)))
+        nodes = list(takewhile(lambda node: node is not last, reversed(graph.nodes)))
         for node in nodes if not is_traced else ():
             if "val" not in node.meta and not node.users:
                 node.graph.erase_node(node)
@@ -321,14 +321,6 @@ class TraceNumbers:
 
 def _same_number(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, int | float) and a == b
-
-
-def _backwards(root: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of a graph, the last first."""
-    node = root.prev
-    while node is not root:
-        yield node
-        node = node.prev
 
 
 def _schema(node: fx.Node) -> torch._C.FunctionSchema | None:

@@ -39,7 +39,8 @@ from alpa_strategy.pipeline.spec import (
     StageProgram,
     Values,
 )
-from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters
+from alpa_strategy.pipeline.stage_worker import OwnStage
+from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
@@ -74,7 +75,7 @@ def build_pipeline(
     stages: Sequence[StagePlan],
     schedule: str,
     places: StagePlaces,
-    stores: Mapping[int, StageParameters],
+    stores: Mapping[int, MeshParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
 ) -> Pipeline:
     """The pipeline that runs `micro` under `stages`. Collective over the whole job.
@@ -140,7 +141,7 @@ def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: i
 
 
 def _program(
-    index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: StageParameters
+    index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
 ) -> tuple[StageProgram | Recompute, PerStepValues]:
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random = places.randoms[index]
@@ -172,7 +173,7 @@ def _span_program(
     span: StepGraph,
     graph: StepGraph,
     stage: StagePlan,
-    store: StageParameters,
+    store: MeshParameters,
     per_step: PerStepValues,
 ) -> SpanProgram:
     """A `LoweredStep` with inputs by value, what is made once per step, and ZeRO-3's regathering."""

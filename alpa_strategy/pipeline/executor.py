@@ -23,7 +23,8 @@ from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter, Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, StageParameters, StageWorker
+from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker
+from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import SCHEDULES, Action, Orders, actions
 from alpa_strategy.sharding.cross_mesh import Channel, MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
 
@@ -56,10 +57,10 @@ class _Order:
     actions: tuple[Action, ...]
     posted: tuple[tuple[Action, ...], ...]
     sends: Mapping[tuple[int, str], Sequence[int]]
-    last_backward: Mapping[int, StageParameters]
+    last_backward: Mapping[int, MeshParameters]
 
     @classmethod
-    def of(cls, orders: Orders, mesh: int, stores: Mapping[int, StageParameters]) -> _Order:
+    def of(cls, orders: Orders, mesh: int, stores: Mapping[int, MeshParameters]) -> _Order:
         own = orders[mesh]
         posted: list[list[Action]] = [[] for _ in own]
         for place, action in enumerate(own):
@@ -68,7 +69,7 @@ class _Order:
         sends: dict[tuple[int, str], list[int]] = defaultdict(list)
         for action in (action for order in orders for action in order if action.kind != "W"):
             sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
-        last: dict[int, tuple[int, StageParameters]] = {}  # by the store's identity: stages may share one
+        last: dict[int, tuple[int, MeshParameters]] = {}  # by the store's identity: stages may share one
         for place, action in enumerate(own):
             if action.kind in "BW":
                 store = stores[action.stage]

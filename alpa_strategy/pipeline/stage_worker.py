@@ -6,11 +6,10 @@ schedule's order. Between the two the worker keeps what the backward needs, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +21,12 @@ from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Kept, Recompute
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
+from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
 # (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
 Sends = Mapping[tuple[int, str], Sequence[int]]
-
-
-class StageParameters(Protocol):
-    """A stage's parameters (`runtime.parameters.MeshParameters`); stages on one mesh may share them."""
-
-    def step_inputs(self) -> Mapping[str, Tensor]:
-        """Name -> what the stage's program takes."""
-        ...
-
-    def regather_hooks(self) -> AbstractContextManager[Any]:
-        """Context for the forward: what the step gathers at use is gathered again for the backward."""
-        ...
-
-    def sync(self, enabled: bool) -> None:
-        """Whether the next backward ends with the reduction."""
-        ...
-
-    def hold(self, names: Collection[str]) -> None:
-        """Gradients of these parameters are not complete when they are made next."""
-        ...
-
-    def finish_backward(self) -> None:
-        """Complete the gradients. Collective."""
-        ...
 
 
 @dataclass
@@ -64,7 +40,7 @@ class OwnStage:
     """
 
     program: StageProgram | Recompute
-    store: StageParameters
+    store: MeshParameters
     mesh: MeshComm
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)

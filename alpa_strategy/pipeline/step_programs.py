@@ -12,10 +12,11 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,7 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.pipeline.stage_worker import StageParameters
-from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.parameters import MeshParameters, ParameterStore
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.strategies import is_random
 
@@ -48,15 +48,16 @@ Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
-class StepProgram(Protocol):
+class StepProgram(ABC):
     """What runs a captured step here.
 
     Attributes:
         makes_gradients: whether calling it makes the gradients too.
     """
 
-    makes_gradients: bool
+    makes_gradients = True
 
+    @abstractmethod
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """The step's escaping values by number, whole on every rank; the loss can be differentiated.
 
@@ -65,11 +66,10 @@ class StepProgram(Protocol):
             counters: `batch_idx`, `global_step`, `current_epoch`.
             pending: where given, values may be on their way still: it gets what to wait for before they are read.
         """
-        ...
 
     def close(self) -> None:
         """It is not used any more. No communication."""
-        ...
+        return
 
 
 @dataclass
@@ -137,14 +137,21 @@ class PlacedPlan:
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs a training step under its plan, which has the parameters where they lie."""
+        places, of_stage = self._places, self.store.of_stage
         if not self._plan.is_pipelined:
-            self.store.of_stage[0].will_read(dtypes_read(step))
-            return self._direct(step, plan, self.store.of_stage[0], self._places.compiler)
+            stage, mesh = plan.stages[0], places.meshes[0]
+            assert mesh is not None
+            of_stage[0].will_read(dtypes_read(step))
+            lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
+            regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
+            return self._kept(DirectStep(self._module, step, lowered, of_stage[0], bool(regathers), mesh))
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())
-        for index, held in self.store.of_stage.items():
+        for index, held in of_stage.items():
             held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
-        return self._pipelined(step, micro, plan, schedule, self.store.of_stage)
+        held_plans = [stage.parameter_plans for stage in self._plan.stages]
+        pipeline = build_pipeline(self._module, micro, plan.stages, schedule, places, of_stage, held_plans)
+        return self._kept(PipelinedStep(self._here, step, micro, pipeline))
 
     def whole_program(self, step: StepGraph) -> StepProgram:
         """What runs a training step that the stages cannot run."""
@@ -183,33 +190,12 @@ class PlacedPlan:
         """Where every stage runs: the streams of one place mean nothing in another."""
         return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
 
-    def _direct(
-        self, step: StepGraph, plan: Plan, parameters: StageParameters, compiler: Compiler | None = None
-    ) -> StepProgram:
-        stage, mesh = plan.stages[0], self._places.meshes[0]
-        assert mesh is not None
-        lowered = lower(step, stage, mesh, self._places.device, self._places.randoms[0], compiler)
-        regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
-        return self._kept(DirectStep(self._module, step, lowered, parameters, bool(regathers), mesh))
-
-    def _pipelined(
-        self,
-        step: StepGraph,
-        micro: MicroStep,
-        plan: Plan,
-        schedule: str,
-        parameters: Mapping[int, StageParameters],
-    ) -> StepProgram:
-        held = [stage.parameter_plans for stage in self._plan.stages]
-        pipeline = build_pipeline(self._module, micro, plan.stages, schedule, self._places, parameters, held)
-        return self._kept(PipelinedStep(self._here, step, micro, pipeline))
-
     def _kept(self, program: StepProgram) -> StepProgram:
         self._programs.append(program)
         return program
 
 
-class DirectStep:
+class DirectStep(StepProgram):
     """See the file's docstring."""
 
     makes_gradients = False
@@ -219,7 +205,7 @@ class DirectStep:
         module: nn.Module,
         step: StepGraph,
         lowered: LoweredStep,
-        parameters: StageParameters,
+        parameters: MeshParameters,
         regathers: bool,
         mesh: TorchMesh,
     ) -> None:
@@ -242,9 +228,6 @@ class DirectStep:
             for leaf, own in zip(self._step.batch, rows, strict=True)
         ]
 
-    def close(self) -> None:
-        """Nothing runs beside the main thread."""
-
 
 @dataclass(frozen=True)
 class _Here:
@@ -266,10 +249,8 @@ class _Here:
         return whole.detach().requires_grad_(requires_grad)
 
 
-class PipelinedStep:
+class PipelinedStep(StepProgram):
     """See the file's docstring."""
-
-    makes_gradients = True
 
     def __init__(self, here: _Here, step: StepGraph, micro: MicroStep, pipeline: Pipeline) -> None:
         self._here, self._step, self._micro, self._pipeline = here, step, micro, pipeline
@@ -307,10 +288,8 @@ class PipelinedStep:
         self._pipeline.close()
 
 
-class WholeStep:
+class WholeStep(StepProgram):
     """See the file's docstring. Each rank keeps its parts of the gradients."""
-
-    makes_gradients = True
 
     def __init__(self, here: _Here, step: StepGraph) -> None:
         self._here, self._step = here, step
@@ -336,9 +315,6 @@ class WholeStep:
                 gradients.append((parameter, store.shard_like(name, gradient)))
         values = {value: found[value].detach() for value in step.escaping}
         return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
-
-    def close(self) -> None:
-        """Nothing runs beside the main thread."""
 
 
 def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:

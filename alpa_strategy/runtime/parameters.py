@@ -109,20 +109,6 @@ class MeshParameters:
         for sharded in self._sharded.values():
             sharded.accumulator = None  # it remembers the shard's shape
 
-    def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The step's name of a parameter, None when no stage here uses it."""
-        sharded = self._by_parameter.get(parameter)
-        return None if sharded is None else sharded.name
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those that stages here use."""
-        return tuple(self._by_parameter)
-
-    def gather_like(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a tensor laid out as parameter `name`, on every device of the mesh. Collective there."""
-        return self._by_name[name].gather_like(tensor)
-
     def step_inputs(self) -> Mapping[str, Tensor]:
         """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
 

@@ -231,9 +231,9 @@ def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_s
         stores = {id(o.store): o.store for o in own.values()}
         found = {id(p): g for p, g in result.gradients}
         for store in stores.values():
-            for parameter in store.parameters:
-                name = store.name_of(parameter)
-                whole = store.gather_like(name, found[id(parameter)])
+            for parameter, sharded in store._by_parameter.items():
+                name = sharded.name
+                whole = sharded.gather_like(found[id(parameter)])
                 torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
                 assert parameter.grad is None
             store.after_optimizer_step()

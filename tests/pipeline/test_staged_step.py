@@ -162,10 +162,10 @@ def compare(name, case, micro, stages, schedule):
             torch.testing.assert_close(loss, expected[step.loss].detach(), rtol=1e-11, atol=1e-12)
         grads = {id(p): g for p, g in result.gradients}
         for store in stores:
-            for parameter in store.parameters:
-                known = store.name_of(parameter)
+            for parameter, sharded in store._by_parameter.items():
+                known = sharded.name
                 grad = grads.get(id(parameter), torch.zeros_like(parameter))
-                found = store.gather_like(known, grad).view(parameters[known].shape)
+                found = sharded.gather_like(grad).view(parameters[known].shape)
                 assert found.isfinite().all()
                 want = trained[known].grad
                 want = torch.zeros_like(found) if want is None else want
