@@ -4,8 +4,7 @@ Its own ops let every loss and statistic split exactly over devices. A mean with
 count: both are plain sums over rows, so they can be sharded without ever taking a mean of means
 (docs/formulas.md#capture). BatchNorm returns its new statistics instead of mutating buffers. CTC is computed row by
 row, as PyTorch's own has no shape function where lengths are tensors. `grouped_mm` (experts) has a shape function for
-every dtype and can leave out groups: a device that holds some of the experts multiplies the rows of these only
-(`groups_between`).
+every dtype and can leave out groups: a device that holds some of the experts multiplies the rows of these only.
 
 The op of a Function takes and gives lists of tensors; what else the call was given is part of the op. It is composite,
 so autograd sees what runs inside, the user's own backward included. How it may be sharded: sharding/functions.py.
@@ -146,9 +145,14 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1], ... -> [s, n].
 
-    offsets [e] ascend; rows past the last give zeros.
+    offsets [e] ascend; rows past the last give zeros. Of [e + 1] offsets the first is where the rows of weight[0]
+    begin: those before it give zeros, too.
     """
-    return _products(x, weight, _bounds(offsets))
+    result = x.new_zeros(x.shape[0], weight.shape[2])
+    for group, (start, end) in enumerate(_bounds(weight, offsets)):
+        if start < end:
+            torch.mm(x[start:end], weight[group], out=result[start:end])  # [rows, k] @ [k, n]
+    return result
 
 
 @grouped_mm.register_fake
@@ -159,33 +163,26 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    x, weight, offsets = inputs
-    ctx.save_for_backward(x, weight, offsets)
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, offsets = ctx.saved_tensors
-    return *_gradients(grad, x, weight, _bounds(offsets)), None
+    grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    for group, (start, end) in enumerate(_bounds(weight, offsets)):
+        if start < end:
+            torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])  # [rows, n] @ [n, k]
+            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])  # [k, rows] @ [rows, n]
+    return grad_x, grad_weight, None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_save)
 
 
-class _GroupsBetween(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, bounds)
-        return _products(x, weight, bounds)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, bounds = ctx.saved_tensors
-        return *_gradients(grad, x, weight, bounds), None
-
-
-def groups_between(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-    """`grouped_mm` where weight[i] is for the rows from bounds[i] to bounds[i + 1]; all other rows give zeros."""
-    return _GroupsBetween.apply(x, weight, bounds)
+def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
+    """Where each group's rows begin and end. On GPUs this waits for the device."""
+    ends = offsets.tolist()
+    return pairwise(ends if len(ends) > len(weight) else [0, *ends])
 
 
 def grouped_mm_replacement(
@@ -202,29 +199,6 @@ def grouped_mm_replacement(
     if x.dim() != 2 or weight.dim() != 3 or bound.get("bias") is not None or bound.get("out_dtype") is not None:
         return None
     return x, weight, offsets
-
-
-def _bounds(offsets: Tensor) -> Tensor:
-    return F.pad(offsets, (1, 0))
-
-
-def _products(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-    result = x.new_zeros(x.shape[0], weight.shape[2])
-    ends = bounds.tolist()  # [e + 1]; on GPUs this waits for the device
-    for group, (start, end) in enumerate(pairwise(ends)):
-        if start < end:
-            torch.mm(x[start:end], weight[group], out=result[start:end])  # [rows, k] @ [k, n]
-    return result
-
-
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    ends = bounds.tolist()
-    for group, (start, end) in enumerate(pairwise(ends)):
-        if start < end:
-            torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])  # [rows, n] @ [n, k]
-            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])  # [k, rows] @ [rows, n]
-    return grad_x, grad_weight
 
 
 FUNCTIONS = "alpa_function"  # namespace of the ops; saved plans name them

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.capture.ops import groups_between
+from alpa_strategy.capture.ops import grouped_mm
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, bind, map_slots
@@ -171,7 +171,7 @@ def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         # offsets [groups] are where each group's rows end; bounds [own groups + 1] are the edges of ours.
         bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
-        return groups_between(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
+        return grouped_mm(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
 
     return _with_target(local.call, run)
 
