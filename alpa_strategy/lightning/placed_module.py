@@ -7,23 +7,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_buffers
+from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, copies_of
+from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
 from alpa_strategy.options import Limits, OptimizerInfo
 from alpa_strategy.runtime.clip import use_whole_norms
+from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.units import format_bytes
@@ -40,6 +42,9 @@ class PlacedModule(ABC):
         optimizer_info: of all of them together.
         limit: bytes of a device that may be used.
         check: has been looking at gradients since the store was sharded.
+
+    Attributes:
+        on_use: gathers parameters in parts where a step that runs as it is written uses them.
     """
 
     def __init__(
@@ -56,6 +61,9 @@ class PlacedModule(ABC):
         self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
         self._job, self.say = job, job.say
         self.whole = FullParameters(store)
+        self.on_use: GatherOnUse | None = None
+        self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
+        self._evaluation = ExitStack()
         self.headroom = MemoryHeadroom(store, optimizer_info, limit)
         self.metrics = MetricStates()
         self._parameters = ParametersAsTheyWere(module)
@@ -108,23 +116,20 @@ class PlacedModule(ABC):
         grads = [(p, n, torch.zeros_like(p) if p.grad is None else p.grad) for p, n in found]
         return [(p, grad if n is None else self.store.gather_like(n, grad)) for p, n, grad in grads]
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
-        yield
+        return nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True)
 
     def meet(self) -> None:
         """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""
-        return
+        for each in (self.on_use, self.whole.on_use):
+            if each is not None:
+                each.meet()
 
     def end_of_backward(self) -> None:
         """This rank's backward is done: in parts, others may still need parameters. Within `in_step`."""
-        return
-
-    @contextmanager
-    def outside_step(self) -> Iterator[None]:
-        """Around code that works on parameters as they lie, perhaps within a step that runs its own backward."""
-        yield
+        if self.on_use is not None:
+            self.on_use.rounds.finish()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -134,9 +139,11 @@ class PlacedModule(ABC):
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with self.outside_step():
+        with nullcontext() if self.on_use is None else self.on_use.suspended():
             yield
             self.store.after_optimizer_step()
+            if self.on_use is not None:
+                self.on_use.drop()
             self._num_updates += 1
             if self.copies.due(self._num_updates):
                 self.copies.begin(f"after step {self._num_updates}")
@@ -167,6 +174,51 @@ class PlacedModule(ABC):
             broadcast_buffers(self.module)
         self.buffers_differ = False
 
+    # Evaluation steps run as they are written, each rank on its own batches: DDP's semantics by construction. Where
+    # whole parameters have room beside a training step they are gathered once a loop, else each while it is used.
+
+    def start_evaluation(self) -> None:
+        """Begin a loop over evaluation batches. Collective."""
+        if self._job.options.batch_scope == "global":  # every rank brings all rows
+            self.metrics.make_all_global(self.module)
+        else:
+            self.metrics.make_local()
+        if not self.store.sharded_parameters:
+            return
+        if any_rank([self.headroom.for_evaluation(self.plan.predicted.peak_bytes) is not None])[0]:
+            self._group = self._group or cpu_group()
+            self.whole.on_use = GatherOnUse(self.module, self.store, self._group)
+            self.whole.on_use.enter()
+        else:
+            self._evaluation.enter_context(self.whole)
+
+    def evaluation_step(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
+        """What `as_written` returns, a step on this rank's batch.
+
+        Args:
+            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
+        """
+        on_use = self.whole.on_use
+        if on_use is not None:
+            on_use.rounds.begin()
+        output = as_written()
+        # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
+        if on_use is not None and is_last_of_loader(self.module.trainer, *(*args[1:], None)[:2]):
+            on_use.rounds.finish()
+        return output
+
+    def end_evaluation(self) -> None:
+        """The loop has ended. Collective."""
+        self.metrics.make_local()
+        self._evaluation.close()
+        on_use, self.whole.on_use = self.whole.on_use, None
+        if on_use is not None:
+            on_use.rounds.finish(for_good=True)
+            on_use.leave()
+            on_use.remove()
+
+    # The Trainer's own, the end
+
     def adapt_trainer(self, trainer: Any) -> None:
         """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
         plugin clip by the norm of all shards."""
@@ -195,6 +247,8 @@ class PlacedModule(ABC):
             self._hooks.remove()
         if self._clipping is not None:
             vars(self._clipping).pop("clip_grad_by_norm", None)
+        if self.on_use is not None:
+            self.on_use.remove()
 
 
 def shard_all(

@@ -25,7 +25,6 @@ from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.evaluation import Evaluation
     from alpa_strategy.lightning.job import Job
     from alpa_strategy.lightning.placed_module import PlacedModule
 
@@ -39,7 +38,6 @@ class Session:
 
     Attributes:
         run: what holds the shards, of a training or of an evaluation; None while the module is whole.
-        evaluation: runs evaluation steps on the shards of `run`.
         plan: that of the last run.
         process_bytes: of the host's memory, what this process took beside its tensors when that run began.
         deferred_init: what was built without memory and is not made yet.
@@ -48,7 +46,6 @@ class Session:
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
         self.run: PlacedModule | None = None
-        self.evaluation: Evaluation | None = None
         self.plan: Plan | None = None
         self.process_bytes = 0
         self.deferred_init = DeferredInit()
@@ -105,17 +102,11 @@ class Session:
                 check_may_run_as_written(self._why_written, job)
                 is_news, self._told = self._why_written is not self._told, self._why_written
                 run = start_written(module, optimizers, job, sharding, self._why_written, is_news)
-        self._begin(run, job)
+        self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
         self.process_bytes = process_bytes(module, optimizers, job.device)
         _show_plan(run, job, self.process_bytes)
-
-    def _begin(self, run: PlacedModule, job: Job) -> None:
-        from alpa_strategy.lightning.evaluation import Evaluation
-
-        self.run, self.plan = run, run.plan
-        self.evaluation = Evaluation(run, job)
 
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         """What the module's own step returns, its loss differentiable; `as_written` calls it."""
@@ -197,7 +188,7 @@ class Session:
         assert self.run is not None
         self.run.release()
         self.run.close()
-        self.run = self.evaluation = None
+        self.run = None
 
     # Evaluation
 
@@ -209,13 +200,13 @@ class Session:
             self._shards_for_evaluation = not self.fits_one_device(module)
         if self._shards_for_evaluation and self.run is None:
             self._shard_for_evaluation(module)
-        if self.evaluation is not None:
-            self.evaluation.start()
+        if self.run is not None:
+            self.run.start_evaluation()
         self._loop = EvaluationLoop(module.trainer)
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
-        from alpa_strategy.lightning.evaluation import fits_one_device
+        from alpa_strategy.lightning.written_run import fits_one_device
 
         return fits_one_device(module, self._make_job())
 
@@ -225,25 +216,25 @@ class Session:
         Args:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
         """
-        output = as_written() if self.evaluation is None else self.evaluation.step(args, as_written)
+        output = as_written() if self.run is None else self.run.evaluation_step(args, as_written)
         if self._loop is not None:
             self._loop.after_step(*args[1:])
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
-        from alpa_strategy.lightning.evaluation import evaluation_run
+        from alpa_strategy.lightning.written_run import evaluation_run
 
         job = self._make_job()
         with torch.inference_mode(False), _own_randomness(job):
             run = evaluation_run(module, job, self.deferred_init.sharding)
             self._checkpoints.restore_parameters(run.store)
-        self._begin(run, job)
+        self.run, self.plan = run, run.plan
         _show_plan(run, job)
 
     def end_evaluation(self) -> None:
         """The loop has ended; what was sharded for it alone is whole again."""
-        if self.evaluation is not None:  # first: ranks that have batches left may need this one's parts
-            self.evaluation.end()
+        if self.run is not None:  # first: ranks that have batches left may need this one's parts
+            self.run.end_evaluation()
         if self._loop is not None:
             self._loop.end()
             self._loop = None
@@ -255,9 +246,8 @@ class Session:
 
     def meet(self) -> None:
         """Code of a step begins a collective of all ranks."""
-        for each in (self.run, self.evaluation):
-            if each is not None:
-                each.meet()
+        if self.run is not None:
+            self.run.meet()
 
     # The forms, seen from outside
 
@@ -281,7 +271,7 @@ class Session:
             return  # it stays in shards
         if self.run is not None:
             self.run.close()
-        self.run = self.evaluation = None
+        self.run = None
 
 
 def _own_randomness(job: Job) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,6 +116,22 @@ def start_written(
     return WrittenRun(module, optimizers, infos, store, plan, job, limit, check)
 
 
+def fits_one_device(module: nn.Module, job: Job) -> bool:
+    """Whether the whole parameters fit into what a plan may use of this job's devices. Collective."""
+    return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(job)
+
+
+def evaluation_run(module: Any, job: Job, sharding: Sharding) -> WrittenRun:
+    """What holds the parameters of a module that does not fit into one device, in shards, without a training.
+    Collective.
+
+    Args:
+        sharding: context around what shards the module, see `DeferredInit.sharding`.
+    """
+    job = replace(job, options=replace(job.options, parallel="zero3"))
+    return start_written(module, [], job, sharding, CaptureError("an evaluation"))
+
+
 def _say_why(why: CaptureError) -> None:
     rank_zero_info(
         f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
@@ -165,79 +181,38 @@ class WrittenRun(PlacedModule):
         super().__init__(module, optimizers, info, plan, store, job, limit, check)
         self.buffers_differ = True  # perhaps
         self._syncs = True
-        self._on_use: GatherOnUse | None = None
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in plan.stages[0].parameter_plans.values())
-            self._on_use = GatherOnUse(module, store, cpu_group(), keeps)
+            self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         self.take_buffers()
-        if self._on_use is not None:
-            self._on_use.rounds.begin()
+        if self.on_use is not None:
+            self.on_use.rounds.begin()
         with self.in_step():
             output = as_written()
-            if self._on_use is not None and not self.module.automatic_optimization:
-                self._on_use.rounds.finish()
+            if self.on_use is not None and not self.module.automatic_optimization:
+                self.on_use.rounds.finish()
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self._syncs and self.module.automatic_optimization
         return output
 
-    @contextmanager
-    @override
-    def in_step(self) -> Iterator[None]:
-        if self._on_use is None:
-            yield
-            return
-        self._on_use.enter(for_backward=True)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self._on_use.leave(failed)
-
-    @override
-    def meet(self) -> None:
-        if self._on_use is not None:
-            self._on_use.meet()
-
-    @override
-    def end_of_backward(self) -> None:
-        if self._on_use is not None:
-            self._on_use.rounds.finish()
-
-    @contextmanager
-    @override
-    def outside_step(self) -> Iterator[None]:
-        if self._on_use is None:
-            yield
-            return
-        with self._on_use.suspended():
-            yield
-            self._on_use.drop()
-
     @override
     def sync(self, enabled: bool) -> None:
         self._syncs = enabled
-        if self._on_use is None:  # what parameters in parts keep of a gradient is its part
+        if self.on_use is None:  # what parameters in parts keep of a gradient is its part
             self.store.sync(enabled)
 
     @override
     def finish_backward(self) -> None:
-        if self._on_use is None:
+        if self.on_use is None:
             self.store.finish_backward()
             return
-        with self._on_use.suspended():
+        with self.on_use.suspended():
             self.store.finish_backward()
-        if not self._on_use.is_active:
-            self._on_use.drop()
-
-    @override
-    def close(self) -> None:
-        super().close()
-        if self._on_use is not None:
-            self._on_use.remove()
+        if not self.on_use.is_active:
+            self.on_use.drop()
 
     @override
     def changed_parameters(self) -> str | None:

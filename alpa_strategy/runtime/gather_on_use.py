@@ -206,6 +206,17 @@ class GatherOnUse:
         self._parts = {}
 
     @contextmanager
+    def in_use(self, for_backward: bool = False) -> Iterator[None]:
+        """Between `enter` and `leave`."""
+        self.enter(for_backward)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self.leave(failed)
+
+    @contextmanager
     def suspended(self) -> Iterator[None]:
         """As outside, within `enter` and `leave`."""
         depth, self._depth = self._depth, min(self._depth, 1)
