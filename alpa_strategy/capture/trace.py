@@ -117,6 +117,15 @@ def trace_step(call: StepCall) -> Trace:
             call = replace(call, namespaces=(*call.namespaces, asked.namespace))
 
 
+def names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Every parameter and buffer once, parameters first, with all names that it has in the tree."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for group in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in group:
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [(tensor, tuple(names)) for tensor, names in found.values()]
+
+
 def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     """One trace. read: leaves that enter with their values; `seen` gets those that the step looks at besides."""
     module = call.module
@@ -124,7 +133,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     leaves, batch_spec = pytree.tree_flatten(call.batch)
     rows_flags = likely_rows(leaves) if call.rows is None else call.rows
     batch_size = _batch_size(leaves, rows_flags)
-    names = _names_by_tensor(module)
+    names = names_by_tensor(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of the step are real tensors
     with mode:
         inputs, fakes = _fake_inputs(call, names, leaves, rows_flags, device)
@@ -288,15 +297,6 @@ def _capture_device(module: nn.Module, context: Callable[[], AbstractContextMana
         if for_gpu and torch.cuda.is_available()
         else torch.device("cpu")
     )
-
-
-def _names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
-    """Every parameter and buffer once, with all names that it has in the tree."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for group in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in group:
-            found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [(tensor, tuple(names)) for tensor, names in found.values()]
 
 
 def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, world_size
+from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, of_all_ranks, world_size
 from alpa_strategy.errors import RuntimeMismatchError
 
 
@@ -28,8 +27,7 @@ def why_uneven(trainer: Any) -> str | None:
         own = str(lengths)
     if world_size() == 1:
         return None
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, own)
+    found = of_all_ranks(own)
     streams = [text for text in found if not text.startswith("[")]
     if streams:
         return streams[0]
@@ -107,9 +105,7 @@ class EvaluationLoop:
         """This rank is done with `loader`."""
         needed = _synchronises(self._trainer)
         if self._apart is None:
-            found: list[Any] = [None] * world_size()
-            dist.all_gather_object(found, (next_loader(self._trainer, loader), needed))
-            following, needs = zip(*found, strict=True)
+            following, needs = zip(*of_all_ranks((next_loader(self._trainer, loader), needed)), strict=True)
             if len(set(following)) > 1:
                 missed = min(each for each in following if each is not None)
                 ranks = [rank for rank, each in enumerate(following) if each != missed]
@@ -134,9 +130,7 @@ def _reduce_logs(trainer: Any) -> None:
     if results is None:
         return
     own = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
-    found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, list(own))
-    for key in sorted(set.intersection(*map(set, found))):
+    for key in sorted(set.intersection(*map(set, of_all_ranks(list(own))))):
         item = own[key]
         # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next epoch.
         # A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh less.

@@ -35,7 +35,7 @@ from alpa_strategy.checkpoint.directory import discard_unfinished
 from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.lightning.signals import JobSignals, install_signals
+from alpa_strategy.lightning.signals import JobSignals
 
 CHILD_POLL_SECONDS = 0.5
 REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
@@ -216,7 +216,7 @@ class ParallelJob(ParallelStrategy):
             job_store(),
             self.global_rank,
             self.world_size,
-            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
+            children=self._children,
             last=discard_unfinished,
         )
         self._watch.start()
@@ -224,6 +224,10 @@ class ParallelJob(ParallelStrategy):
             # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds
             # otherwise: work that several ranks do alike would give them weights that drift apart.
             torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
+
+    def _children(self) -> Sequence[subprocess.Popen]:
+        """The processes that this one launched, for who ends them."""
+        return self._launcher.children_to_end() if isinstance(self._launcher, Launcher) else ()
 
     # Values between ranks
 
@@ -253,8 +257,9 @@ class ParallelJob(ParallelStrategy):
 
     def take_signals(self, trainer: Any) -> None:
         """Before the Trainer registers its handlers: what signals do concerns all ranks."""
-        children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
-        self._signals = install_signals(trainer, self._watch, children)
+        if self._watch is not None:  # on one rank Lightning's own handlers do
+            self._signals = JobSignals(trainer, self._watch, self._children)
+            self._signals.install()
 
     def stop_watching(self) -> None:
         """Nobody else's end, and no signal, concerns this rank any more. No communication."""

@@ -24,7 +24,6 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.checks import any_overridden, clears_gradients_unseen
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
@@ -145,7 +144,7 @@ class Run(PlacedModule):
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         super().__init__(module, optimizers, optimizer_info, self.plan, self._placed.store, job, limit, check)
         self._same = SameSteps(rank_zero, MAX_SHAPES)
-        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self.drop)
+        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self._placed.drop)
         self._captured.add(shape_key(batch), self._with_checks(step, program, batch))
         self.check_copies(step.buffers)
         self._step_starts: list[float] = []
@@ -262,7 +261,7 @@ class Run(PlacedModule):
         if is_for(self.plan, step):
             return self._placed.training_program(step, self.plan)
         try:
-            plan = self._following_plan(step)
+            plan = find_or_make_plan(step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan)
         except PlanError as error:
             if not self.plan.is_pipelined:
                 raise
@@ -272,13 +271,6 @@ class Run(PlacedModule):
             )
             return self._placed.whole_program(step)
         return self._placed.training_program(step, plan)
-
-    def _following_plan(self, step: StepGraph) -> Plan:
-        return find_or_make_plan(step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan)
-
-    def drop(self, program: StepProgram) -> None:
-        """A program is not used any more. No communication."""
-        self._placed.drop(program)
 
     @override
     def changed_parameters(self) -> str | None:

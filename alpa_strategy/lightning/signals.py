@@ -56,7 +56,7 @@ class JobSignals:
         """Take the place of what Lightning would do. Before it registers its handlers."""
         if threading.current_thread() is not threading.main_thread():
             return  # nor does Lightning get signals there
-        self._connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
+        self._connector._sigterm_notifier_fn = self._ask  # type: ignore[method-assign,assignment]
         self._connector._slurm_sigusr_handler_fn = self._on_requeue  # type: ignore[method-assign,assignment]
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.meet  # type: ignore[method-assign]
         self._watch.on_told = self._told
@@ -113,9 +113,6 @@ class JobSignals:
 
     # What is asked: in the main thread by handlers, in others by the listener and the watch
 
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        self._ask(signum)
-
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         """The first time take note; again (by hand, or after `INTERRUPT_SECONDS`): now, wherever this is."""
         if self._interrupted:
@@ -135,7 +132,7 @@ class JobSignals:
                     self._ask(number)
         end.close()
 
-    def _ask(self, signum: int) -> None:
+    def _ask(self, signum: int, frame: FrameType | None = None) -> None:
         if self._asked is None:
             self._watch.tell(str(signum))
             self._begin_to_end(signum, interrupts=self._old_interrupt is not None)
@@ -169,14 +166,3 @@ class JobSignals:
         discard_unfinished()
         sys.stdout.flush()
         os._exit(128 + self._asked)
-
-
-def install_signals(
-    trainer: Any, watch: FailureWatch | None, children: Callable[[], Sequence[Popen]]
-) -> JobSignals | None:
-    """`JobSignals`, installed; None on one rank, where Lightning's own handlers do."""
-    if watch is None:
-        return None
-    signals = JobSignals(trainer, watch, children)
-    signals.install()
-    return signals

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
 from alpa_strategy.comm.mesh import all_reduce_over, build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
@@ -142,12 +143,10 @@ def _say_why(why: CaptureError) -> None:
 
 def _inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     """Every parameter once, with all its names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    named = [(p, names) for p, names in names_by_tensor(module) if isinstance(p, nn.Parameter)]
     return [
-        ParameterInput(i, tuple(each), TensorMeta(tuple(p.shape), p.dtype, p.requires_grad and trains))
-        for i, (p, each) in enumerate(names.items())
+        ParameterInput(i, names, TensorMeta(tuple(p.shape), p.dtype, p.requires_grad and trains))
+        for i, (p, names) in enumerate(named)
     ]
 
 

@@ -83,10 +83,7 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     """
     given = tuple(store.parameters if parameters is None else parameters)
     norm = grad_norm(store, given)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in given:
-        if parameter.grad is not None:
-            parameter.grad.detach().mul_(scale.to(parameter.grad))
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
 
 

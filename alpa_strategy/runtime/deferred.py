@@ -143,8 +143,9 @@ class Recorder:
             return self._run_for_real(func, args, kwargs)
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            line.random = current_states(generator, self.script.device)
-            self._draw(line)
+            states = current_states(generator, self.script.device)
+            self.script.run(line)  # draws the numbers as a single device would, into memory that is freed at once
+            line.random = states
         if line.writes:  # a view is found again by its storage
             self.script.add(line)
         return result
@@ -188,23 +189,6 @@ class Recorder:
 
     def _device_of_first(self, views: list[View]) -> torch.device:
         return self.script.devices[views[0].storage] if views else torch.device("cpu")
-
-    def _draw(self, line: RecordedOp) -> None:
-        """Draw a random op's numbers as a single device would, into memory that is freed at once."""
-        reads = [v for v in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(v, View)]
-        contents = {v: self.script.value(v) for v in reads if v.storage in line.reads}
-
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, View):
-                return contents[leaf] if leaf in contents else self._scratch(leaf)
-            return leaf.value() if isinstance(leaf, Given) else leaf
-
-        args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
-        with torch.no_grad():
-            line.func(*args, **kwargs)
-
-    def _scratch(self, view: View) -> Tensor:
-        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.script.devices[view.storage])
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the tensors that deferred ones stand for. What it changes in place must be real itself."""
@@ -415,14 +399,13 @@ class Script:
 
     def value(self, view: View) -> Tensor:
         """The real tensor that `view` stands for, made now; all memory but its own is freed on the way."""
-        return self.values([view])[0]
-
-    def values(self, views: list[View]) -> list[Tensor]:
-        """Several at once; see `value`."""
-        wanted = {view.storage for view in views}
         with torch.no_grad(), _disable_current_modes():
-            storages = self._run(self._needed(wanted), wanted)
-            return [_view_of(storages[view.storage], view) for view in views]
+            return _view_of(self._contents({view.storage})[view.storage], view)
+
+    def run(self, line: RecordedOp) -> None:
+        """Run an op that is not in the script, on what it would read now; nothing is left of its results."""
+        with torch.no_grad(), _disable_current_modes():
+            self._execute(line, self._contents(set(line.reads)))
 
     def _needed(self, storages: Iterable[int]) -> list[int]:
         """Lines without which `storages` would not be what they are at the end, ascending."""
@@ -445,7 +428,9 @@ class Script:
                     break
         return sorted(needed)
 
-    def _run(self, indices: list[int], wanted: set[int]) -> dict[int, torch.UntypedStorage]:
+    def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
+        """Storage -> what the ops so far have left in it."""
+        indices = self._needed(wanted)
         last_use: dict[int, int] = {}
         for index in indices:
             line = self.lines[index]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
+from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import PlanError
@@ -161,7 +162,7 @@ class MeshParameters:
     def finish_backward(self) -> None:
         """After every backward: complete `parameter.grad` (when `sync` is on). Collective over the mesh."""
         if self._stepping is not None:
-            self._stepping.finish()
+            self._stepping.step()
         self._reducer.finish()
         if self._stepping is not None:
             self._stepping.reset()
@@ -465,8 +466,7 @@ class ParameterStore:
         """
         if not self._is_split:
             return dict(own)
-        everyone: list[dict[str, T]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, dict(own))
+        everyone = of_all_ranks(dict(own))
         known = self._known.values()
         return {each.name: everyone[each.source][each.name] for each in known if each.name in everyone[each.source]}
 

@@ -45,10 +45,6 @@ class StepInBackward:
         """Whether this backward's gradient of `parameter` has been used."""
         return parameter in self._stepped
 
-    def finish(self) -> None:
-        """After the backward: update what still waits."""
-        self._step()
-
     def reset(self) -> None:
         """Before the next backward: forget this one."""
         self._waiting.clear()
@@ -60,10 +56,10 @@ class StepInBackward:
         self._waiting[parameter] = None
         self._num_bytes += parameter.grad.numel() * parameter.grad.element_size()
         if self._num_bytes >= self._limit:
-            self._step()
+            self.step()
 
-    def _step(self) -> None:
-        """One step of the optimizer that sees the waiting gradients and no others."""
+    def step(self) -> None:
+        """One step of the optimizer that sees the waiting gradients and no others. After the backward: for the rest."""
         if not self._waiting:
             return
         others = [
