@@ -121,7 +121,10 @@ def _train(arguments: argparse.Namespace) -> int:
     from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    _seed(recipe)
+    if recipe.seed is not None:
+        from lightning import seed_everything
+
+        seed_everything(recipe.seed, workers=True, verbose=False)
     trainer = build_trainer(recipe)
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
@@ -368,13 +371,6 @@ def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContext
         return partial(torch.autocast, "cpu", dtype=dtypes[kind])
     model.to(dtypes[kind])
     return nullcontext
-
-
-def _seed(recipe: Recipe) -> None:
-    if recipe.seed is not None:
-        from lightning import seed_everything
-
-        seed_everything(recipe.seed, workers=True, verbose=False)
 
 
 def _report(error: AlpaError) -> None:

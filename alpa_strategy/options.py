@@ -102,7 +102,7 @@ class PlanOptions:
             "parallel": _parallel(parallel, mesh),
             "logical_mesh": mesh,
             "placements": _placements(placements or {}, mesh),
-            **{name: _SCALARS[name](name, value) for name, value in rest.items()},
+            **{name: _CHECKS[name](name, value) for name, value in rest.items()},
         }
         if values.get("stages"):
             count = len(values["stages"])
@@ -350,7 +350,7 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_SCALARS: dict[str, Callable[[str, object], object]] = {
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
     "memory_limit": _memory_limit,
     "memory_fraction": _number_in(0.0, 1.0),
     "batch_scope": _name_in(BATCH_SCOPES),
@@ -364,6 +364,12 @@ _SCALARS: dict[str, Callable[[str, object], object]] = {
     "remat": _remat,
     "costs": _costs,
     "compile": lambda name, value: compile_options(value) is not None,
+    "plan_timeout_seconds": _number_in(0.0, float("inf")),
+    "collective_timeout_seconds": _number_in(0.0, float("inf")),
+    "bucket_bytes": lambda name, value: int(_number_in(0.0, 1e18)(name, value)),
+    "capture": _name_in(CAPTURES),
+    "check_replicas_every": _whole_from(0, "give a number of steps; 0: no checks"),
+    "check_gradients": _bool,
 }
 
 
@@ -411,14 +417,4 @@ class Limits:
     @classmethod
     def from_user(cls, **given: Any) -> Limits:
         """Validated; OptionError as of `PlanOptions.from_user`."""
-        return cls(**{name: _LIMITS[name](name, value) for name, value in given.items()})
-
-
-_LIMITS: dict[str, Callable[[str, object], Any]] = {
-    "plan_timeout_seconds": _number_in(0.0, float("inf")),
-    "collective_timeout_seconds": _number_in(0.0, float("inf")),
-    "bucket_bytes": lambda name, value: int(_number_in(0.0, 1e18)(name, value)),
-    "capture": _name_in(CAPTURES),
-    "check_replicas_every": _whole_from(0, "give a number of steps; 0: no checks"),
-    "check_gradients": _bool,
-}
+        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})

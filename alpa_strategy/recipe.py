@@ -127,13 +127,13 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
 
 def build_callbacks(recipe: Recipe) -> list[Any]:
     """The callbacks that the recipe's Trainer would have."""
-    built = _instantiate_tree(recipe, recipe.trainer.get("callbacks") or [], "trainer.callbacks")
+    built = _instantiate(recipe, recipe.trainer.get("callbacks") or [], "trainer.callbacks")
     return built if isinstance(built, list) else [built]
 
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
     """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
-    arguments = {key: _instantiate_tree(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
+    arguments = {key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
     if arguments.get("strategy") is None:  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
         arguments["strategy"] = _call(_strategy_class(), dict(recipe.strategy), f"{recipe.path}: strategy")
     return _call(_trainer_class(), arguments, f"{recipe.path}: trainer")
@@ -282,23 +282,17 @@ def _check_strategy(recipe: Recipe) -> None:
     check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option")
 
 
-def _instantiate(recipe: Recipe, section: Mapping[str, Any], where: str) -> Any:
-    factory = resolve_target(section[TARGET], recipe.path.parent)
-    arguments = {
-        key: _instantiate_tree(recipe, value, f"{where}.{key}") for key, value in section.items() if key != TARGET
-    }
-    return _call(factory, arguments, f"{recipe.path}: {where}")
-
-
-def _instantiate_tree(recipe: Recipe, node: Any, where: str) -> Any:
-    """Build every mapping with a `_target_` inside `node` (callbacks, loggers, parts of a model)."""
+def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
+    """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a model)."""
     if isinstance(node, dict):
         if TARGET in node:
             _check_arguments(recipe, node, where)
-            return _instantiate(recipe, node, where)
-        return {key: _instantiate_tree(recipe, value, f"{where}.{key}") for key, value in node.items()}
+        built = {key: _instantiate(recipe, value, f"{where}.{key}") for key, value in node.items() if key != TARGET}
+        if TARGET not in node:
+            return built
+        return _call(resolve_target(node[TARGET], recipe.path.parent), built, f"{recipe.path}: {where}")
     if isinstance(node, list):
-        return [_instantiate_tree(recipe, value, where) for value in node]
+        return [_instantiate(recipe, value, where) for value in node]
     return node
 
 

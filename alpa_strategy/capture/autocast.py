@@ -93,8 +93,7 @@ def dtype_given(call: OpCall, state: AutocastState) -> torch.dtype | None:
     def dtypes(enabled: bool) -> list[torch.dtype]:
         def run(operands: list[Tensor]) -> list[torch.dtype]:
             with state.region(enabled):
-                out = call.call(*operands)
-            return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+                return _dtypes_of(call.call(*operands))
 
         return run_fake(call, run, state.device_type)
 
@@ -163,26 +162,27 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> li
     as they commute."""
     seen: list[Any] = []
 
-    def dtypes(out: Any) -> list[torch.dtype]:
-        return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
-
     class Watcher(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
                 raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
             out = func(*args, **(kwargs or {}))
-            computes = dtypes(out) and not func.is_view and func not in _MOVES
+            computes = _dtypes_of(out) and not func.is_view and func not in _MOVES
             if computes:
-                seen.append((func, dtypes(out)))  # order counts, shapes do not
+                seen.append((func, _dtypes_of(out)))  # order counts, shapes do not
             return out
 
     def run(operands: list[Tensor]) -> None:
         operands = [t if d is None else t.to(d) for t, d in zip(operands, casts, strict=True)]
         with state.region(enabled), Watcher():
-            seen.append(dtypes(call.call(*operands)))
+            seen.append(_dtypes_of(call.call(*operands)))
 
     run_fake(call, run, state.device_type)
     return seen
+
+
+def _dtypes_of(out: Any) -> list[torch.dtype]:
+    return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
 
 
 _AUTOCAST_INSIDE = ("alpa", FUNCTIONS)  # their ops run under their call's autocast

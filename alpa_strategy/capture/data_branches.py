@@ -100,7 +100,8 @@ class ConstantValues:
         inputs = node.all_input_nodes
         if node.op != "call_function" or not self._can_run(node):
             if _writes(node):  # something unknown is written into memory that others may share
-                self._forget(inputs)
+                for shared in self._sharing(inputs):
+                    del self._values[shared], self._sources[shared]
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
         if "device" in kwargs:
@@ -110,7 +111,8 @@ class ConstantValues:
         sources = frozenset().union(*(self._sources[n] for n in inputs))
         self._set(node, value, sources)
         if _writes(node):
-            self._set_sources_of_shared(inputs, sources)
+            for shared in self._sharing(inputs):
+                self._sources[shared] |= sources
 
     def _can_run(self, node: fx.Node) -> bool:
         if not all(n in self._values for n in node.all_input_nodes):
@@ -126,14 +128,6 @@ class ConstantValues:
 
     def _set(self, node: fx.Node, value: Any, sources: frozenset[str]) -> None:
         self._values[node], self._sources[node] = value, sources
-
-    def _forget(self, nodes: list[fx.Node]) -> None:
-        for shared in self._sharing(nodes):
-            del self._values[shared], self._sources[shared]
-
-    def _set_sources_of_shared(self, nodes: list[fx.Node], sources: frozenset[str]) -> None:
-        for shared in self._sharing(nodes):
-            self._sources[shared] |= sources
 
     def _sharing(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Known nodes that use the memory of one of `nodes`."""

@@ -40,7 +40,6 @@ class DeferredInit:
         self._is_recording = False
         self._loaded: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
-        self._placeholders: dict[nn.Parameter, int] = {}  # the placeholder's address
 
     @property
     def is_pending(self) -> bool:
@@ -139,7 +138,7 @@ class DeferredInit:
             # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
             # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
             torch._C._swap_tensor_impl(parameter, other)
-            self._waiting[parameter], self._placeholders[parameter] = other.detach(), parameter.data_ptr()
+            self._waiting[parameter] = other.detach()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """All of a parameter or state tensor, on this rank's device; made now where it was deferred."""
@@ -154,18 +153,16 @@ class DeferredInit:
     def _finish(self) -> None:
         """Make what nobody has taken (no plan, or parameters that the step does not use), and forget the record."""
         for parameter in self._waiting:
-            is_untouched = parameter.data_ptr() == self._placeholders[parameter]
-            # Taken whole while it was still to be read (`_whole`): one element that stands for all.
-            is_unread = parameter.numel() > 1 and not any(parameter.stride())
-            if not (is_untouched or is_unread):
+            # A placeholder, or taken whole while it was still to be read (`_whole`): one element that stands for all.
+            if any(parameter.stride()):
                 continue
             whole = self._whole(parameter)
             if parameter in self._loaded:
                 whole = whole.contiguous()
                 read_chunks(self._loaded[parameter], [Chunk((0,) * whole.dim(), whole)])
             parameter.data = whole
-        for known in (self._waiting, self._placeholders, self._loaded):
-            known.clear()
+        self._waiting.clear()
+        self._loaded.clear()
         self._recorder = None
 
     def _reset(self, module: nn.Module) -> None:

@@ -225,11 +225,12 @@ class Run(PlacedModule):
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
         key, may_differ = shape_key(batch), self._job.may_run_as_written
-        if len(self._captured) > 1 and not may_differ:  # each shape is known to all ranks: it must be the same one now
-            self._same.check_shapes(batch)
         known = self._captured.of(key)
         index, changed = self._captured.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
-        if self._same.all_have(key, index, batch) if may_differ else index is not None:
+        is_asked = (
+            may_differ or len(self._captured) > 1
+        )  # several shapes are known to all ranks: it must be one of them
+        if self._same.all_have(key, index, batch) if is_asked else index is not None:
             assert index is not None
             self._captured.use(key)
             return known[index]

@@ -38,13 +38,6 @@ class SameSteps:
         self._num_changes = 0
         self._digests: dict[Any, int] = {}
 
-    def check_shapes(self, batch: Any) -> None:
-        """RuntimeMismatchError unless all ranks have batches of one shape. Collective."""
-        shapes = all_texts(shapes_text(batch))
-        if len(set(shapes)) > 1:
-            shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
-            raise RuntimeMismatchError(f"batches differ between ranks: {shown}", SAME_SHAPES)
-
     def all_have(self, key: Any, index: int | None, batch: Any) -> bool:
         """Whether every rank has the same program for its batch. Collective, one small sum over the hosts.
 

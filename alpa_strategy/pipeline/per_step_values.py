@@ -34,10 +34,6 @@ class PerStepValues:
         """A step has ended: its values go."""
         self._made.clear()
 
-    def makes(self, name: str) -> bool:
-        """Whether `name` is a derived value."""
-        return name in self._programs
-
     def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
         if not self._programs:
@@ -45,7 +41,7 @@ class PerStepValues:
         handed: dict[str, Tensor] = {}
 
         def make(name: str) -> Tensor:
-            if not self.makes(name):
+            if name not in self._programs:
                 return parameters[name]
             if name not in handed:
                 handed.update(self.hand_out(name, parameters, buffers))

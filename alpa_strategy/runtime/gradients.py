@@ -125,21 +125,26 @@ class GradientReducer:
         self._buckets = []
         if not self._parameters:  # a stage of frozen layers
             return
-        last = len(self._parameters)
+        here = [int(self._has_gradient(each)) for each in self._parameters]
+        table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].parameter.device)
+        used, missing = all_reduce_over(self._mesh, table, "max").tolist()
+        names = [each.name for each in self._parameters]
+        self._only_somewhere = frozenset(
+            n for n, is_used, lacks in zip(names, used, missing, strict=True) if is_used and lacks
+        )
+        used_names = {name for name, is_used in zip(names, used, strict=True) if is_used}
+        in_order = self._in_order(self._parameters)
+        self._unused = [each for each in in_order if each.name not in used_names]
+        self._build(each for each in in_order if each.name in used_names)
+
+    def _in_order(self, parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+        """As the first device's backward came to them; what it has not seen comes last. Collective."""
         seen = {name: i for i, name in enumerate(self._seen)}
-        used, order = [], []
-        for i, each in enumerate(self._parameters):
-            used.append(int(self._has_gradient(each)))
-            order.append(seen.get(each.name, last + i))
         is_first = not any(self._mesh.coordinate)
-        table = [used, [1 - here for here in used], order if is_first else [-1] * len(order)]
-        device = self._parameters[0].parameter.device
-        used, missing, order = all_reduce_over(self._mesh, torch.tensor(table, device=device), "max").tolist()
-        both = zip(self._parameters, used, missing, strict=True)
-        self._only_somewhere = frozenset(each.name for each, here, there in both if here and there)
-        in_order = sorted(range(last), key=order.__getitem__)
-        self._unused = [self._parameters[i] for i in in_order if not used[i]]
-        self._build([self._parameters[i] for i in in_order if used[i]])
+        order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
+        table = torch.tensor(order, device=parameters[0].parameter.device)
+        order = all_reduce_over(self._mesh, table, "max").tolist()
+        return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _build(self, parameters: Iterable[ShardedParameter]) -> None:
         """Add buckets, gradients of one kind together; order them by when their last gradient comes."""
@@ -241,15 +246,6 @@ class ReplicaReducer(GradientReducer):
                 bucket.needed = needed
                 bucket.start()
         return running
-
-    def _in_order(self, parameters: list[ShardedParameter]) -> list[ShardedParameter]:
-        """As the first rank's backward came to them; what it has not seen comes last. Collective."""
-        seen = {name: i for i, name in enumerate(self._seen)}
-        is_first = not any(self._mesh.coordinate)
-        order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
-        table = torch.tensor(order, device=parameters[0].parameter.device)
-        order = all_reduce_over(self._mesh, table, "max").tolist()
-        return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
 
 def _run(buckets: list[_Bucket]) -> None:
