@@ -32,13 +32,26 @@ from alpa_strategy.capture.functionalize import (
     storage_of,
     write_of,
 )
-from alpa_strategy.capture.graph_builder import Builder, check_loss, finish, frozen, loss_of
+from alpa_strategy.capture.graph_builder import Builder, check_loss, frozen, loss_of, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, TensorLeaf, Trace, TracedInput, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
-from alpa_strategy.ir.graph import ConstantInput, StepGraph, ValueRef, tensor_digest
+from alpa_strategy.ir.graph import (
+    AppendRecord,
+    BatchInput,
+    BufferInput,
+    Check,
+    ConstantInput,
+    LogRecord,
+    MetricRecord,
+    Op,
+    ParameterInput,
+    StepGraph,
+    ValueRef,
+    tensor_digest,
+)
 from alpa_strategy.ir.op import TensorMeta
 
 
@@ -411,11 +424,74 @@ class _Converter:
     # The end
 
     def finish(self) -> StepGraph:
+        """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
-        found = pytree.tree_unflatten(leaves, self.trace.spec)
+        found = pytree.tree_unflatten(leaves, self.trace.spec)  # what the step left behind, see `Trace`
         loss, updates = self._loss(found["output"]), self._buffer_updates(found.pop("buffers"))
-        return finish(self.trace, self.builder, self.inputs, self.constants, found, loss, updates)
+        # Backwards from what leaves the step: an op counts if something needs one of its results.
+        needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
+        needed |= {*updates.values(), loss}
+        kept: list[Op] = []  # backwards, so that an op's users are seen before it
+        for op in reversed(self.builder.ops):
+            if needed.intersection(op.results):
+                kept.append(op)
+                needed.update(op.operands)
+        kept.reverse()
+        new_index: dict[int, int] = {}
+        values: list[TensorMeta] = []
+
+        def define(old: int) -> int:
+            new_index[old] = len(values)
+            values.append(self.builder.values[old])
+            return new_index[old]
+
+        parameters, buffers, batch = [], [], []
+        for entry, old in self.inputs:
+            meta = self.builder.values[old]
+            match entry.kind:
+                case "parameter":
+                    parameters.append(
+                        ParameterInput(define(old), entry.names, meta)
+                    )  # also unused: the run has them all
+                case "buffer":
+                    if old in needed or old in updates:
+                        buffers.append((define(old), old, entry.names[0], meta))
+                case _:
+                    batch.append(BatchInput(define(old), entry.leaf, meta, entry.batch_dim))
+        constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
+        counts: dict[str, int] = {}
+        ops: list[Op] = []
+        for op in kept:
+            base = op.call.target_name.split(".")[1]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
+            number = counts[base] = counts.get(base, -1) + 1
+            operands = tuple(new_index[o] for o in op.operands)
+            ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
+
+        found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
+        lists = zip(self.trace.recording.appended, found["appended"], strict=True)
+        return StepGraph(
+            values=tuple(values),
+            parameters=tuple(parameters),
+            buffers=tuple(
+                BufferInput(new, name, meta, new_index[updates[old]] if old in updates else None)
+                for new, old, name, meta in buffers
+            ),
+            batch=tuple(batch),
+            constants=tuple(constants),
+            ops=tuple(ops),
+            loss=new_index[loss],
+            output=found["output"],
+            logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
+            metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
+            batch_size=self.trace.batch_size,
+            guards=tuple(self.trace.recording.guards),
+            attributes=self.trace.recording.attributes,
+            leaves=self.trace.read_leaves,
+            checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
+            notes=tuple(self.trace.recording.notes),
+            appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
+        )
 
     def _loss(self, output: Any) -> int:
         """Value index of the loss."""

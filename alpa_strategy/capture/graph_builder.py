@@ -1,13 +1,12 @@
-"""Builds the StepGraph: values numbered and ops inferred on fake tensors one by one, then the end of conversion.
+"""Builds the StepGraph: values numbered, ops inferred on fake tensors one by one; checks of what can be a loss.
 
-Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers cost nothing. At
-the end, ops and constants without effect go, values are numbered anew, and a loss that cannot be one is refused.
+Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,19 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.trace import Trace, TracedInput
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import (
-    AppendRecord,
-    BatchInput,
-    BufferInput,
-    Check,
-    ConstantInput,
-    LogRecord,
-    MetricRecord,
     Op,
-    ParameterInput,
-    StepGraph,
     ValueRef,
 )
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
@@ -163,83 +152,3 @@ def check_loss(meta: TensorMeta, is_trainable: bool) -> None:
             "the loss that training_step returned depends on no parameter that requires grad",
             "look for .detach(), no_grad or frozen parameters on the way to the loss",
         )
-
-
-def finish(
-    trace: Trace,
-    builder: Builder,
-    inputs: list[tuple[TracedInput, int]],
-    constants_found: list[ConstantInput],
-    found: Mapping[str, Any],
-    loss: int,
-    updates: Mapping[int, int],
-) -> StepGraph:
-    """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named.
-
-    Args:
-        inputs: with their values.
-        found: what the step left behind besides buffers ({"output", "logs", ...}, see `Trace`), with ValueRefs.
-        loss: its value.
-        updates: value of a buffer -> its new value.
-    """
-    # Backwards from what leaves the step: an op counts if something needs one of its results.
-    needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
-    needed |= {*updates.values(), loss}
-    kept: list[Op] = []  # backwards, so that an op's users are seen before it
-    for op in reversed(builder.ops):
-        if needed.intersection(op.results):
-            kept.append(op)
-            needed.update(op.operands)
-    kept.reverse()
-    new_index: dict[int, int] = {}
-    values: list[TensorMeta] = []
-
-    def define(old: int) -> int:
-        new_index[old] = len(values)
-        values.append(builder.values[old])
-        return new_index[old]
-
-    parameters, buffers, batch = [], [], []
-    for entry, old in inputs:
-        meta = builder.values[old]
-        match entry.kind:
-            case "parameter":
-                parameters.append(ParameterInput(define(old), entry.names, meta))  # also unused: the run has them all
-            case "buffer":
-                if old in needed or old in updates:
-                    buffers.append((define(old), old, entry.names[0], meta))
-            case _:
-                batch.append(BatchInput(define(old), entry.leaf, meta, entry.batch_dim))
-    constants = [replace(c, value=define(c.value)) for c in constants_found if c.value in needed]
-    counts: dict[str, int] = {}
-    ops: list[Op] = []
-    for op in kept:
-        base = op.call.target_name.split(".")[1]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
-        number = counts[base] = counts.get(base, -1) + 1
-        operands = tuple(new_index[o] for o in op.operands)
-        ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
-
-    found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
-    lists = zip(trace.recording.appended, found["appended"], strict=True)
-    return StepGraph(
-        values=tuple(values),
-        parameters=tuple(parameters),
-        buffers=tuple(
-            BufferInput(new, name, meta, new_index[updates[old]] if old in updates else None)
-            for new, old, name, meta in buffers
-        ),
-        batch=tuple(batch),
-        constants=tuple(constants),
-        ops=tuple(ops),
-        loss=new_index[loss],
-        output=found["output"],
-        logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
-        metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
-        batch_size=trace.batch_size,
-        guards=tuple(trace.recording.guards),
-        attributes=trace.recording.attributes,
-        leaves=trace.read_leaves,
-        checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
-        notes=tuple(trace.recording.notes),
-        appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
-    )

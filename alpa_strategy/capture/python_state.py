@@ -405,10 +405,8 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
                 kept += [(each, _is_torch_module(child)) for each in _kept_in(value, path, name, seen)]
     changed: list[str] = []
     plain: list[SetAttribute] = []
-    completed = False
     try:
         yield
-        completed = True
     finally:
         for path, child, before in owners:
             now = {name: value for name, value in vars(child).items() if name not in skipped}
@@ -426,10 +424,9 @@ def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: lis
                 elif each.is_changed():
                     changed.append(each.place)
             each.restore()
-    if completed and len(plain) == len(changed):
-        stored += plain
-    elif completed:
+    if len(plain) != len(changed):
         raise changed_attributes(changed)
+    stored += plain
 
 
 def _is_torch_module(module: nn.Module) -> bool:
@@ -475,11 +472,9 @@ def globals_kept(module: nn.Module) -> Iterator[None]:
         for method in [member for member in vars(kind).values() if isinstance(member, types.FunctionType)]:
             found += [(f"{n} of {method.__qualname__}", c.cell_contents) for n, c in closure_values(method).items()]
     kept = [_Kept(label, value, value.copy()) for label, value in found if type(value) in (list, dict, set)]
-    completed = False
     changed: list[str] = []
     try:
         yield
-        completed = True
     finally:
         for where, values in files.items():
             names = changed_names(values, before[where])
@@ -490,7 +485,7 @@ def globals_kept(module: nn.Module) -> Iterator[None]:
             if each.is_changed():
                 changed.append(each.place)
                 each.restore()
-    if completed and changed:
+    if changed:
         raise CaptureError(
             f"the step changes variables outside of the module ({', '.join(sorted(set(changed)))}): a captured step "
             "repeats tensor work only, so this would happen once and never again",
