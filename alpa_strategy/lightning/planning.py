@@ -7,7 +7,7 @@ import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -46,35 +46,6 @@ STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines 
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
 LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A captured step and what was planned for it."""
-
-    step: StepGraph
-    plan: Plan
-    cluster: ClusterSpec
-
-
-def prepare(
-    module: Any,
-    batch: Any,
-    batch_idx: int,
-    job: Job,
-    optimizer: OptimizerInfo,
-    rank_zero: RankZero,
-    resumed: Mapping[str, Any] | None,
-) -> Prepared:
-    """Capture the first batch's step and find its plan. Collective.
-
-    Args:
-        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of another shape than
-            its first: it goes on under that plan where nothing but the shape differs.
-    """
-    step = capture(module, batch, batch_idx, job)
-    cluster = job_cluster(job)
-    return Prepared(step, find_or_make_plan(step, job, cluster, optimizer, rank_zero, resumed=resumed), cluster)
 
 
 def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
@@ -193,7 +164,8 @@ def find_or_make_plan(
 
     Args:
         running: for a step of another shape: the plan under which the parameters lie, and stay.
-        resumed: see `prepare`.
+        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of another shape than
+            its first: it goes on under that plan where nothing but the shape differs.
 
     Raises:
         PlanError: nothing fits, or the running stages cannot run the step.

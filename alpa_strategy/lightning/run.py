@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,10 @@ from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import (
-    Prepared,
     capture,
     check_optimizer,
     find_or_make_plan,
-    prepare,
+    job_cluster,
 )
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.lightning.step_effects import (
@@ -49,7 +49,6 @@ from alpa_strategy.lightning.step_effects import (
 )
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.early_step import TrainerSettings
 from alpa_strategy.planner.optimizer_info import optimizer_info_in
@@ -64,68 +63,37 @@ MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
 MAX_PROGRAMS = 16  # of one batch shape
 
 
-def start_training(
-    module: Any,
-    optimizers: Sequence[Optimizer],
-    batch: Any,
-    batch_idx: int,
-    job: Job,
-    sharding: Sharding,
-    resumed: Mapping[str, Any] | None,
-) -> Run:
-    """The module in shards, under a plan for its step on the first batch. Collective.
-
-    Args:
-        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
-        resumed: as for `prepare`.
-    """
-    seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
-    info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
-    prepared = prepare(module, batch, batch_idx, job, info, rank_zero, resumed)
-    limit = job.options.usable_bytes(prepared.cluster.device.memory_bytes)
-    with tuned_for(prepared.plan, limit, job.device), sharding(module) as whole:
-        return Run(module, optimizers, info, prepared, batch, job, rank_zero, seed, whole)
-
-
-@dataclass(frozen=True)
-class _Unfinished:
-    """A step whose values are on their way (`pending`), and what it has logged not yet said."""
-
-    captured: CapturedStep
-    values: Mapping[int, Tensor]
-    batch: Any
-    counters: Mapping[str, int]
-    pending: list[Pending]
-
-
 class Run(PlacedModule):
-    """Shards `module` in place under its plan (collective), then runs its steps, whatever the number of stages.
+    """Plans `module`'s step on its first batch, shards it in place under that plan, then runs its steps, whatever the
+    number of stages. Collective.
 
     Args:
         module: the LightningModule; its parameters are swapped to local shards, the objects stay.
         optimizers: one, made on the whole parameters; its state, if any, is sharded too.
-        prepared: the captured first step and its plan.
         batch: the first batch, on this rank's device.
-        seed: the run's seed, the same on all ranks.
-        whole: gives all of a parameter, or of a tensor of the optimizer's state, that is to be sharded.
+        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
+        resumed: as for `find_or_make_plan`.
     """
 
     def __init__(
         self,
         module: Any,
         optimizers: Sequence[Optimizer],
-        optimizer_info: OptimizerInfo,
-        prepared: Prepared,
         batch: Any,
+        batch_idx: int,
         job: Job,
-        rank_zero: RankZero,
-        seed: int,
-        whole: Callable[[Tensor], Tensor] = Tensor.detach,
+        sharding: Sharding,
+        resumed: Mapping[str, Any] | None,
     ) -> None:
-        self.module, self._job, self._rank_zero, self._cluster = module, job, rank_zero, prepared.cluster
-        self._optimizer_info, self.plan, step = optimizer_info, prepared.plan, prepared.step
-        check_optimizer(optimizer_info, self.plan.stages)
-        with job.progress("lower"):
+        seed, self._rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
+        self.module, self._job = module, job
+        self._optimizer_info = info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
+        step = capture(module, batch, batch_idx, job)
+        self._cluster = job_cluster(job)
+        self.plan = find_or_make_plan(step, job, self._cluster, info, self._rank_zero, resumed=resumed)
+        check_optimizer(info, self.plan.stages)
+        limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
+        with tuned_for(self.plan, limit, job.device), sharding(module) as whole, job.progress("lower"):
             self._placed = PlacedPlan(
                 module,
                 step.parameters,
@@ -141,14 +109,13 @@ class Run(PlacedModule):
             )
             check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
             program = self._program(step)
-        limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        super().__init__(module, optimizers, optimizer_info, self.plan, self._placed.store, job, limit, check)
-        self._same = SameSteps(rank_zero, MAX_SHAPES)
+        super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
+        self._same = SameSteps(self._rank_zero, MAX_SHAPES)
         self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self._placed.drop)
         self._captured.add(shape_key(batch), self._with_checks(step, program, batch))
         self.check_copies(step.buffers)
         self._step_starts: list[float] = []
-        self._unfinished: _Unfinished | None = None
+        self._unfinished: Callable[[], None] | None = None  # see `_finish_step`
 
     # A training step
 
@@ -175,11 +142,11 @@ class Run(PlacedModule):
             for each in pending or ():
                 each.wait()
             raise
-        unfinished = _Unfinished(captured, values, batch, counters, pending or [])
+        finish = partial(self._finish_step, captured, values, batch, counters, pending or [])
         if is_async:
-            self._unfinished = unfinished
+            self._unfinished = finish
         else:
-            self._finish_step(unfinished)
+            finish()
         return output_of(captured.step, own_rows_of(values, captured.own_rows), batch, counters)
 
     @override
@@ -190,18 +157,25 @@ class Run(PlacedModule):
         done, self._unfinished = self._unfinished, None
         if done is not None:
             with as_in_training_step(self.module):
-                self._finish_step(done)
+                done()
 
-    def _finish_step(self, done: _Unfinished) -> None:
-        """What the step does besides computing: checks, buffers, metrics and logs."""
-        for pending in done.pending:
-            pending.wait()
-        step = done.captured.step
-        verify(step, done.values)
-        write_buffers(self.module, step, done.values)
+    def _finish_step(
+        self,
+        captured: CapturedStep,
+        values: Mapping[int, Tensor],
+        batch: Any,
+        counters: Mapping[str, int],
+        pending: list[Pending],
+    ) -> None:
+        """What the step does besides computing, once its values (`pending`) are there: checks, buffers, logs."""
+        for each in pending:
+            each.wait()
+        step = captured.step
+        verify(step, values)
+        write_buffers(self.module, step, values)
         with self._job.context():  # the default dtype and autocast under which the user's step would have logged
-            update_metrics_and_log(self.module, step, done.values, done.counters, self.metrics)
-        append_to_lists(self.module, step, own_rows_of(done.values, done.captured.own_rows), done.batch, done.counters)
+            update_metrics_and_log(self.module, step, values, counters, self.metrics)
+        append_to_lists(self.module, step, own_rows_of(values, captured.own_rows), batch, counters)
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,8 +83,8 @@ class Session:
 
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
-        from alpa_strategy.lightning.run import start_training
-        from alpa_strategy.lightning.written_run import check_may_run_as_written, start_written, why_written
+        from alpa_strategy.lightning.run import Run
+        from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
         job, resumed = self._make_job(), self._checkpoints.running_plan
@@ -94,14 +95,14 @@ class Session:
             run: PlacedModule | None = None
             if self._why_written is None:
                 try:
-                    run = start_training(module, optimizers, batch, batch_idx, job, sharding, resumed)
+                    run = Run(module, optimizers, batch, batch_idx, job, sharding, resumed)
                 except CaptureError as error:
                     self._why_written = error
             if run is None:
                 assert self._why_written is not None
                 check_may_run_as_written(self._why_written, job)
                 is_news, self._told = self._why_written is not self._told, self._why_written
-                run = start_written(module, optimizers, job, sharding, self._why_written, is_news)
+                run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -222,11 +223,12 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
-        from alpa_strategy.lightning.written_run import evaluation_run
+        from alpa_strategy.lightning.written_run import WrittenRun
 
         job = self._make_job()
+        job = replace(job, options=replace(job.options, parallel="zero3"))
         with torch.inference_mode(False), _own_randomness(job):
-            run = evaluation_run(module, job, self.deferred_init.sharding)
+            run = WrittenRun(module, [], job, self.deferred_init.sharding, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
         self.run, self.plan = run, run.plan
         _show_plan(run, job)

@@ -7,7 +7,6 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.digests import GradientCheck
 from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
@@ -86,51 +84,9 @@ def _ends_with_averaging(module: Any) -> bool:
     return averages and any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
-def start_written(
-    module: Any, optimizers: Sequence[Optimizer], job: Job, sharding: Sharding, why: CaptureError, say: bool = True
-) -> WrittenRun:
-    """The module's parameters as a plan for its sizes has them. Collective.
-
-    Args:
-        optimizers: none: for an evaluation.
-        say: whether the user has yet to be told `why`.
-
-    Raises:
-        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
-    """
-    settings = TrainerSettings.of(module.trainer)
-    infos = [optimizer_info_in(module, [optimizer], settings) for optimizer in optimizers]
-    parameters, limit = _inputs(module, trains=bool(optimizers)), device_limit(job)
-    plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
-    for info in infos:
-        check_optimizer(info, plan.stages)
-    if optimizers and _is_pruned(module) and not all(each.is_whole for each in plan.stages[0].parameter_plans.values()):
-        raise SetupError(
-            "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot follow",
-            'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
-        )
-    if optimizers and say:
-        _say_why(why)
-    with sharding(module) as whole:
-        store = _store(module, parameters, plan, job)
-        check = shard_all(store, optimizers, whole, job.limits, divided=False)
-    return WrittenRun(module, optimizers, infos, store, plan, job, limit, check)
-
-
 def fits_one_device(module: nn.Module, job: Job) -> bool:
     """Whether the whole parameters fit into what a plan may use of this job's devices. Collective."""
     return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(job)
-
-
-def evaluation_run(module: Any, job: Job, sharding: Sharding) -> WrittenRun:
-    """What holds the parameters of a module that does not fit into one device, in shards, without a training.
-    Collective.
-
-    Args:
-        sharding: context around what shards the module, see `DeferredInit.sharding`.
-    """
-    job = replace(job, options=replace(job.options, parallel="zero3"))
-    return start_written(module, [], job, sharding, CaptureError("an evaluation"))
 
 
 def _say_why(why: CaptureError) -> None:
@@ -163,25 +119,51 @@ def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, 
 
 
 class WrittenRun(PlacedModule):
-    """See the file's docstring."""
+    """See the file's docstring. Collective.
+
+    Args:
+        optimizers: none: for an evaluation.
+        sharding: context around what shards the module, see `DeferredInit.sharding`.
+        why: why the steps are not captured.
+        say: whether the user has yet to be told `why`.
+
+    Raises:
+        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
+    """
 
     def __init__(
         self,
         module: Any,
         optimizers: Sequence[Optimizer],
-        infos: Sequence[OptimizerInfo],
-        store: ParameterStore,
-        plan: Plan,
         job: Job,
-        limit: float,
-        check: GradientCheck | None,
+        sharding: Sharding,
+        why: CaptureError,
+        say: bool = True,
     ) -> None:
-        info = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
-        super().__init__(module, optimizers, info, plan, store, job, limit, check)
+        settings = TrainerSettings.of(module.trainer)
+        infos = [optimizer_info_in(module, [optimizer], settings) for optimizer in optimizers]
+        parameters, limit = _inputs(module, trains=bool(optimizers)), device_limit(job)
+        plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
+        for info in infos:
+            check_optimizer(info, plan.stages)
+        parameter_plans = plan.stages[0].parameter_plans.values()
+        if optimizers and _is_pruned(module) and not all(each.is_whole for each in parameter_plans):
+            raise SetupError(
+                "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot "
+                "follow",
+                'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
+            )
+        if optimizers and say:
+            _say_why(why)
+        with sharding(module) as whole:
+            store = _store(module, parameters, plan, job)
+            check = shard_all(store, optimizers, whole, job.limits, divided=False)
+        largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
+        super().__init__(module, optimizers, largest, plan, store, job, limit, check)
         self.buffers_differ = True  # perhaps
         self._syncs = True
         if store.sharded_parameters and optimizers:
-            keeps = not any(parameter.uses_shards for parameter in plan.stages[0].parameter_plans.values())
+            keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
 
     @override
