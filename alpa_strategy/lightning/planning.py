@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from alpa_strategy.lightning.batch_rows import agreed_kinds, check_own_leaves, k
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
@@ -62,30 +61,26 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     own = own_leaves(kinds, batch) if is_joint else {}
 
     def work() -> StepGraph:
-        with job.progress("capture"), naming(own):
-            step = capture_step(
-                module,
-                batch,
-                world_size=world_size(),
-                batch_scope=job.options.rows,
-                batch_idx=batch_idx,
-                context=job.context,
-                rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
-            )
-        check_own_leaves(own, step)
-        return step
-
-    def guarded_work() -> StepGraph:
         try:
-            return work()
-        except AlpaError:
-            raise
+            with job.progress("capture"), naming(own):
+                step = capture_step(
+                    module,
+                    batch,
+                    world_size=world_size(),
+                    batch_scope=job.options.rows,
+                    batch_idx=batch_idx,
+                    context=job.context,
+                    rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
+                )
+            check_own_leaves(own, step)
+            return step
         except Exception as error:
+            if isinstance(error, AlpaError) or not job.may_run_as_written:
+                raise
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
 
-    tried = guarded_work if job.may_run_as_written else work
-    step, summaries = on_all_ranks(tried, lambda step: _summary(step, batch))
+    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch))
     check_leaves([summary[0] for summary in summaries])
     for part, (what, fix, kind) in enumerate(_PARTS, start=1):
         values = [summary[part] for summary in summaries]
@@ -170,29 +165,31 @@ def find_or_make_plan(
     Raises:
         PlanError: nothing fits, or the running stages cannot run the step.
     """
-    work = functools.partial(_plan_on_rank_zero, step, job, cluster, job.options, optimizer, None, resumed)
-    if running is not None and running.is_pipelined:
-        work = functools.partial(_following_plan, step, job, cluster, optimizer, running)
-    elif running is not None:
+    task, pinned = PlanTask(step, cluster, job.options, optimizer), None
+    if running is not None and not running.is_pipelined:
         stage = running.stages[0]
         pinned = stage.parameter_plans
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
         optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
-        cluster = cluster.in_order(job_ranks(running.stages))
-        work = functools.partial(_plan_on_rank_zero, step, job, cluster, options, optimizer, pinned, resumed)
+        task = PlanTask(step, cluster.in_order(job_ranks(running.stages)), options, optimizer)
+
+    def work() -> Plan:
+        if running is not None and running.is_pipelined:
+            return _following_plan(task, job, running)
+        return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
+
     return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
 
 
-def _following_plan(step: StepGraph, job: Job, cluster: ClusterSpec, optimizer: OptimizerInfo, running: Plan) -> Plan:
+def _following_plan(task: PlanTask, job: Job, running: Plan) -> Plan:
     """The plan of another step on the stages that are running (see `replan`), stored or new."""
-    task = PlanTask(step, cluster, job.options, optimizer)
-    wanted = replan_fingerprint(task, running)
 
     def make() -> Plan:
-        costs = known_costs(cluster, job) if cluster.measured else None
+        table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
+        costs = RooflineCosts(task.cluster.device, table) if task.cluster.measured else None
         return replan(replace(task, costs=costs), running)
 
-    return _stored(wanted, step, job, make)
+    return _stored(replan_fingerprint(task, running), task.step, job, make)
 
 
 def _stored(
@@ -223,18 +220,11 @@ def _stored(
 
 
 def _plan_on_rank_zero(
-    step: StepGraph,
-    job: Job,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    pinned: Mapping[str, ParameterPlan] | None,
-    resumed: Mapping[str, Any] | None,
+    task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None, resumed: Mapping[str, Any] | None
 ) -> Plan:
-    task = PlanTask(step, cluster, options, optimizer, progress=job.progress)
     wanted = task.fingerprint
-    against = against_early_step(step, optimizer, options)
-    early = replace(task, optimizer=replace(optimizer, steps_in_backward=True)).fingerprint
+    against = against_early_step(task.step, task.optimizer, task.options)
+    early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True)).fingerprint
     if resumed is not None and _differs_in_shape(resumed, [wanted] if against is not None else [wanted, early]):
         plan = Plan.from_dict(resumed)
         # Its devices alone: the rest is replanned, and checked, around it.
@@ -243,7 +233,7 @@ def _plan_on_rank_zero(
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
-        _check_computes(plan, step, job)
+        _check_computes(plan, task.step, job)
         if plan.stages[0].steps_in_backward and against is not None:
             raise PlanError(
                 f"the plan {job.plan_file} updates parameters within the backward, which cannot be here: {against}",
@@ -253,15 +243,15 @@ def _plan_on_rank_zero(
         return plan
 
     def make() -> Plan:
-        if not cluster.measured or options.costs is not None:
+        if not task.cluster.measured or task.options.costs is not None:
             return choose_plan(task, pinned)
         with job.progress("time ops"):
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
-            costs = measured_costs(step, cluster, options, job, budget)
+            costs = measured_costs(task, job, budget)
 
         def stage_costs() -> OpCosts:
             with job.progress("time ops of stages"):
-                return measured_stage_costs(step, cluster, options, job, STAGES_BUDGET)
+                return measured_stage_costs(task, job, STAGES_BUDGET)
 
         priced = replace(task, costs=costs)
         plan = choose_plan(priced, pinned, stage_costs)
@@ -270,7 +260,7 @@ def _plan_on_rank_zero(
         roomy = _with_room(priced, stage_costs, plan) or plan
         return replace(roomy, fingerprint=early if roomy.stages[0].steps_in_backward else wanted)
 
-    return _stored(wanted, step, job, make, early if against is None else None)
+    return _stored(wanted, task.step, job, make, early if against is None else None)
 
 
 def _with_room(task: PlanTask, stage_costs: Callable[[], OpCosts], plan: Plan) -> Plan | None:
@@ -328,20 +318,17 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
             )
 
 
-def measured_costs(
-    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
-) -> RooflineCosts:
+def measured_costs(task: PlanTask, job: Job, budget_seconds: float) -> RooflineCosts:
     """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
     calls: set[OpCall] = set()
-    for shape in logical_shapes(options, cluster):
-        calls |= local_calls(step, shape)
-    return _timed(calls, cluster, job, budget_seconds)
+    for shape in logical_shapes(task.options, task.cluster):
+        calls |= local_calls(task.step, shape)
+    return _timed(calls, task.cluster, job, budget_seconds)
 
 
-def measured_stage_costs(
-    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, job: Job, budget_seconds: float
-) -> RooflineCosts:
+def measured_stage_costs(task: PlanTask, job: Job, budget_seconds: float) -> RooflineCosts:
     """The same with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
+    step, cluster, options = task.step, task.cluster, task.options
     likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
     calls: set[OpCall] = set()
     for count in likely[:LIKELY_COUNTS]:
@@ -362,11 +349,6 @@ def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: f
         except OSError as error:
             job.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
     return RooflineCosts(cluster.device, table)
-
-
-def known_costs(cluster: ClusterSpec, job: Job) -> RooflineCosts:
-    """Costs from the table in `job.folder` as it is."""
-    return RooflineCosts(cluster.device, OpTable.load(job.folder / "costs" / "ops.json"))
 
 
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:

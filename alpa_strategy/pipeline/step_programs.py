@@ -114,7 +114,7 @@ class PlacedPlan:
         bucket_bytes: int,
         compile: Mapping[str, Any] | None = None,
     ) -> None:
-        self._module, self._plan = module, plan
+        self.module, self._plan, self.loss_scale = module, plan, loss_scale
         self.random = JobRandom(seed)
         self._programs: list[StepProgram] = []
         stages = plan.stages
@@ -133,7 +133,6 @@ class PlacedPlan:
             held = {name for stage in stages for name in stage.parameter_plans}
             parameters = [given for given in parameters if not held.isdisjoint(given.names)]
         self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
-        self._here = _Here(module, self.store, self.random, loss_scale)
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs a training step under its plan, which has the parameters where they lie."""
@@ -144,18 +143,24 @@ class PlacedPlan:
             of_stage[0].will_read(dtypes_read(step))
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
             regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
-            return self._kept(DirectStep(self._module, step, lowered, of_stage[0], bool(regathers), mesh))
+            return self._kept(DirectStep(self.module, step, lowered, of_stage[0], bool(regathers), mesh))
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())
         for index, held in of_stage.items():
             held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
-        pipeline = build_pipeline(self._module, micro, plan.stages, schedule, places, of_stage, held_plans)
-        return self._kept(PipelinedStep(self._here, step, micro, pipeline))
+        pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
+        return self._kept(PipelinedStep(self, step, micro, pipeline))
 
     def whole_program(self, step: StepGraph) -> StepProgram:
         """What runs a training step that the stages cannot run."""
-        return self._kept(WholeStep(self._here, step))
+        return self._kept(WholeStep(self, step))
+
+    def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
+        """All of a parameter, to differentiate by. Collective."""
+        parameter = self.module.get_parameter(name)
+        whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
+        return whole.detach().requires_grad_(requires_grad)
 
     def drop(self, program: StepProgram) -> None:
         """A program is not used any more."""
@@ -229,42 +234,22 @@ class DirectStep(StepProgram):
         ]
 
 
-@dataclass(frozen=True)
-class _Here:
-    """What programs of a plan share that make gradients themselves.
-
-    Attributes:
-        loss_scale: see `PlacedPlan`.
-    """
-
-    module: nn.Module
-    store: ParameterStore
-    random: JobRandom
-    loss_scale: Callable[[], float]
-
-    def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
-        """All of a parameter, to differentiate by. Collective."""
-        parameter = self.module.get_parameter(name)
-        whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
-        return whole.detach().requires_grad_(requires_grad)
-
-
 class PipelinedStep(StepProgram):
     """See the file's docstring."""
 
-    def __init__(self, here: _Here, step: StepGraph, micro: MicroStep, pipeline: Pipeline) -> None:
-        self._here, self._step, self._micro, self._pipeline = here, step, micro, pipeline
+    def __init__(self, placed: PlacedPlan, step: StepGraph, micro: MicroStep, pipeline: Pipeline) -> None:
+        self._placed, self._step, self._micro, self._pipeline = placed, step, micro, pipeline
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`; all values are there."""
         micro, pipeline = self._micro, self._pipeline
-        buffers = step_buffers(self._here.module, self._step, counters)
+        buffers = step_buffers(self._placed.module, self._step, counters)
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
         pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
         values = self._part(micro.prologue, buffers, batch, {})
         given = {value: values[source] for value, source in micro.given.items()}
         rows = batch_rows(micro.graph, batch)
-        scale = self._here.loss_scale()
+        scale = self._placed.loss_scale()
         result = pipeline.step(rows, given, scale)
         values |= result.values
         values |= self._part(micro.epilogue, buffers, batch, values)
@@ -277,9 +262,9 @@ class PipelinedStep(StepProgram):
         """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
         if part is None:
             return {}
-        parameters = {p.name: self._here.whole_leaf(p.name) for p in part.parameters}
+        parameters = {p.name: self._placed.whole_leaf(p.name) for p in part.parameters}
         rows = _global_rows(part, batch)
-        with self._here.random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
+        with self._placed.random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
             found = run_step(part, parameters, buffers, rows, values)
         return {value: found[value] for value in part.escaping}
 
@@ -291,22 +276,22 @@ class PipelinedStep(StepProgram):
 class WholeStep(StepProgram):
     """See the file's docstring. Each rank keeps its parts of the gradients."""
 
-    def __init__(self, here: _Here, step: StepGraph) -> None:
-        self._here, self._step = here, step
+    def __init__(self, placed: PlacedPlan, step: StepGraph) -> None:
+        self._placed, self._step = placed, step
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`; all values are there."""
-        step, store, scale = self._step, self._here.store, self._here.loss_scale()
-        buffers = step_buffers(self._here.module, step, counters)
-        whole = {p.name: self._here.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
+        step, store, scale = self._step, self._placed.store, self._placed.loss_scale()
+        buffers = step_buffers(self._placed.module, step, counters)
+        whole = {p.name: self._placed.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
         rows = _global_rows(step, batch)
-        with self._here.random.same_on_all_ranks(), torch.enable_grad():
+        with self._placed.random.same_on_all_ranks(), torch.enable_grad():
             found = run_step(step, whole, buffers, rows)
             trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
             grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
-            parameter = self._here.module.get_parameter(name)
+            parameter = self._placed.module.get_parameter(name)
             if gradient is None:
                 continue
             if store.name_of(parameter) is None:  # no stage uses it: it lies whole on every rank
