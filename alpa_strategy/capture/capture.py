@@ -161,7 +161,7 @@ class _Converter:
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
         for node, entry in zip(placeholders, self.trace.inputs, strict=True):
-            ref = self.builder.add_value(TensorMeta(entry.shape, entry.dtype, entry.requires_grad))
+            ref = self.builder.add_value(entry.meta)
             view = self.memory.new(ref, f"{entry.kind} {entry.names[0]}" if entry.names else "the batch")
             self.views[node] = view
             self.inputs.append((entry, ref.index))
@@ -496,7 +496,7 @@ class _Converter:
     def _loss(self, output: Any) -> int:
         """Value index of the loss."""
         loss = loss_of(output)
-        trainable = any(entry.kind == "parameter" and entry.requires_grad for entry, _ in self.inputs)
+        trainable = any(entry.kind == "parameter" and entry.meta.requires_grad for entry, _ in self.inputs)
         check_loss(self.builder.meta(loss), trainable)
         return loss.index
 

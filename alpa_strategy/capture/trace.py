@@ -48,6 +48,7 @@ from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.graph import LeafRef, ListPlace
+from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import user_line
 
 
@@ -58,9 +59,7 @@ class TracedInput:
     kind: str  # "parameter", "buffer" or "batch"
     names: tuple[str, ...]
     leaf: int
-    requires_grad: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    meta: TensorMeta
     batch_dim: int | None = None
 
 
@@ -215,17 +214,16 @@ def _fake_inputs(
     for tensor, tensor_names in names:
         is_parameter = isinstance(tensor, nn.Parameter)
         fake = torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device)
-        requires_grad = bool(tensor.requires_grad)
-        fakes.append(nn.Parameter(fake, requires_grad) if is_parameter else fake)
-        kind = "parameter" if is_parameter else "buffer"
-        inputs.append(TracedInput(kind, tensor_names, -1, requires_grad, tuple(tensor.shape), tensor.dtype))
+        meta = TensorMeta(tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
+        fakes.append(nn.Parameter(fake, meta.requires_grad) if is_parameter else fake)
+        inputs.append(TracedInput("parameter" if is_parameter else "buffer", tensor_names, -1, meta))
     flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
-            inputs.append(TracedInput("batch", (), index, False, shape, leaf.dtype, 0 if batched else None))
+            inputs.append(TracedInput("batch", (), index, TensorMeta(shape, leaf.dtype), 0 if batched else None))
     return inputs, fakes
 
 

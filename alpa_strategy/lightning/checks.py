@@ -83,8 +83,3 @@ def any_overridden(trainer: Any, module: Any, names: tuple[str, ...]) -> bool:
     return any(
         is_overridden(owner, name, base) for owner, base in hook_owners(module, trainer.callbacks) for name in names
     )
-
-
-def clears_gradients_unseen(trainer: Any, module: Any) -> bool:
-    """Whether the Trainer clears all gradients at the first batch of an optimizer step, and nobody looks before."""
-    return not any_overridden(trainer, module, ("on_before_zero_grad", "optimizer_zero_grad"))

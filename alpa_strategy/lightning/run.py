@@ -25,7 +25,7 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
-from alpa_strategy.lightning.checks import any_overridden, clears_gradients_unseen
+from alpa_strategy.lightning.checks import any_overridden
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
@@ -181,7 +181,9 @@ class Run(PlacedModule):
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
         these go now, and are not there twice."""
         trainer = self.module.trainer
-        if batch_idx % trainer.accumulate_grad_batches == 0 and clears_gradients_unseen(trainer, self.module):
+        if batch_idx % trainer.accumulate_grad_batches == 0 and not any_overridden(
+            trainer, self.module, _SEE_GRADIENTS
+        ):
             for parameter in self.module.parameters():
                 parameter.grad = None
 
@@ -302,7 +304,8 @@ class Run(PlacedModule):
 # The backward need not wait for the sum of the loss over the devices, where nobody reads it before
 
 
-_SEE_THE_LOSS = ("on_before_backward", "backward", "on_before_zero_grad", "optimizer_zero_grad")
+_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
+_SEE_THE_LOSS = ("on_before_backward", "backward", *_SEE_GRADIENTS)
 
 
 class AsyncResult(ClosureResult):

@@ -26,7 +26,7 @@ from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import SCHEDULES, Action, Orders, actions
-from alpa_strategy.sharding.cross_mesh import Channel, MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
+from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
 
@@ -115,7 +115,8 @@ class Pipeline:
         self._sums = [SharedSum(shared, spec, parameters, self._rank, device) for shared in spec.shared]
 
     def _connect(self) -> None:
-        groups = message_groups([self._members(channel) for channel in self.channels])
+        ranks = [stage.ranks for stage in self.spec.stages]
+        groups = message_groups([tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels])
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
             ends = [index for index in (channel.source, channel.target) if index in self._workers]
             if not ends:
@@ -126,10 +127,6 @@ class Pipeline:
             backward = Transfer(channel.backward, channel.grad_dtypes, self._rank, self._device, here, back)
             for index in ends:
                 self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.num_microbatches)
-
-    def _members(self, channel: Channel) -> tuple[int, ...]:
-        stages = self.spec.stages
-        return tuple(sorted({*stages[channel.source].ranks, *stages[channel.target].ranks}))
 
     def set_buffers(self, buffers: Mapping[str, Any]) -> None:
         """Values with which the next step starts; names that no own stage reads are passed over."""
