@@ -44,6 +44,7 @@ from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.lightning.dataloader_state import (
+    Pass,
     ResumableLoader,
     Resume,
     keeps_own_state,
@@ -202,7 +203,7 @@ class Checkpoints:
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
         taken_up = resume.passes[index] if resume is not None and index < len(resume.passes) else None
         if taken_up is not None and keeps_own_state(loader):
-            taken_up = taken_up.of_stateful_loader()
+            taken_up = Pass(epoch=taken_up.epoch, now=taken_up.now)  # it finds its position by itself
         elif taken_up is not None:
             _say_nothing_of_positions()
         progress = self._trainer.fit_loop.epoch_progress

@@ -62,10 +62,6 @@ class Pass:
     epoch: int | None = None
     now: dict[str, Any] | None = None
 
-    def of_stateful_loader(self) -> Pass:
-        """For a loader that finds its position by itself."""
-        return Pass(epoch=self.epoch, now=self.now)
-
 
 class ResumableLoader:
     """A training dataloader that knows its position; to everyone else it is the loader itself.

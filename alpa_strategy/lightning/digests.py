@@ -191,7 +191,7 @@ def copies_of(
     Args:
         of: `GRADIENT`: of the parameters' complete gradients.
     """
-    names = {store.name_of(p) or "": p for p in store.parameters}
+    names = {store.own_name(p): p for p in store.parameters}
 
     def tensors() -> dict[str, Tensor | None]:
         own = {n: p.grad if of else p for n, p in names.items()}

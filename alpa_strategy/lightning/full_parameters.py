@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
-from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -106,7 +106,7 @@ class FullParameters:
             has_gradient = [grad is not None for _, _, grad in parts]
             has_gradient = any_rank(has_gradient) if with_gradients else [False] * len(parts)
             for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
-                name = _name(store, parameter)
+                name = store.own_name(parameter)
                 whole, whole_grad = store.gather_like(name, part), None
                 if present:
                     whole_grad = store.gather_like(name, torch.zeros_like(part) if grad is None else grad)
@@ -129,7 +129,7 @@ class FullParameters:
             for i, (parameter, part, _) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
-                name = _name(store, parameter)
+                name = store.own_name(parameter)
                 # Only what changed is written: a step between forward and backward must find its parameters untouched.
                 if not torch.equal(store.shard_like(name, parameter.data), part):
                     store.take_whole(name, parameter.data, part)
@@ -144,34 +144,22 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
-            shape = store.whole_shape(_name(store, parameter))
+            shape = store.whole_shape(store.own_name(parameter))
             if data.shape != shape:
                 parameter.data = data.new_zeros(()).expand(shape)  # strides of 0
     try:
         yield
     finally:
-        _set_data(shards)
-
-
-def _name(store: ParameterStore, parameter: nn.Parameter) -> str:
-    name = store.name_of(parameter)
-    assert name is not None  # the store's own parameters have one
-    return name
+        set_data(shards)
 
 
 def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
     """Give parameters their data and gradients."""
     for parameter, _, _ in tensors:
         parameter.grad = None  # of another shape than the data that comes
-    _set_data((parameter, data) for parameter, data, _ in tensors)
+    set_data((parameter, data) for parameter, data, _ in tensors)
     for parameter, _, grad in tensors:
         parameter.grad = grad
-
-
-def _set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter, data in tensors:
-            parameter.data = data
 
 
 _GRADIENT_HOOKS = (

@@ -160,7 +160,7 @@ class PlacedModule(ABC):
         if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
             return
         if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
-            gradients = {self.store.name_of(p) or "": p.grad for p in self.store.parameters}
+            gradients = {self.store.own_name(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
     def check_copies(self, buffers: Sequence[BufferInput]) -> None:
@@ -301,7 +301,7 @@ class MemoryHeadroom:
         return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
 
     def _whole_elements(self, parameter: Any) -> int:
-        return self._store.whole_shape(self._store.name_of(parameter)).numel()
+        return self._store.whole_shape(self._store.own_name(parameter)).numel()
 
     def _against(self, what: str, needed: float) -> str | None:
         if needed <= self._limit:

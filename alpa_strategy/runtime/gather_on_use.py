@@ -12,7 +12,7 @@ are about to do what all did in the step before, one round agrees on all of it, 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -176,9 +176,8 @@ class GatherOnUse:
             return
         self._parts = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._whole:  # all ranks are here together
-            self._whole = {p: self._store.gather(self._name(p)) for p in self._sharded}
-        for parameter in self._sharded:
-            self._set(parameter, self._whole[parameter] if self._keeps else self._nothing(parameter))
+            self._whole = {p: self._store.gather(self._store.own_name(p)) for p in self._sharded}
+        set_data((p, self._whole[p] if self._keeps else self._nothing(p)) for p in self._sharded)
         if for_backward and not self._keeps:
             self._regather = Regather(())
             self._regather.__enter__()
@@ -201,8 +200,7 @@ class GatherOnUse:
         if not self._keeps:
             self._whole.clear()
         self._users.clear()
-        for parameter, part in self._parts.items():
-            self._set(parameter, part)
+        set_data(self._parts.items())
         self._parts = {}
 
     @contextmanager
@@ -258,7 +256,7 @@ class GatherOnUse:
         for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
             if each not in self._whole:
                 self._whole[each] = whole
-                self._set(each, whole)
+                set_data([(each, whole)])
                 if self._regather is not None:
                     self._regather.know(self._parts[each], _Again(self, each), whole)
 
@@ -319,17 +317,17 @@ class GatherOnUse:
                 if parameter in self._whole:
                     self._take_changes(parameter)
                     del self._whole[parameter]
-                    self._set(parameter, self._nothing(parameter))
+                    set_data([(parameter, self._nothing(parameter))])
 
         self._hooks.append(module.register_forward_pre_hook(before))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
     def _bytes(self, unit: list[nn.Parameter]) -> int:
-        return sum(self._store.whole_shape(self._name(p)).numel() * p.element_size() for p in unit)
+        return sum(self._store.whole_shape(self._store.own_name(p)).numel() * p.element_size() for p in unit)
 
     def _start(self, unit: int) -> Wait:
         with torch.inference_mode(False), torch.no_grad():
-            wait = self._store.start_gather({self._name(p): self._parts[p] for p in self._units[unit]})
+            wait = self._store.start_gather({self._store.own_name(p): self._parts[p] for p in self._units[unit]})
 
         def whole() -> list[Tensor]:
             with torch.inference_mode(False), torch.no_grad():
@@ -345,23 +343,20 @@ class GatherOnUse:
         """Into the part, of this device's own; `data`: nobody's version of it counts this."""
         if self._store.holds(parameter):
             with torch.inference_mode(False), torch.no_grad():
-                own = self._store.shard_like(self._name(parameter), parameter.data)
+                own = self._store.shard_like(self._store.own_name(parameter), parameter.data)
                 self._parts[parameter].data.copy_(own)
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        name = self._store.name_of(parameter)
-        assert name is not None
-        return name
 
     def _nothing(self, parameter: nn.Parameter) -> Tensor:
         """NaN in the whole shape, one element of memory."""
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-        shape = self._store.whole_shape(self._name(parameter))
+        shape = self._store.whole_shape(self._store.own_name(parameter))
         return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(shape)
 
-    @staticmethod
-    def _set(parameter: nn.Parameter, data: Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+
+def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Give parameters their data, under any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter, data in tensors:
             parameter.data = data
 
 

@@ -308,6 +308,10 @@ class ParameterStore:
         known = self._known.get(parameter)
         return None if known is None else known.name
 
+    def own_name(self, parameter: nn.Parameter) -> str:
+        """The step's name of one of `parameters`."""
+        return self._known[parameter].name
+
     def whole_shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter, as the module had it."""
         return self._by_name[name].shape
