@@ -6,9 +6,6 @@ that run as they are written add their own rank's rows, and the metric sums over
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -70,10 +67,6 @@ def _empty_sums(metric: Metric) -> None:
     """Forget what other ranks hold too and the ranks' sum would count again; means and extremes stay."""
     for name, reduction in metric._reductions.items():
         if reduction in (dim_zero_sum, dim_zero_cat):
-            setattr(metric, name, _default(metric, name))
+            default = metric._defaults[name]
+            setattr(metric, name, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
     metric._computed = None
-
-
-def _default(metric: Metric, name: str) -> Any:
-    default = metric._defaults[name]
-    return default.detach().clone().to(metric.device) if isinstance(default, torch.Tensor) else []

@@ -51,7 +51,8 @@ class SameSteps:
         if world_size() == 1:
             return index is not None
         if key not in self._digests:
-            self._digests[key] = digest63(repr(key))
+            # The same on every rank, as large as an int64 holds with either sign.
+            self._digests[key] = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
         own = self._digests[key], -1 if index is None else index
         largest = all_largest([own[0], -own[0], own[1], -own[1]])
         if largest[0] != -largest[1]:
@@ -96,11 +97,6 @@ class SameSteps:
         """What the ranks that came say, by rank, and the ranks that did not come."""
         came = self._rank_zero.meet(name, text, MEET_SECONDS)
         return came, sorted(set(range(world_size())) - set(came))
-
-
-def digest63(text: str) -> int:
-    """The same number on every rank, as large as an int64 holds with either sign."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _said(came: dict[int, str]) -> str:

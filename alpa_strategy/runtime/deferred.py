@@ -63,7 +63,14 @@ class Recorder:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The real tensor that a deferred one stands for, made anew at every call; a real one as it is."""
-        return self.script.value(self._view(tensor)) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        if not self.is_deferred(tensor):
+            raise CaptureError(
+                f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
+                "build the module in configure_model, or give its modules a reset_parameters method",
+            )
+        return self.script.value(self._describe(tensor))
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """False when a deferred tensor was changed in place while nothing was recorded (and that can be seen)."""
@@ -84,14 +91,6 @@ class Recorder:
         """Where the real tensor will lie."""
         number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
         return self.script.device if number is None else self.script.devices[number]
-
-    def _view(self, tensor: Tensor) -> View:
-        if not self.is_deferred(tensor):
-            raise CaptureError(
-                f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
-                "build the module in configure_model, or give its modules a reset_parameters method",
-            )
-        return self._describe(tensor)
 
     def _describe(self, tensor: Tensor) -> View:
         key = _key(tensor)
@@ -163,7 +162,8 @@ class Recorder:
             writes[view.storage] = only_target and view.num_bytes == self.script.num_bytes[view.storage]
             if only_target:
                 unread.add(view.storage)
-        device = described[1].get("device") or self._device_of_first(views)
+        of_first = self.script.devices[views[0].storage] if views else torch.device("cpu")
+        device = described[1].get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -186,9 +186,6 @@ class Recorder:
         is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
         given = leaf.detach().clone() if is_copy else leaf
         return Given(given, given._version, is_copy)
-
-    def _device_of_first(self, views: list[View]) -> torch.device:
-        return self.script.devices[views[0].storage] if views else torch.device("cpu")
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the tensors that deferred ones stand for. What it changes in place must be real itself."""
