@@ -70,16 +70,12 @@ class LeafAgreement:
         self.names = [pytree.keystr(paths[leaf]) or "the batch" for leaf in self._leaves]
         self._under_way: tuple[Tensor, Any] | None = None
 
-    def digests(self, batch: Any) -> Tensor:
-        """`[leaves]` of this rank's batch."""
-        leaves = pytree.tree_leaves(batch)
-        return torch.stack([digest(leaves[index]) for index in self._leaves])
-
     def begin(self, batch: Any) -> None:
         """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such leaves."""
         if not self._leaves or world_size() == 1:
             return
-        own = self.digests(batch)
+        leaves = pytree.tree_leaves(batch)
+        own = torch.stack([digest(leaves[index]) for index in self._leaves])  # [leaves]
         found = own.new_empty(world_size(), len(own))
         self._under_way = found, dist.all_gather(list(found), own, async_op=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, of_all_ranks, world_size
+from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, of_all_ranks
 from alpa_strategy.errors import RuntimeMismatchError
 
 
@@ -25,8 +25,6 @@ def why_uneven(trainer: Any) -> str | None:
         own = "an iterable dataset may end sooner on one rank than on another"  # even one that has a length
     else:
         own = str(lengths)
-    if world_size() == 1:
-        return None
     found = of_all_ranks(own)
     streams = [text for text in found if not text.startswith("[")]
     if streams:
@@ -79,9 +77,8 @@ class EvaluationLoop:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
-        self._is_alone = world_size() == 1
         can_look = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch by themselves
-        self._is_uneven = not self._is_alone and (why_uneven(trainer) is not None or not can_look)
+        self._is_uneven = why_uneven(trainer) is not None or not can_look
         self._is_watching = self._is_uneven and can_look
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
@@ -89,7 +86,7 @@ class EvaluationLoop:
 
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
         """A step has run, on the batch of this number."""
-        if self._is_alone or not is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
+        if not is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
             return
         if not self._is_uneven:
             _reduce_logs(self._trainer)

@@ -95,8 +95,6 @@ def device_limit(job: Job) -> float:
 def _limit(job: Job) -> float:
     """Bytes: by option, by the declared cluster, or of the device as it is."""
     options = job.options
-    if options.memory_limit is not None:
-        return options.memory_limit
     if job.cluster is None:
         return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
     spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)

@@ -203,7 +203,7 @@ class Session:
             self._shard_for_evaluation(module)
         if self.run is not None:
             self.run.start_evaluation()
-        self._loop = EvaluationLoop(module.trainer)
+        self._loop = EvaluationLoop(module.trainer) if world_size() > 1 else None
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""

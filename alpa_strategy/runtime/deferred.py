@@ -468,14 +468,15 @@ class Script:
         if line.random is None:
             with _default_dtype(line.default_dtype):
                 return line.func(*args, **kwargs)
-        generator = kwargs.get("generator")
-        before = current_states(generator, self.device)
-        _set_states(line.random, generator, self.device)
-        try:
-            with _default_dtype(line.default_dtype):
-                return line.func(*args, **kwargs)
-        finally:
-            _set_states(before, generator, self.device)
+        if line.random.own is not None:
+            kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(line.random.own)}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _default_dtype(line.default_dtype):
+            if line.random.cpu is not None:
+                torch.set_rng_state(line.random.cpu)
+            if line.random.cuda is not None:
+                torch.cuda.set_rng_state(line.random.cuda, self.device)
+            return line.func(*args, **kwargs)
 
     # The same script on all ranks
 
@@ -545,17 +546,6 @@ def current_states(generator: torch.Generator | None, device: torch.device) -> R
         return RandomStates(own=generator.get_state())
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return RandomStates(torch.get_rng_state(), cuda)
-
-
-def _set_states(states: RandomStates, generator: torch.Generator | None, device: torch.device) -> None:
-    if states.own is not None:
-        assert generator is not None
-        generator.set_state(states.own)
-        return
-    if states.cpu is not None:
-        torch.set_rng_state(states.cpu)
-    if states.cuda is not None:
-        torch.cuda.set_rng_state(states.cuda, device)
 
 
 def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
