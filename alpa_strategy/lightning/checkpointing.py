@@ -158,14 +158,9 @@ class Checkpoints:
         return any(is_user_code(hook) and "state" in mentioned_names(hook) for hook in hooks)
 
     @property
-    def running_plan(self) -> Mapping[str, Any] | None:
-        """The plan, as data, of the training that is taken up; rank 0 alone has it."""
-        return None if self._resume is None or self._resume.run is None else self._resume.run.get("plan")
-
-    @property
-    def ran_as_written(self) -> bool:
-        """Whether the training that is taken up had steps that no graph can hold."""
-        return self._resume is not None and self._resume.run is not None and bool(self._resume.run.get("as_written"))
+    def resumed(self) -> Mapping[str, Any]:
+        """`PlacedModule.state_dict` of the training that is taken up, empty where none is."""
+        return {} if self._resume is None else self._resume.run or {}
 
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> bool:
         """The run is sharded: read this rank's parts, and continue its random streams. Collective.

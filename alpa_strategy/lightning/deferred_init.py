@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder, uninitialised
 from alpa_strategy.runtime.host_memory import Freed, set_freed
 
@@ -264,7 +265,8 @@ def _agree(recorder: Recorder) -> None:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
-    if len(set(of_all_ranks(script.rank_dependent_digest()))) > 1:
-        content = broadcast_object(script.rank_dependent() if dist.get_rank() == 0 else None)
-        if dist.get_rank() != 0:
-            script.take_rank_dependent(content)
+    own = script.rank_dependent()
+    if len(set(of_all_ranks(tuple(int(digest(tensor)) for tensor in own)))) > 1:
+        first = broadcast_object(own if dist.get_rank() == 0 else None)
+        for tensor, of_first in zip(own, first, strict=True):
+            tensor.data.copy_(of_first)

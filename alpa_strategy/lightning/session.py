@@ -87,15 +87,15 @@ class Session:
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
-        job, resumed = self._make_job(), self._checkpoints.running_plan
+        job, resumed = self._make_job(), self._checkpoints.resumed
         sharding = self.deferred_init.sharding
-        resumes_written = any_rank([self._checkpoints.ran_as_written])[0]
+        resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(module, len(optimizers), job, resumes_written)
         with _own_randomness(job):
             run: PlacedModule | None = None
             if self._why_written is None:
                 try:
-                    run = Run(module, optimizers, batch, batch_idx, job, sharding, resumed)
+                    run = Run(module, optimizers, batch, batch_idx, job, sharding, resumed.get("plan"))
                 except CaptureError as error:
                     self._why_written = error
             if run is None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from alpa_strategy.errors import CaptureError, RuntimeMismatchError
+from alpa_strategy.errors import CaptureError
 
 MIN_BYTES = 64 * 2**10
 COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may change afterwards
@@ -487,47 +487,19 @@ class Script:
             content.update(line.text().encode())
         return content.hexdigest()[:16]
 
-    def rank_dependent(self) -> list[Any]:
-        """What may differ between ranks that ran the same code: random states and small data.
+    def rank_dependent(self) -> list[Tensor]:
+        """What may differ between ranks that ran the same code: random states and small data, in the ops' order. They
+        may be written to, by `.data`.
 
         Data that is only referred to (a file that every rank reads) is taken to be the same.
         """
-        return [(line.random, [g.value() for g in self._givens(line)]) for line in self.lines if self._varies(line)]
-
-    def rank_dependent_digest(self) -> str:
-        """Hash of `rank_dependent()`."""
-        content = hashlib.sha256()
-        for random, tensors in self.rank_dependent():
-            states = () if random is None else (random.cpu, random.cuda, random.own)
-            for tensor in (*states, *tensors):
-                if tensor is not None:
-                    content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return content.hexdigest()
-
-    def take_rank_dependent(self, rank_dependent: list[Any]) -> None:
-        """Take over another rank's `rank_dependent()`. RuntimeMismatchError when they belong to other ops."""
-        lines = [line for line in self.lines if self._varies(line)]
-        if len(lines) != len(rank_dependent):
-            raise RuntimeMismatchError(
-                "the ranks initialise their modules differently", "build the same module on every rank"
-            )
-        for line, (random, tensors) in zip(lines, rank_dependent, strict=True):
-            line.random = random
-            fresh = iter([Given(tensor, tensor._version) for tensor in tensors])
-            line.args, line.kwargs = pytree.tree_map(
-                lambda leaf, fresh=fresh: next(fresh) if _is_copy(leaf) else leaf, (line.args, line.kwargs)
-            )
-
-    def _varies(self, line: RecordedOp) -> bool:
-        return line.random is not None or bool(self._givens(line))
-
-    @staticmethod
-    def _givens(line: RecordedOp) -> list[Given]:
-        return [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if _is_copy(leaf)]
-
-
-def _is_copy(leaf: Any) -> bool:
-    return isinstance(leaf, Given) and leaf.is_copy
+        found: list[Tensor | None] = []
+        for line in self.lines:
+            if line.random is not None:
+                found += [line.random.cpu, line.random.cuda, line.random.own]
+            given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
+            found += [each.value() for each in given if each.is_copy]
+        return [tensor for tensor in found if tensor is not None]
 
 
 @contextmanager
