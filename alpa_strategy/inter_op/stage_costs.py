@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -152,30 +152,36 @@ def stage_costs(
     candidates: Sequence[tuple[int, int]],
     store: CostStore | None = None,
     progress: Callable[[str], AbstractContextManager] | None = None,
+    unlikely: Collection[tuple[int, int]] = (),
 ) -> list[RunCosts]:
-    """`RunCosts` per submesh of `candidates`."""
+    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts alone, which is enough
+    for a bound."""
     progress = progress or (lambda name: nullcontext())
     found = []
     for submesh in candidates:
-        key = _key(job, submesh)
+        prices = () if submesh in unlikely else PRICES
+        key = _key(job, submesh, prices)
         runs = store.get(key) if store else None
         if runs is None:
             with progress(f"stages on {submesh[0]}x{submesh[1]}"):
-                runs = run_costs(job, submesh)
+                runs = run_costs(job, submesh, prices)
             if store:
                 store.put(key, runs)
         found.append(runs)
     return found
 
 
-def run_costs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
-    """Candidates of all runs on one submesh, over all logical shapes that the options allow."""
+def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES) -> RunCosts:
+    """Candidates of all runs on one submesh, over all logical shapes that the options allow.
+
+    prices: of memory, under which layouts are found beside those that are the fastest without one.
+    """
     shapes = allowed_shapes(job, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
     L = job.num_layers
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
-        parts = run_parts(job, submesh, shape)
+        parts = run_parts(job, submesh, shape, prices)
         columns += _candidates(parts, index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
@@ -193,7 +199,9 @@ def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, .
     return tuple(s for s in job.cluster.logical_shapes(submesh) if is_allowed(s, job.options))
 
 
-def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
+def run_parts(
+    job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...], prices: Sequence[tuple[float, int]] = PRICES
+) -> np.ndarray:
     """[price, first, last + 1, NUM_PARTS] of every run on one logical mesh; forward is inf where there is no way."""
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
@@ -217,11 +225,13 @@ def run_parts(job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...]) ->
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
     num_bytes = sum(float(free[kind].parts[0, ..., 3:5].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
-    priced = solve([Price(scale * factor, alive) for factor, alive in PRICES])
-    every = [
-        LayerMatrix(np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts]))
-        for a, b in zip(free, priced, strict=True)
-    ]
+    every = free
+    if prices:
+        priced = solve([Price(scale * factor, alive) for factor, alive in prices])
+        every = [
+            LayerMatrix(np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts]))
+            for a, b in zip(free, priced, strict=True)
+        ]
     return _compose([every[kind] for kind in kinds], _new_shares(layers))
 
 
@@ -401,11 +411,11 @@ def axis_counts(options: PlanOptions) -> set[int]:
     return counts if isinstance(options.parallel, str) else counts | {len(options.parallel)}
 
 
-def _key(job: CostJob, submesh: tuple[int, int]) -> str:
+def _key(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]) -> str:
     graph = job.graph
     parts = (
         graph.graph_digest, graph.parameter_digest, graph.batch_digest, job.cuts, job.num_microbatches, submesh,
-        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, PRICES, NUM_PARTS,
+        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, prices, NUM_PARTS,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

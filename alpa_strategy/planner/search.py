@@ -218,6 +218,7 @@ class _Search:
         self.spent: dict[str, float] = defaultdict(float)
         self._jobs: dict[int, CostJob | None] = {}
         self._bounds: dict[int, float] = {}  # by number of micro-batches
+        self._unlikely: frozenset[tuple[int, int]] = frozenset()  # submeshes of which a bound is enough
 
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
@@ -304,7 +305,7 @@ class _Search:
         ceiling = min([SLACK * known, *(c.seconds for c in self.best)])
         with self.task.progress(f"{count} micro-batches"):
             with _timed(self.spent, "stage costs"):
-                runs = stage_costs(job, meshes, self.store)
+                runs = stage_costs(job, meshes, self.store, unlikely=self._unlikely)
             if used is None:
                 self._bounds[count] = step_bound(job, meshes, runs, runtime_seconds(job.cluster.device))
             with _timed(self.spent, "stage DP"):
@@ -322,6 +323,11 @@ class _Search:
             return Look()
         # One stage of all devices may be the best with fewer micro-batches, and is soon priced up to some size.
         D = self.task.cluster.num_devices
+        if D > EVERY_SIZE:  # prices of sizes far from those in use take minutes there
+            sizes = {math.prod(self.meshes[i]) for i in found[0].submesh_of}
+            self._unlikely = frozenset(
+                mesh for mesh in self.meshes if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
+            )
         whole = {i for i, mesh in enumerate(self.meshes) if math.prod(mesh) == D <= EVERY_SIZE and not self.several}
         return Look(found[0].seconds, frozenset(found[0].submesh_of) | whole)
 
