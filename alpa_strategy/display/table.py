@@ -366,7 +366,9 @@ def used_modes(plan: Plan) -> list[str]:
 
 
 def device_range(stage: StagePlan) -> str:
-    """`3`, or `0-3`."""
+    """`3`, or `0-3`, or in an order of their own `0, 3, 1, 2`."""
+    if stage.devices:
+        return ", ".join(map(str, stage.devices[:8])) + ", ..." * (len(stage.devices) > 8)
     first, count = stage.first_device, math.prod(stage.submesh)
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
