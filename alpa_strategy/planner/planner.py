@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any
 
 from alpa_strategy.capture.capture import capture_step
@@ -124,6 +125,7 @@ def _choose(
         is_small = task.cluster.num_devices <= EVERY_SIZE
         one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
+        clear_frames(error.__traceback__)  # its tables are as large as all those to come
         return _where_one_stage_fails(task, of_stages, error)
     one = _or_data_parallel(one, task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):

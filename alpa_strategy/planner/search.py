@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from traceback import clear_frames
 
 import numpy as np
 
@@ -89,13 +90,16 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
                 failures.append((f"logical mesh {label}", error))
     best: SolvedStage | None = None
     # A mesh is left as soon as its bound is above the best objective so far (NotCheaper): that makes all affordable.
-    for label, stage in sorted(priced, key=lambda entry: (entry[1].free.bound, entry[0])):
+    priced.sort(key=lambda entry: (entry[1].free.bound, entry[0]), reverse=True)
+    while priced:
+        label, stage = priced.pop()  # its tables go with it
         with task.progress(f"solve {label}"), _timed(spent, f"solve {label}"):
             try:
                 best = solver.solve_priced(stage, best.objective if best else math.inf)
             except NotCheaper:
                 continue
             except PlanError as error:
+                clear_frames(error.__traceback__)
                 failures.append((f"logical mesh {label}", error))
     if best is None:
         raise _nothing_fits(
