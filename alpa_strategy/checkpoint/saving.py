@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from alpa_strategy.checkpoint.directory import sync_folder
 from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
+from alpa_strategy.comm.background import Background
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.files import is_possible, replacing
 
@@ -33,7 +33,7 @@ class CheckpointWriter:
 
     def __init__(self, group: dist.ProcessGroup | None, is_rank_zero: bool, form: str = "sharded") -> None:
         self._group, self._is_rank_zero, self._format = group, is_rank_zero, FORMATS[form]
-        self._background = _Background()
+        self._background = Background("alpa-checkpoint")
 
     def save(self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False) -> None:
         """Write `checkpoint` to `path`. Collective; all ranks write their `LocalShards` in it.
@@ -82,41 +82,6 @@ def local_path(path: str | Path) -> Path:
 def _copied(held: LocalShards) -> LocalShards:
     chunks = [Chunk(c.offsets, c.tensor.detach().to("cpu", copy=True).contiguous()) for c in held.chunks]
     return LocalShards(held.shape, held.dtype, chunks)
-
-
-class _Background:
-    """Runs jobs one after the other, each in a thread that waits for the one before and keeps no process alive."""
-
-    def __init__(self) -> None:
-        self._last: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._last is not None and self._last.is_alive()
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Queue a job; it is dropped when one before it has failed."""
-        before = self._last
-
-        def work() -> None:
-            try:
-                if before is not None:
-                    before.join()
-                if self._error is None:
-                    job()
-            except BaseException as error:  # raised in the main thread, by `wait`
-                self._error = error
-
-        self._last = threading.Thread(target=work, daemon=True, name="alpa-checkpoint")
-        self._last.start()
-
-    def wait(self, timeout_seconds: float | None) -> None:
-        if self._last is not None:
-            self._last.join(timeout_seconds)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 _ALIGNMENT = 64  # bytes: as torch's own allocator and `torch.save` align tensors

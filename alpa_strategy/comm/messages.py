@@ -7,12 +7,11 @@ ignores tags, so there every channel and direction has a group of its own (`mesh
 
 from __future__ import annotations
 
-import queue
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
+from alpa_strategy.comm.background import Background
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import LostRankError
@@ -57,11 +57,7 @@ class Outbox:
     def __init__(self) -> None:
         self._held: deque[_Sent] = deque()
         self._held_bytes = 0
-        self._queue: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._idle = threading.Condition()
-        self._num_waiting = 0
-        self._error: BaseException | None = None
+        self._background = Background("alpa-outbox")
 
     def send(self, ops: Sequence[dist.P2POp]) -> None:
         """Start all sends."""
@@ -72,46 +68,21 @@ class Outbox:
                 while self._held and self._held[0].work.is_completed():
                     self._held_bytes -= self._held.popleft().tensor.numel()
             elif self._held_bytes > HELD_BYTES:
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Let the thread wait for all that is held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, daemon=True, name="alpa-outbox")
-            self._thread.start()
-        with self._idle:
-            self._num_waiting += len(self._held)
-        for sent in self._held:
-            self._queue.put(sent)
-        self._held.clear()
-        self._held_bytes = 0
-
-    def _wait_for_all(self) -> None:
-        while (sent := self._queue.get()) is not None:
-            try:
-                _named(sent.peer, "a message to", sent.work.wait)
-            except LostRankError as error:
-                self._error = self._error or error
-            del sent  # the buffer with it
-            with self._idle:
-                self._num_waiting -= 1
-                self._idle.notify_all()
+                held, self._held, self._held_bytes = self._held, deque(), 0
+                self._background.run(partial(_wait_for, held))
 
     def drain(self) -> None:
         """Wait until everything has left. LostRankError when a receiver is gone."""
-        while self._held:
-            sent = self._held.popleft()
-            _named(sent.peer, "a message to", sent.work.wait)
+        _wait_for(self._held)
         self._held_bytes = 0
-        with self._idle:
-            self._idle.wait_for(lambda: self._num_waiting == 0)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._background.wait()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._queue.put(None)
+
+def _wait_for(held: deque[_Sent]) -> None:
+    """Each buffer goes when it has left."""
+    while held:
+        sent = held.popleft()
+        _named(sent.peer, "a message to", sent.work.wait)
 
 
 class Transfer:

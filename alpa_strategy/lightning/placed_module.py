@@ -242,7 +242,7 @@ class PlacedModule(ABC):
         self.store.unshard()
 
     def close(self) -> None:
-        """End what runs beside the main thread, give the hooks back. No communication."""
+        """Give the hooks back. No communication."""
         if self._hooks is not None:
             self._hooks.remove()
         if self._clipping is not None:

@@ -111,7 +111,7 @@ class Run(PlacedModule):
             program = self._program(step)
         super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
         self._same = SameSteps(self._rank_zero, MAX_SHAPES)
-        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS, self._placed.drop)
+        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS)
         self._captured.add(shape_key(batch), self._with_checks(step, program, batch))
         self.check_copies(step.buffers)
         self._step_starts: list[float] = []
@@ -274,11 +274,6 @@ class Run(PlacedModule):
         return self._placed.load_state_dict(state)
 
     @override
-    def close(self) -> None:
-        super().close()
-        self._placed.close()
-
-    @override
     def leave_steps(self) -> None:
         forbid_async_loss(self.module.trainer)
         leave_logs(self.module.trainer, self._captured.steps)
@@ -392,11 +387,10 @@ class CapturedSteps:
     Args:
         max_keys: keys of which steps are kept, those used last.
         max_of_key: steps kept of a key, those captured last.
-        drop: told of each program that no step has any more.
     """
 
-    def __init__(self, max_keys: int, max_of_key: int, drop: Callable[[StepProgram], None]) -> None:
-        self._max_keys, self._max_of_key, self._drop = max_keys, max_of_key, drop
+    def __init__(self, max_keys: int, max_of_key: int) -> None:
+        self._max_keys, self._max_of_key = max_keys, max_of_key
         self._by_key: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -431,11 +425,6 @@ class CapturedSteps:
         steps = self._by_key.setdefault(key, [])
         steps.append(captured)
         self.use(key)
-        dropped = steps[: -self._max_of_key]
         del steps[: -self._max_of_key]
         while len(self._by_key) > self._max_keys:
-            dropped += self._by_key.popitem(last=False)[1]
-        kept = {id(each.program) for steps in self._by_key.values() for each in steps}  # equal graphs share one
-        for program in {id(each.program): each.program for each in dropped}.values():
-            if id(program) not in kept:
-                self._drop(program)
+            self._by_key.popitem(last=False)

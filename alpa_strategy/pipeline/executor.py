@@ -311,11 +311,6 @@ class Pipeline:
             piece.view(-1).view(torch.uint8).copy_(part)
         return dict(zip(stage.escaping, pieces, strict=True))
 
-    def close(self) -> None:
-        """End what runs beside the main thread."""
-        for outbox in (self._outbox, *self._abandoned):
-            outbox.close()
-
 
 def _orders(schedule: str, stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
     """Every mesh's actions under a schedule. PlanError where it cannot run these stages on these meshes."""

@@ -67,10 +67,6 @@ class StepProgram(ABC):
             pending: where given, values may be on their way still: it gets what to wait for before they are read.
         """
 
-    def close(self) -> None:
-        """It is not used any more. No communication."""
-        return
-
 
 @dataclass
 class JobRandom:
@@ -90,7 +86,7 @@ class JobRandom:
 
 
 class PlacedPlan:
-    """See the file's docstring. Collective, but for `drop` and `close`.
+    """See the file's docstring. Collective.
 
     Args:
         module: holds whole parameters until `store` is sharded; the Parameter objects stay.
@@ -116,7 +112,6 @@ class PlacedPlan:
     ) -> None:
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
         self.random = JobRandom(seed)
-        self._programs: list[StepProgram] = []
         stages = plan.stages
         meshes = stage_meshes(stages, backend=backend)
         self._places = StagePlaces(
@@ -143,34 +138,24 @@ class PlacedPlan:
             of_stage[0].will_read(dtypes_read(step))
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
             regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
-            return self._kept(DirectStep(self.module, step, lowered, of_stage[0], bool(regathers), mesh))
+            return DirectStep(self.module, step, lowered, of_stage[0], bool(regathers), mesh)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())
         for index, held in of_stage.items():
             held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
-        return self._kept(PipelinedStep(self, step, micro, pipeline))
+        return PipelinedStep(self, step, micro, pipeline)
 
     def whole_program(self, step: StepGraph) -> StepProgram:
         """What runs a training step that the stages cannot run."""
-        return self._kept(WholeStep(self, step))
+        return WholeStep(self, step)
 
     def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
         """All of a parameter, to differentiate by. Collective."""
         parameter = self.module.get_parameter(name)
         whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
         return whole.detach().requires_grad_(requires_grad)
-
-    def drop(self, program: StepProgram) -> None:
-        """A program is not used any more."""
-        program.close()
-        self._programs.remove(program)
-
-    def close(self) -> None:
-        """End what runs beside the main thread."""
-        while self._programs:
-            self._programs.pop().close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
@@ -194,10 +179,6 @@ class PlacedPlan:
     def _devices(self) -> list[list[int]]:
         """Where every stage runs: the streams of one place mean nothing in another."""
         return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
-
-    def _kept(self, program: StepProgram) -> StepProgram:
-        self._programs.append(program)
-        return program
 
 
 class DirectStep(StepProgram):
@@ -267,10 +248,6 @@ class PipelinedStep(StepProgram):
         with self._placed.random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
             found = run_step(part, parameters, buffers, rows, values)
         return {value: found[value] for value in part.escaping}
-
-    def close(self) -> None:
-        """End what runs beside the main thread."""
-        self._pipeline.close()
 
 
 class WholeStep(StepProgram):

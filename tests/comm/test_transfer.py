@@ -71,7 +71,6 @@ def send_bundles(seed):
         outbox.send(ops)
     check(bundles, [receipt.wait() for receipt in receipts], rank)
     outbox.drain()
-    outbox.close()
     planned = sum(
         piece.num_elements * t.dtype.itemsize
         for start, end, tensors, gather in bundles

@@ -237,7 +237,6 @@ def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_s
                 torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
                 assert parameter.grad is None
             store.after_optimizer_step()
-    pipeline.close()
     return most[0]
 
 

@@ -70,7 +70,6 @@ def executed(schedule, num_microbatches):
         for kind, name in {"F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights"}.items():
             setattr(worker, name, noted(f"{stage}{kind}", getattr(worker, name)))
     pipeline.step(rank_rows(global_batch()))
-    pipeline.close()
     return done
 
 
@@ -121,7 +120,6 @@ def run_watched(schedule, recomputes=False):
         left = len(alive)
     finally:
         gc.enable()
-    pipeline.close()
     return most[0], left
 
 
@@ -155,7 +153,6 @@ def keep_grads_and_scale():
         assert p.grad is marks[p]
         torch.testing.assert_close(double, 2 * grad)
     assert net.count.item() == 0  # the module's own buffer is the caller's to update
-    pipeline.close()
 
 
 def test_gradients_are_handed_out_and_grad_stays(pool):
@@ -167,7 +164,6 @@ def gather_on_the_target():
     stages = (StageCase((0, 1), (0, 1)), StageCase((2, 3), (2, 3), "T"))
     check_steps(stages, "1F1B", 3, 4, True, 2, slow)
     _, pipeline, _ = build(stages, "1F1B", 3, 4, False, slow)
-    pipeline.close()
     return [plan.gathers for channel in pipeline.channels for plan in channel.forward]
 
 
@@ -259,7 +255,6 @@ def break_off_and_go_on(schedule):
     assert third.values[LOSS] == first.values[LOSS]
     for (_, before), (_, after) in zip(first.gradients, third.gradients, strict=True):
         assert torch.equal(before, after)
-    pipeline.close()
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -276,7 +271,7 @@ def plan_errors():
         return "no error"
 
     _, pipeline, _ = build(TWO, "1F1B", 3, 4)
-    messages = [
+    return [
         error_of(PlanError, lambda: build(looped(2, 4), "Interleaved1F1B", 9, 4)),
         error_of(PlanError, lambda: build(looped(2, 4), "1F1B", 4, 4)),
         error_of(PlanError, lambda: build(folded(2), "Interleaved1F1B", 4, 4)),
@@ -284,8 +279,6 @@ def plan_errors():
         error_of(PlanError, lambda: build(TWO, "1F1B", 5, 4)),
         error_of(RuntimeMismatchError, lambda: pipeline.step([t[:3] for t in rank_rows(global_batch())])),
     ]
-    pipeline.close()
-    return messages
 
 
 def test_errors_name_what_does_not_fit(pool):

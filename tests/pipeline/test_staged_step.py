@@ -174,7 +174,6 @@ def compare(name, case, micro, stages, schedule):
             store.after_optimizer_step()
         pipeline.set_buffers(buffers)
     assert losses[0] == losses[1]
-    pipeline.close()
 
 
 def run_with_dropout(places, schedule, remat):
@@ -201,7 +200,6 @@ def run_with_dropout(places, schedule, remat):
         losses.append(result.values[micro.graph.loss].item())
         for store in stores:
             store.after_optimizer_step()
-    pipeline.close()
     return losses, [g.tolist() for _, g in result.gradients]
 
 
@@ -256,7 +254,6 @@ def run_in_half(places, remat):
         found.append((result.values[micro.graph.loss].item(), [g.tolist() for _, g in result.gradients]))
         for store in stores.values():
             store.after_optimizer_step()
-        pipeline.close()
     return found
 
 
@@ -286,7 +283,6 @@ def run_and_count_softmaxes(remat):
     with Softmaxes() as seen:
         for _ in range(2):
             pipeline.step(leaves, given_values(micro, {}, {}, whole))
-    pipeline.close()
     return seen.count
 
 
@@ -338,7 +334,6 @@ def run_and_count(cuts):
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
         result = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
-    pipeline.close()
     assert saved.now == 0
     return saved.most, result.values[graph.loss].item()
 
