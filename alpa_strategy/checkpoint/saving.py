@@ -17,7 +17,7 @@ from torch import Tensor
 from alpa_strategy.checkpoint.directory import sync_folder
 from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
-from alpa_strategy.comm.background import Background
+from alpa_strategy.comm.collectives import Background
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.files import is_possible, replacing
 

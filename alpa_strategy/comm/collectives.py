@@ -1,4 +1,7 @@
-"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised on all of them."""
+"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised on all of them.
+
+At the end: jobs beside the main thread.
+"""
 
 from __future__ import annotations
 
@@ -137,21 +140,14 @@ class RankZero:
     def _wait_for(self, key: str, what: str) -> None:
         """In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
         who joins a thread does."""
-        failures: list[RuntimeError] = []
-
-        def wait() -> None:
-            try:
-                self._store.wait([key], timedelta(seconds=self._timeout_seconds))
-            except RuntimeError as error:
-                failures.append(error)
-
-        waiting = threading.Thread(target=wait, daemon=True, name="alpa-rank-zero")
-        waiting.start()
-        waiting.join()
-        if failures:
+        waiting = Background("alpa-rank-zero")
+        waiting.run(lambda: self._store.wait([key], timedelta(seconds=self._timeout_seconds)))
+        try:
+            waiting.wait()
+        except RuntimeError as error:
             raise RuntimeMismatchError(
                 f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
-            ) from failures[0]
+            ) from error
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
         """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""
@@ -219,3 +215,44 @@ def _to_data(error: AlpaError) -> tuple[str, str, str]:
 def _from_data(data: Any) -> AlpaError:
     name, problem, fix = data
     return getattr(errors, name, AlpaError)(problem, fix)
+
+
+# --- Jobs beside the main thread, one after the other.
+
+
+class Background:
+    """Each job has a thread that waits for the one before and keeps no process alive: nothing has to be closed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way, or has failed and `wait` has not said so yet."""
+        return (self._last is not None and self._last.is_alive()) or self._error is not None
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Queue a job; it is dropped when one before it has failed."""
+        before = self._last
+
+        def work() -> None:
+            try:
+                if before is not None:
+                    before.join()
+                if self._error is None:
+                    job()
+            except BaseException as error:  # raised in the main thread, by `wait`
+                self._error = error
+
+        self._last = threading.Thread(target=work, daemon=True, name=self._name)
+        self._last.start()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when nothing is under way (or at the timeout); raise what failed."""
+        if self._last is not None:
+            self._last.join(timeout_seconds)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

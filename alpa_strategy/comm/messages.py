@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.comm.background import Background
+from alpa_strategy.comm.collectives import Background
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import LostRankError

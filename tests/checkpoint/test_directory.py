@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
     writer.save({"state_dict": {}}, tmp_path / "folder", in_background=True)
+    time.sleep(0.2)  # it has failed
     writer.remove(second)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         writer.wait()
