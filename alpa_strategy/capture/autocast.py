@@ -8,8 +8,7 @@ without autocast.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.graph_builder import Builder, run_fake
 from alpa_strategy.capture.ops import FUNCTIONS
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ValueRef
 from alpa_strategy.ir.op import OpCall
@@ -143,14 +143,9 @@ def casts_around(call: OpCall, state: AutocastState) -> Casts | None:
     return None
 
 
-@contextmanager
-def _refusals_unlogged() -> Iterator[None]:
+def _refusals_unlogged() -> AbstractContextManager[None]:
     """Fake tensors log what an op refuses as an error, with its traceback."""
-    before, _fake_log.disabled = _fake_log.disabled, True
-    try:
-        yield
-    finally:
-        _fake_log.disabled = before
+    return patched([(_fake_log, "disabled", True)])
 
 
 _MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)

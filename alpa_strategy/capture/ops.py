@@ -185,10 +185,8 @@ def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
     return pairwise(ends if len(ends) > len(weight) else [0, *ends])
 
 
-def grouped_mm_replacement(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The arguments of `grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
+def grouped_mm_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """`grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
     if function not in (torch._grouped_mm, F.grouped_mm):
         return None
     bound = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
@@ -198,7 +196,7 @@ def grouped_mm_replacement(
         return None
     if x.dim() != 2 or weight.dim() != 3 or bound.get("bias") is not None or bound.get("out_dtype") is not None:
         return None
-    return x, weight, offsets
+    return grouped_mm(x, weight, offsets)
 
 
 FUNCTIONS = "alpa_function"  # namespace of the ops; saved plans name them

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.data_branches import UNKNOWN, ConstantValues, passing_answer
 from alpa_strategy.capture.intercept import Recording
-from alpa_strategy.capture.ops import ctc_replacement, grouped_mm, grouped_mm_replacement
+from alpa_strategy.capture.ops import ctc_replacement, grouped_mm_replacement
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.user_code import user_frame, user_position
@@ -155,12 +155,9 @@ class TracerMode(TorchFunctionMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, or what capture puts in its place."""
-        loss = ctc_replacement(func, args, kwargs)
-        if loss is not None:
-            return loss
-        experts = grouped_mm_replacement(func, args, kwargs)
-        if experts is not None:
-            return grouped_mm(*experts)
+        for replacement in (ctc_replacement, grouped_mm_replacement):
+            if (result := replacement(func, args, kwargs)) is not None:
+                return result
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:

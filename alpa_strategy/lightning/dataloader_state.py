@@ -255,7 +255,10 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
     passes = []
     if in_the_middle:
         passes = [_rescaled(at, len(states), world_size) for at in states[0]["passes"]]
-        _rescale_counters(batches["current"], len(states), world_size)
+        current = batches["current"]
+        shift = _scaled(current["ready"], len(states), world_size) - current["ready"]
+        for key in ("ready", "started", "processed", "completed"):
+            current[key] += shift
     return Resume(tuple(passes), None)
 
 
@@ -273,12 +276,6 @@ def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
         return Pass()
     num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)
     return Pass(random_state(), num_drawn, epoch=at["epoch"])
-
-
-def _rescale_counters(current: dict[str, int], num_before: int, num_now: int) -> None:
-    shift = _scaled(current["ready"], num_before, num_now) - current["ready"]
-    for key in ("ready", "started", "processed", "completed"):
-        current[key] += shift
 
 
 def _scaled(num_batches: int, num_before: int, num_now: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,8 @@ def _limit(job: Job) -> float:
 def make_console(shows: bool) -> tuple[Progress, Say]:
     """A Job's `progress` and `say`; silent ones load nothing."""
     if not shows:
-        return _silent, lambda _: None
+        return lambda _: nullcontext(), lambda _: None
     from alpa_strategy.display import Progress
 
     progress = Progress(enabled=True)
     return progress, progress.console.print
-
-
-@contextmanager
-def _silent(name: str, detail: str = "") -> Iterator[None]:
-    """A phase that is not shown."""
-    yield

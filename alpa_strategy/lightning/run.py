@@ -6,8 +6,7 @@ import itertools
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
@@ -156,7 +156,8 @@ class Run(PlacedModule):
             self.store.finish_backward()
         done, self._unfinished = self._unfinished, None
         if done is not None:
-            with as_in_training_step(self.module):
+            # `self.log` takes what is logged here as the training step's.
+            with patched([(self.module, "_current_fx_name", "training_step")]):
                 done()
 
     def _finish_step(
@@ -345,16 +346,6 @@ def forbid_async_loss(trainer: Any) -> None:
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     if loop.output_result_cls is AsyncResult:
         loop.output_result_cls = ClosureResult
-
-
-@contextmanager
-def as_in_training_step(module: Any) -> Generator[None, None, None]:
-    """`self.log` takes what is logged here as the training step's."""
-    before, module._current_fx_name = module._current_fx_name, "training_step"
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
 
 
 # Captured steps and what runs them, by what they serve

@@ -39,11 +39,11 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.pipeline.spec import Values
 from alpa_strategy.runtime.parameters import MeshParameters, ParameterStore
 from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.strategies import is_random
 
-Values = dict[int, Tensor]
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
