@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, dims_of, slots, tensor_arguments
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, slots, tensor_arguments
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import aligned, along, broadcast_dim
@@ -170,15 +170,10 @@ def index_put(call: OpCall) -> Found:
 
 def fourier(call: OpCall) -> Found:
     """fft and its relatives: linear, and the dims that are not transformed are independent."""
-    bound = bind(call)
-    operand = slots(call)[0].index
-    rank = len(call.operands[operand].shape)
-    sizes = bound.get("s")
-    transformed = bound["dim"]
-    if transformed is None and sizes is not None:
-        transformed = tuple(range(rank - len(sizes), rank))
-    found = aligned(call, whole=dims_of(transformed, rank), carries=False)
-    return replace(found, linear=(frozenset({operand}),), origin="notation")
+    dims, sizes = bind(call)["dim"], bind(call).get("s")
+    if dims is None and sizes is not None:
+        dims = tuple(range(-len(sizes), 0))
+    return replace(along(call, dims, ((0,),)), origin="notation")
 
 
 def index_select(call: OpCall) -> Found:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -65,10 +66,10 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
     return tuple(found)
 
 
-def along(call: OpCall, where: str | int = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> Found:
+def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> Found:
     """Ops that work along some dims and keep the shape, or change it only there (softmax, topk).
 
-    where: the dim, or the argument that names the dims (None: all).
+    where: the dim or dims (None: all), or the argument that names them.
     """
     value = bind(call)[where] if isinstance(where, str) else where
     return aligned(call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False)

@@ -171,10 +171,6 @@ def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tensor
     return {"end": results[0].shape[dim]} if changed and bound["start"] in (None, 0) else {}
 
 
-def _grid(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    return {"size": (results[0].shape[0], *bind(call)["size"][1:])}
-
-
 def _repeat_interleave(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
@@ -189,14 +185,9 @@ def _cross(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[Tensor
     return {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
 
 
-def _vander(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    """As many powers as the whole last dim is long, if not said."""
-    return {"N": results[0].shape[-1]}
-
-
 _CHANGES: dict[str, Changes] = {
     "cross": _cross,
-    "linalg_vander": _vander,
+    "linalg_vander": lambda call, operands, results: {"N": results[0].shape[-1]},  # if not said, as long as the whole
     "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
     **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
@@ -205,7 +196,7 @@ _CHANGES: dict[str, Changes] = {
     "slice": _slice,
     "narrow": _narrow,
     "narrow_copy": _narrow,
-    "affine_grid_generator": _grid,
+    "affine_grid_generator": lambda call, operands, results: {"size": (results[0].shape[0], *bind(call)["size"][1:])},
     "repeat_interleave": _repeat_interleave,
 }
 
