@@ -235,7 +235,7 @@ class _Search:
             counts,
             min(self.task.cluster.num_devices, MAX_LAYERS),
             self._bound,
-            lambda n, used: self._look(n, used, known),
+            lambda n, used: self._look(n, used if self.task.cluster.num_devices > EVERY_SIZE else None, known),
             known,
         )
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
