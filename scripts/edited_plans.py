@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import random
 import re
 import sys
@@ -188,9 +189,15 @@ def a_mesh(plan: dict[str, Any], rng: random.Random) -> None:
 
 def devices(plan: dict[str, Any], rng: random.Random) -> None:
     stage = a_stage(plan, rng)
-    match rng.randrange(3):
+    match rng.randrange(5):
         case 0:
             stage["first_device"] = rng.choice([0, 1, 2])
+        case 3:
+            stage["devices"] = rng.choice([[1, 0], [0, 1], [1], [0], [0, 0], [2, 1]])
+        case 4:
+            for each in plan["stages"]:  # ranks the other way round, as where links differ
+                size = math.prod(each["logical_mesh"])
+                each["devices"] = [1, 0][:size] if size > 1 else [1 - min(1, each["first_device"])]
         case 1:
             for each in plan["stages"]:  # all stages the other way round
                 each["first_device"] = 1 - min(1, each["first_device"])
