@@ -16,13 +16,14 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_flops
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op import candidates
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.stage_costs import RunCosts
+from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.search import _everything, _whole_batch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, timeline, why_not
 
@@ -139,3 +140,18 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
         assert sum(op_flops(op.call) for op in step.ops[first:last]) > 0
     blocks = [step.ops[cut].module for cut in cuts[1:-2]]
     assert [b.split(".")[:2] for b in blocks] == [["blocks", str(i)] for i in range(1, num_layers)]
+
+
+def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
+    """An op's short-lived bytes beside the least that all keep: what is over the limit with them is no choice."""
+    task = PlanTask(step_of("mlp", {}), ClusterSpec.load("pcie_8gpu").with_nodes(1, 4), PlanOptions(), ADAM)
+    intra = StageSolver(_whole_batch(task)).price(_everything(task, (4,), {})).intra
+    kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
+    offset = len(intra.parameters)
+    most = max(float(op.temporary_bytes.min()) for op in intra.ops)
+    found = _without_the_largest(intra.problem, intra, kept + most)
+    for op, choice, before in zip(intra.ops, found.choices[offset:], intra.problem.choices[offset:], strict=False):
+        assert (np.isfinite(choice.cost) == (np.isfinite(before.cost) & (op.temporary_bytes <= most))).all()
+    assert any(np.isinf(choice.cost).any() for choice in found.choices)
+    with pytest.raises(DoesNotFitError, match="with all that is kept"):
+        _without_the_largest(intra.problem, intra, kept + most / 2)
