@@ -13,12 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from proofs.synthetic import gpt_like
+from proofs.synthetic import gpt_like, least_bytes
 from rich.console import Console
 from rich.table import Table
 
 from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.intra_op.solver.solve import least_bytes, solve
+from alpa_strategy.intra_op.solver.solve import solve
 
 
 def main() -> None:

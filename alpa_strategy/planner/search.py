@@ -303,6 +303,8 @@ class _Search:
 
     def _look(self, count: int, used: Submeshes | None, known: float) -> Look:
         """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
+        if used is None and count in self._bounds:
+            return Look()  # it has been looked at on all of them
         job = self._job(count)
         assert job is not None
         meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))

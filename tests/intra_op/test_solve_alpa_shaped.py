@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from proofs.synthetic import gpt_like
+from proofs.synthetic import gpt_like, least_bytes
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
 from alpa_strategy.intra_op.solver.lagrangian import descend
-from alpa_strategy.intra_op.solver.solve import least_bytes, solve
+from alpa_strategy.intra_op.solver.solve import solve
 
 GIB = 2.0**30
 

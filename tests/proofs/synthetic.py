@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.intra_op.solver.lagrangian import price_memory
+from alpa_strategy.intra_op.solver.solve import solve
 
 LAYOUTS = ("R", "R*", "P", "S0", "S1", "S2")
 AXIS_SIZES = (4, 8)
@@ -152,3 +155,8 @@ def _axis_cost(n: int, alpha: float, bandwidth: float) -> Callable[[float], np.n
         return table
 
     return cost
+
+
+def least_bytes(problem: Problem) -> float:
+    """The fewest bytes of any finite-cost assignment."""
+    return solve(price_memory(replace(problem, memory_limit=np.inf), 1.0, seconds_weight=0.0)).seconds

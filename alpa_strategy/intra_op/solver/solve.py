@@ -260,11 +260,3 @@ def _out_of_time(time_limit: float) -> PlanError:
     return PlanError(
         f"No assignment of strategies was found within the solver's {time_limit:g} s.", "Raise the solver's time limit."
     )
-
-
-def least_bytes(problem: Problem, time_limit: float = 60.0) -> float:
-    """The fewest bytes of any finite-cost assignment."""
-    least, _ = _least(problem, time.process_time() + time_limit)
-    if least is None:
-        raise _out_of_time(time_limit)
-    return least.num_bytes
