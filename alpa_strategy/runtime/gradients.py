@@ -305,9 +305,9 @@ class _Bucket:
             shapes = [grad.shape for grad in grads]
             dims = [each.dim for each in wanted if each.dim is not None]
             if not dims:
-                pending = axis.start_all_reduce(self._scaled(torch.cat([grad.reshape(-1) for grad in grads])))
+                pending = axis.start_all_reduce(_flat(grads, self._scale))
             else:
-                pending = axis.start_reduce_scatter(self._scaled(_rows(grads, dims, axis.size)))
+                pending = axis.start_reduce_scatter(_rows(grads, dims, axis.size, self._scale))
                 cuts = list(zip(shapes, dims, strict=True))
                 columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
                 shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in cuts]
@@ -320,9 +320,6 @@ class _Bucket:
             if there:
                 each.put_gradient(grad)
 
-    def _scaled(self, summands: Tensor) -> Tensor:
-        return summands if self._scale == 1.0 else summands.mul_(self._scale)
-
     def _axis(self, axis: int) -> AxisComm:
         if axis != WHOLE_MESH:
             return self._mesh.axes[axis]
@@ -330,13 +327,23 @@ class _Bucket:
         return self._mesh.whole
 
 
-def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int) -> Tensor:
-    """[count, elements]: one row per device, its chunks of all gradients, each padded to the largest chunk."""
+def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:
+    """[elements] of all of them, multiplied by `scale`."""
+    if scale == 1.0:
+        return torch.cat([grad.reshape(-1) for grad in grads])
+    flat = grads[0].new_empty(sum(grad.numel() for grad in grads))
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        torch.mul(grad, scale, out=part.view(grad.shape))  # in the one pass that copies, as DDP does
+    return flat
+
+
+def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int, scale: float) -> Tensor:
+    """[count, elements]: one row per device, its chunks of all gradients * scale, each padded to the largest chunk."""
     columns = [chunk_shape(grad.shape, dim, count, 0).numel() for grad, dim in zip(grads, dims, strict=True)]
     rows = grads[0].new_zeros((count, sum(columns)))
     for grad, dim, column in zip(grads, dims, rows.split(columns, 1), strict=True):
         for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], count), dim), strict=True):
-            row[: part.numel()].view(part.shape).copy_(part)
+            torch.mul(part, scale, out=row[: part.numel()].view(part.shape))
     return rows
 
 
