@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
-from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.optimizer_state import numbers_of, state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -24,26 +22,19 @@ class Sharing:
     Every rank goes through all parameters in the same order, so that all come to the same shares.
 
     Args:
-        store: the run's parameters, None when every rank holds everything.
+        store: the run's parameters.
     """
 
-    def __init__(self, store: ParameterStore | None) -> None:
+    def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self._loads: dict[int, list[int]] = {}
 
     def shards(self, parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
         """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
-        store = self.store
-        replica: tuple[int, int] | None  # which of how many equal copies this rank holds; None: no part of it
-        name = None if store is None else store.name_of(parameter)
-        if store is None or name is None:
-            shape, replica = tensor.shape, (dist.get_rank() if world_size() > 1 else 0, world_size())
-            boxes = [((0,) * tensor.dim(), tensor)]
-        else:
-            shape, replica = store.whole_shape(name), store.replica(name)
-            boxes = [] if replica is None else store.chunks(name, tensor)
-        if replica is None or not self._is_mine(*replica, shape.numel() * tensor.element_size()):
-            boxes = []
+        shape = self.store.whole_shape(parameter)
+        replica = self.store.replica(parameter)  # which of how many equal copies this rank holds; None: no part of it
+        is_mine = replica is not None and self._is_mine(*replica, shape.numel() * tensor.element_size())
+        boxes = self.store.chunks(parameter, tensor) if is_mine else []
         return LocalShards(shape, tensor.dtype, [Chunk(offsets, view.detach()) for offsets, view in boxes])
 
     def _is_mine(self, index: int, count: int, num_bytes: int) -> bool:
@@ -88,30 +79,28 @@ def restore_groups(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: Any) -> None:
+def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore) -> None:
     """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
 
     Args:
         stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
-        store: as for `Sharing`.
     """
     now = optimizer.state_dict()
     state = {}
     for parameter, number in numbers_of(optimizer, now).items():
-        name = None if store is None else store.name_of(parameter)
-        if number in stored and (name is None or store.chunks(name, parameter.detach())):
-            state[number] = {key: _local(value, parameter, name, store) for key, value in stored[number].items()}
+        if number in stored and store.holds(parameter):
+            state[number] = {key: _local(value, parameter, store) for key, value in stored[number].items()}
     optimizer.load_state_dict({**now, "state": state})
 
 
-def _local(value: Any, parameter: nn.Parameter, name: str | None, store: Any) -> Any:
-    if name is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == store.whole_shape(name):
+def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if parameter in store and value.dim() > 0 and value.shape == store.whole_shape(parameter):
         local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
-        read_held(value, name, local, store)
+        read_chunks(value, [Chunk(offsets, view) for offsets, view in store.chunks(parameter, local)])
         return local
-    if isinstance(value, Tensor):
-        return value.whole() if isinstance(value, StoredTensor) else value.clone()
-    return value
+    return value.whole() if isinstance(value, StoredTensor) else value.clone()
 
 
 # Reading into a module, or into the parts of it that this rank holds
@@ -128,10 +117,16 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
         CheckpointError: a parameter has another shape there.
     """
     for parameter in store.parameters:
-        name = store.name_of(parameter)
-        assert name is not None
-        if name in state_dict:
-            read_held(state_dict[name], name, parameter.detach(), store)
+        source, shape = state_dict.get(store.name_of(parameter)), store.whole_shape(parameter)
+        if source is None:
+            continue
+        if source.shape != shape:
+            raise CheckpointError(
+                f"{store.name_of(parameter)} has shape {list(source.shape)} in the checkpoint and {list(shape)} here",
+                "load a checkpoint of the same model",
+            )
+        held = store.chunks(parameter, parameter.detach())
+        read_chunks(source, [Chunk(offsets, view) for offsets, view in held])
 
 
 def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Collection[str], strict: bool) -> None:
@@ -158,17 +153,3 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Coll
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\tMissing key(s) in state_dict: {missing}"
             f"\n\tUnexpected key(s) in state_dict: {result.unexpected_keys}"
         )
-
-
-def read_held(source: Tensor, name: str, held: Tensor, store: ParameterStore) -> None:
-    """Read into `held`, which lies as parameter `name` does here, its part of the whole tensor `source`.
-
-    Raises:
-        CheckpointError: the whole shapes differ.
-    """
-    if source.shape != store.whole_shape(name):
-        raise CheckpointError(
-            f"{name} has shape {list(source.shape)} in the checkpoint and {list(store.whole_shape(name))} here",
-            "load a checkpoint of the same model",
-        )
-    read_chunks(source, [Chunk(offsets, view) for offsets, view in store.chunks(name, held)])

@@ -52,6 +52,7 @@ from alpa_strategy.lightning.dataloader_state import (
     rank_state,
     take_up,
 )
+from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", *FORMATS, "single")
 MEET_SECONDS = 10.0
@@ -99,6 +100,10 @@ class Checkpoints:
         self._run = run
         self._meeting, self._num_meetings = RankZero(MEET_SECONDS), 0
 
+    @property
+    def _store(self) -> ParameterStore:
+        return all_whole() if self._run is None else self._run.store
+
     # Loading
 
     def load(self, path: str | Path, weights_only: bool | None, checkpoint_io: Any) -> dict[str, Any]:
@@ -116,9 +121,9 @@ class Checkpoints:
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
         """Read parameters and buffers into the module; those that are still on the meta device when it is sharded, and
         those of a module that lies in shards into these. Collective."""
-        store = None if self._run is None else self._run.store
+        store = self._store
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        held = {name for name, p in parameters.items() if store is not None and store.name_of(p) is not None}
+        held = {name for name, p in parameters.items() if p in store}
         with warnings.catch_warnings():  # nothing is copied to the meta device: that is what comes later
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
             load_others(module, state_dict, held, strict)
@@ -149,7 +154,7 @@ class Checkpoints:
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
             if self._run is None and is_made and self._is_edited_early():
-                self._restore_optimizer(optimizer, None)
+                self._restore_optimizer(optimizer)
 
     def _is_edited_early(self) -> bool:
         """Whether a hook before the first batch may look at optimizers' state, which then is whole until the plan."""
@@ -171,20 +176,21 @@ class Checkpoints:
         self._run = run
         self.restore_parameters(run.store)
         for optimizer in optimizers:
-            self._restore_optimizer(optimizer, run.store)
+            self._restore_optimizer(optimizer)
         resume = self._resume
         if resume is None:
             return True
         return resume.run is not None and run.load_state_dict(resume.run)
 
-    def restore_parameters(self, store: Any) -> None:
+    def restore_parameters(self, store: ParameterStore) -> None:
         """Read this rank's parts of the parameters that wait for it. Collective."""
         if self._parameters:
             on_all_ranks(lambda: load_parameters(self._parameters, store), lambda _: None)
             store.after_optimizer_step()  # copies that were gathered before hold other values
             self._parameters = {}
 
-    def _restore_optimizer(self, optimizer: Optimizer, store: Any) -> None:
+    def _restore_optimizer(self, optimizer: Optimizer) -> None:
+        store = self._store
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
             on_all_ranks(lambda: restore_state(optimizer, stored, store), lambda _: None)
@@ -212,7 +218,7 @@ class Checkpoints:
             return {}
         module = strategy.lightning_module
         if self._is_sharded(strategy.checkpoint_io):
-            return module_state(module, Sharing(None if strategy.is_whole else self._run.store))
+            return module_state(module, Sharing(all_whole() if strategy.is_whole else self._store))
         with strategy.whole_parameters():
             return module.state_dict()
 
@@ -223,9 +229,9 @@ class Checkpoints:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._run is None:
-            self._restore_optimizer(optimizer, None)  # nothing was trained since it was loaded
+            self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
-            return optimizer_state(optimizer, Sharing(None if self._run is None else self._run.store))
+            return optimizer_state(optimizer, Sharing(self._store))
         return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:

@@ -187,7 +187,7 @@ def copies_of(
     Args:
         of: `GRADIENT`: of the parameters' complete gradients.
     """
-    names = {store.own_name(p): p for p in store.parameters}
+    names = {store.name_of(p): p for p in store.parameters}
 
     def tensors() -> dict[str, Tensor | None]:
         own = {n: p.grad if of else p for n, p in names.items()}
@@ -198,7 +198,7 @@ def copies_of(
         name = name.removeprefix(of)
         if name not in names:
             return "whole"
-        chunks = store.chunks(name, names[name].detach())
+        chunks = store.chunks(names[name], names[name].detach())
         return repr([(start, tuple(part.shape)) for start, part in chunks]) if chunks else f"none {dist.get_rank()}"
 
     return CopyCheck(tensors, place, every, device)

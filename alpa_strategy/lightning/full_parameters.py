@@ -106,10 +106,9 @@ class FullParameters:
             has_gradient = [grad is not None for _, _, grad in parts]
             has_gradient = any_rank(has_gradient) if with_gradients else [False] * len(parts)
             for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
-                name = store.own_name(parameter)
-                whole, whole_grad = store.gather_like(name, part), None
+                whole, whole_grad = store.gather_like(parameter, part), None
                 if present:
-                    whole_grad = store.gather_like(name, torch.zeros_like(part) if grad is None else grad)
+                    whole_grad = store.gather_like(parameter, torch.zeros_like(part) if grad is None else grad)
                 parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
         self._parts = parts
@@ -129,13 +128,12 @@ class FullParameters:
             for i, (parameter, part, _) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
-                name = store.own_name(parameter)
                 # Only what changed is written: a step between forward and backward must find its parameters untouched.
-                if not torch.equal(store.shard_like(name, parameter.data), part):
-                    store.take_whole(name, parameter.data, part)
+                if not torch.equal(store.shard_like(parameter, parameter.data), part):
+                    store.take_whole(parameter, parameter.data, part)
                 if with_gradients:
                     whole = parameter.grad
-                    self._parts[i] = (parameter, part, None if whole is None else store.shard_like(name, whole))
+                    self._parts[i] = (parameter, part, None if whole is None else store.shard_like(parameter, whole))
 
 
 @contextmanager
@@ -144,7 +142,7 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
-            shape = store.whole_shape(store.own_name(parameter))
+            shape = store.whole_shape(parameter)
             if data.shape != shape:
                 parameter.data = data.new_zeros(()).expand(shape)  # strides of 0
     try:

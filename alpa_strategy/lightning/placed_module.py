@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -110,11 +111,10 @@ class PlacedModule(ABC):
         if not self.plan.is_pipelined:
             self.store.sync(True)
             self.store.finish_backward()
-        names = {p: self.store.name_of(p) for p in self.module.parameters()}
-        there = any_rank([p.grad is not None for p in names])
-        found = [(p, n) for (p, n), is_there in zip(names.items(), there, strict=True) if is_there]
-        grads = [(p, n, torch.zeros_like(p) if p.grad is None else p.grad) for p, n in found]
-        return [(p, grad if n is None else self.store.gather_like(n, grad)) for p, n, grad in grads]
+        parameters = list(self.module.parameters())
+        there = any_rank([p.grad is not None for p in parameters])
+        grads = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in compress(parameters, there)]
+        return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
     def in_step(self) -> AbstractContextManager[None]:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
@@ -160,7 +160,7 @@ class PlacedModule(ABC):
         if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
             return
         if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
-            gradients = {self.store.own_name(p): p.grad for p in self.store.parameters}
+            gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
     def check_copies(self, buffers: Sequence[BufferInput]) -> None:
@@ -301,7 +301,7 @@ class MemoryHeadroom:
         return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
 
     def _whole_elements(self, parameter: Any) -> int:
-        return self._store.whole_shape(self._store.own_name(parameter)).numel()
+        return self._store.whole_shape(parameter).numel()
 
     def _against(self, what: str, needed: float) -> str | None:
         if needed <= self._limit:

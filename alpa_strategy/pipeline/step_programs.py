@@ -154,8 +154,7 @@ class PlacedPlan:
     def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
         """All of a parameter, to differentiate by. Collective."""
         parameter = self.module.get_parameter(name)
-        whole = parameter.detach() if self.store.name_of(parameter) is None else self.store.gather(name)
-        return whole.detach().requires_grad_(requires_grad)
+        return self.store.gather(parameter).detach().requires_grad_(requires_grad)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
@@ -269,12 +268,8 @@ class WholeStep(StepProgram):
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
             parameter = self._placed.module.get_parameter(name)
-            if gradient is None:
-                continue
-            if store.name_of(parameter) is None:  # no stage uses it: it lies whole on every rank
-                gradients.append((parameter, gradient))
-            elif store.holds(parameter):
-                gradients.append((parameter, store.shard_like(name, gradient)))
+            if gradient is not None and store.holds(parameter):
+                gradients.append((parameter, store.shard_like(parameter, gradient)))
         values = {value: found[value].detach() for value in step.escaping}
         return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
 

@@ -176,7 +176,7 @@ class GatherOnUse:
             return
         self._parts = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._whole:  # all ranks are here together
-            self._whole = {p: self._store.gather(self._store.own_name(p)) for p in self._sharded}
+            self._whole = {p: self._store.gather(p) for p in self._sharded}
         set_data((p, self._whole[p] if self._keeps else self._nothing(p)) for p in self._sharded)
         if for_backward and not self._keeps:
             self._regather = Regather(())
@@ -323,11 +323,11 @@ class GatherOnUse:
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
     def _bytes(self, unit: list[nn.Parameter]) -> int:
-        return sum(self._store.whole_shape(self._store.own_name(p)).numel() * p.element_size() for p in unit)
+        return sum(self._store.whole_shape(p).numel() * p.element_size() for p in unit)
 
     def _start(self, unit: int) -> Wait:
         with torch.inference_mode(False), torch.no_grad():
-            wait = self._store.start_gather({self._store.own_name(p): self._parts[p] for p in self._units[unit]})
+            wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
 
         def whole() -> list[Tensor]:
             with torch.inference_mode(False), torch.no_grad():
@@ -343,14 +343,13 @@ class GatherOnUse:
         """Into the part, of this device's own; `data`: nobody's version of it counts this."""
         if self._store.holds(parameter):
             with torch.inference_mode(False), torch.no_grad():
-                own = self._store.shard_like(self._store.own_name(parameter), parameter.data)
-                self._parts[parameter].data.copy_(own)
+                self._parts[parameter].data.copy_(self._store.shard_like(parameter, parameter.data))
 
     def _nothing(self, parameter: nn.Parameter) -> Tensor:
         """NaN in the whole shape, one element of memory."""
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-        shape = self._store.whole_shape(self._store.own_name(parameter))
-        return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(shape)
+        one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+        return one.expand(self._store.whole_shape(parameter))
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

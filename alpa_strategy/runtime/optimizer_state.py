@@ -50,33 +50,31 @@ def shard_state(
         values: gives the whole of a state tensor.
     """
     for parameter in parameters_of(optimizer):
-        name = store.name_of(parameter)
-        if name is None or parameter not in optimizer.state:
+        if parameter not in optimizer.state:
             continue
         if not store.holds(parameter):
             del optimizer.state[parameter]
             continue
         state = optimizer.state[parameter]
         whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        state.update({key: store.shard_like(name, values(value)) for key, value in whole.items()})
+        state.update({key: store.shard_like(parameter, values(value)) for key, value in whole.items()})
 
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     """Give every rank the whole state of every parameter. Collective."""
-    for parameter, state in _states(optimizer, store, _gather_into(store)):
+    for parameter, state in _states(optimizer, store, store.gather_like):
         optimizer.state[parameter].update(state)
 
 
 def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, Any]:
     """`optimizer.state_dict()` with whole tensors, as a plain Trainer would write it, on every rank. Collective."""
-    return state_dict_with(optimizer, store, _gather_into(store))
+    return state_dict_with(optimizer, store, store.gather_like)
 
 
-def state_dict_with(optimizer: Optimizer, store: ParameterStore | None, place: Place) -> dict[str, Any]:
+def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -> dict[str, Any]:
     """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
 
     Args:
-        store: None where every rank holds everything.
         place: gives what stands for a tensor that lies as its parameter does; outside of the stage that owns the
             parameter it gets an empty one. It is called in the same order on all ranks.
     """
@@ -97,18 +95,8 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
     return dict(zip(parameters_of(optimizer), numbers, strict=True))
 
 
-def _gather_into(store: ParameterStore) -> Place:
-    def gather(parameter: nn.Parameter, part: Tensor) -> Tensor:
-        name = store.name_of(parameter)
-        return part if name is None else store.gather_like(name, part)
-
-    return gather
-
-
 @torch.no_grad()
-def _states(
-    optimizer: Optimizer, store: ParameterStore | None, place: Place
-) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
     for parameter, described in _described_states(optimizer, store):
         own = optimizer.state.get(parameter, {})
@@ -119,24 +107,18 @@ def _states(
                 state[key] = own.get(key, value)
                 continue
             part = own.get(key, torch.empty(0, dtype=what.dtype))
-            name = None if store is None else store.name_of(parameter)
             if what.shape is None:
                 state[key] = place(parameter, part)
             else:  # rows and columns of a factored moment: whole in the owning stage
-                state[key] = part if store is None or name is None else store.gather_like(name, part, what.shape)
+                state[key] = store.gather_like(parameter, part, what.shape)
         yield parameter, state
 
 
-def _described_states(optimizer: Optimizer, store: ParameterStore | None) -> list[tuple[nn.Parameter, _Described]]:
+def _described_states(optimizer: Optimizer, store: ParameterStore) -> list[tuple[nn.Parameter, _Described]]:
     """(parameter, what there is of its state) of all that have one, the same on every rank. Collective."""
     own = {p: _described(optimizer.state[p], p) for p in parameters_of(optimizer) if p in optimizer.state}
-    if store is None:
-        return list(own.items())
-    names = {parameter: store.name_of(parameter) for parameter in parameters_of(optimizer)}
-    said = store.said_by_owners({name: own[p] for p, name in names.items() if name and p in own and store.owns(p)})
-    # What no stage uses is the same on every rank already.
-    found = ((p, said.get(name) if name is not None else own.get(p)) for p, name in names.items())
-    return [(parameter, described) for parameter, described in found if described is not None]
+    said = store.said_by_owners(own)
+    return [(parameter, said[parameter]) for parameter in parameters_of(optimizer) if parameter in said]
 
 
 def _described(state: dict[str, Any], parameter: nn.Parameter) -> _Described:

@@ -15,18 +15,20 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.comm.collectives import of_all_ranks
-from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.collectives import of_all_ranks, world_size
+from alpa_strategy.comm.mesh import MeshComm, build_mesh
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
@@ -223,7 +225,6 @@ class _Known:
     """
 
     name: str
-    parameter: nn.Parameter
     shape: torch.Size
     source: int
     owned: ShardedParameter | None
@@ -231,7 +232,7 @@ class _Known:
 
 
 class ParameterStore:
-    """Parameters that any stage uses, in the stages' order: the same on every rank.
+    """Parameters that any stage uses, in the stages' order: the same on every rank. All others are whole everywhere.
 
     Where stages lie on different devices, a rank holds the parameters of its own stages only, the others are empty, and
     whatever gathers is collective over the whole job: the owning stage gathers, and sends to the others.
@@ -266,7 +267,6 @@ class ParameterStore:
         self.of_stage: dict[int, MeshParameters] = {}
         self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
         self._known: dict[nn.Parameter, _Known] = {}
-        self._by_name: dict[str, _Known] = {}
         self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages
         for index, (stage, own_mesh) in enumerate(zip(stages, meshes, strict=True)):
             if own_mesh is not None:
@@ -282,12 +282,11 @@ class ParameterStore:
                 sharded = None if own_mesh is None else here.add(given, plan, parameter)
                 if parameter not in self._known:
                     source = stage_ranks(stage)[0]
-                    self._known[parameter] = _Known(given.name, parameter, parameter.shape, source, sharded, sharded)
-                    self._by_name.update(dict.fromkeys(given.names, self._known[parameter]))
+                    self._known[parameter] = _Known(given.name, parameter.shape, source, sharded, sharded)
                 elif self._known[parameter].held is None:
                     self._known[parameter].held = sharded
         for given in inputs:
-            if given.name not in self._by_name:
+            if module.get_parameter(given.name) not in self:
                 raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
 
     # Which parameters there are, and what this rank has of them
@@ -303,45 +302,43 @@ class ParameterStore:
         whole = (known.held is not None and known.held.is_whole for known in self._known.values())
         return tuple(p for p, is_whole in zip(self._known, whole, strict=True) if self._is_split or not is_whole)
 
-    def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The step's name of a parameter, None when the step does not use it."""
-        known = self._known.get(parameter)
-        return None if known is None else known.name
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether some stage uses the parameter."""
+        return parameter in self._known
 
-    def own_name(self, parameter: nn.Parameter) -> str:
+    def name_of(self, parameter: nn.Parameter) -> str:
         """The step's name of one of `parameters`."""
         return self._known[parameter].name
 
-    def whole_shape(self, name: str) -> torch.Size:
+    def whole_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Shape of the whole parameter, as the module had it."""
-        return self._by_name[name].shape
+        known = self._known.get(parameter)
+        return parameter.shape if known is None else known.shape
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a stage of this rank uses the parameter: it is empty here otherwise."""
+        """Whether this rank has any of the parameter: it is empty here otherwise."""
         known = self._known.get(parameter)
-        return known is not None and known.held is not None
+        return known is None or known.held is not None
 
-    def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is one of the stage that owns the parameter."""
-        known = self._known.get(parameter)
-        return known is not None and known.owned is not None
-
-    def chunks(self, name: str, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """The boxes of the whole parameter that this rank holds, if any: see `ShardedParameter.chunks`."""
-        held = self._by_name[name].held
-        return [] if held is None else held.chunks(tensor)
+        known = self._known.get(parameter)
+        if known is None:
+            return [((0,) * tensor.dim(), tensor)]
+        return [] if known.held is None else known.held.chunks(tensor)
 
-    def replica(self, name: str) -> tuple[int, int] | None:
+    def replica(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
-        owned = self._by_name[name].owned
-        return None if owned is None else owned.replica()
+        known = self._known.get(parameter)
+        if known is None:
+            shape, coordinate = self.mesh.shape, self.mesh.coordinate
+            return int(np.ravel_multi_index(coordinate, shape)), math.prod(shape)
+        return None if known.owned is None else known.owned.replica()
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's elements count in a sum over all ranks: of those that hold the same, the first's do."""
-        known = self._known.get(parameter)
-        if known is None:  # the step does not use it: it is whole everywhere
-            return not any(self.mesh.coordinate)
-        return known.owned is not None and known.owned.replica()[0] == 0
+        replica = self.replica(parameter)
+        return replica is not None and replica[0] == 0
 
     # Into shards, and out of them
 
@@ -373,7 +370,7 @@ class ParameterStore:
             known = self._known[parameter]
             if known.owned is None or not known.owned.is_whole:
                 parameter.grad = None  # that of a part
-            replace_data(parameter, self.gather(known.name))
+            replace_data(parameter, self.gather(parameter))
 
     # A training step, where the backward is the Trainer's (stages of a pipeline are told by the pipeline)
 
@@ -412,12 +409,12 @@ class ParameterStore:
 
     # Whole values: checkpoints, user code, optimizer state
 
-    def gather(self, name: str) -> Tensor:
+    def gather(self, parameter: nn.Parameter) -> Tensor:
         """The whole parameter, on every rank. Collective."""
-        return self.gather_like(name, self._by_name[name].parameter.detach())
+        return self.gather_like(parameter, parameter.detach())
 
-    def gather_like(self, name: str, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """The whole of a tensor laid out as parameter `name` (its gradient), on every rank. Collective.
+    def gather_like(self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """The whole of a tensor laid out as the parameter (its gradient), on every rank. Collective.
 
         Tensors of another shape than the owning stage's parts are taken as they are there.
 
@@ -425,25 +422,27 @@ class ParameterStore:
             tensor: on ranks outside of the owning stage only its dtype is looked at.
             shape: of the whole, that of the parameter by default.
         """
-        known = self._by_name[name]
+        known = self._known.get(parameter)
+        if known is None:
+            return tensor
         if known.owned is not None:
             whole = known.owned.gather_like(tensor)
         else:
-            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=known.parameter.device)
+            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=parameter.device)
         if self._is_split:
             whole = whole.contiguous()
             dist.broadcast(whole, src=known.source)
         return whole
 
-    def start_gather(self, parts: Mapping[str, Tensor]) -> Callable[[], list[Tensor]]:
-        """The whole of parameters of one dtype, by name their parts: begun now, in one collective where all are cut
+    def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
+        """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
         along one axis. Collective; what it gives waits, without communication of its own."""
-        known = [self._by_name[name].owned for name in parts]
+        known = [self._known[parameter].owned for parameter in parts]
         owned = [
             each for each in known if each is not None and len(each.layout) == 1 and each.shape == each.module_shape
         ]
         if self._is_split or len(owned) < len(known):
-            values = [self.gather_like(name, part) for name, part in parts.items()]
+            values = [self.gather_like(parameter, part) for parameter, part in parts.items()]
             return lambda: values
         axis = owned[0].mesh.axes[0]
         cuts = [(each.shape, placement.dim) for each in owned if isinstance(placement := each.layout[0], Shard)]
@@ -462,26 +461,33 @@ class ParameterStore:
 
         return wait
 
-    def said_by_owners(self, own: Mapping[str, T]) -> dict[str, T]:
-        """By name of the parameter what the stage that owns it says, on every rank. Collective.
+    def said_by_owners(self, own: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
+        """Of each parameter what the stage that owns it says, on every rank. Collective.
 
         Args:
-            own: what this rank would say of parameters that its stages own, small and picklable.
+            own: what this rank would say of its parameters, small and picklable.
         """
         if not self._is_split:
             return dict(own)
-        everyone = of_all_ranks(dict(own))
-        known = self._known.values()
-        return {each.name: everyone[each.source][each.name] for each in known if each.name in everyone[each.source]}
+        known = self._known.items()
+        everyone = of_all_ranks({each.name: own[p] for p, each in known if each.owned is not None and p in own})
+        said = {p: everyone[each.source][each.name] for p, each in known if each.name in everyone[each.source]}
+        return {p: text for p, text in own.items() if p not in self} | said
 
-    def shard_like(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part (a copy) of a tensor of parameter `name`'s whole shape, empty where it holds none; other
+    def shard_like(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's part (a copy) of a tensor of the parameter's whole shape, empty where it holds none; other
         shapes as they are."""
-        held = self._by_name[name].held
-        return whole.new_empty(0) if held is None else held.shard_like(whole)
+        if (known := self._known.get(parameter)) is None:
+            return whole
+        return whole.new_empty(0) if known.held is None else known.held.shard_like(whole)
 
-    def take_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Write this rank's part of parameter `name`, if it holds any, into `part`, and into a gathered copy."""
-        held = self._by_name[name].held
+    def take_whole(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
+        """Write this rank's part of a parameter, if it holds any, into `part`, and into a gathered copy."""
+        held = self._known[parameter].held
         if held is not None:
             held.take_whole(whole, part)
+
+
+def all_whole() -> ParameterStore:
+    """Of a module that nobody has sharded. No communication."""
+    return ParameterStore(nn.Module(), (), (), (), build_mesh((world_size(),)))

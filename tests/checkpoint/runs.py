@@ -59,8 +59,7 @@ class Recorder(pl.Callback):
         store = trainer.strategy.store if isinstance(trainer.strategy, AlpaStrategy) else None
         weights = {}
         for name, parameter in module.named_parameters():
-            known = store is not None and store.name_of(parameter) is not None
-            weights[name] = (store.gather(store.name_of(parameter)) if known else parameter.detach()).clone()
+            weights[name] = (parameter.detach() if store is None else store.gather(parameter)).clone()
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         self.steps[trainer.global_step] = {"loss": float(outputs["loss"]), "lr": rates, "weights": weights}
 

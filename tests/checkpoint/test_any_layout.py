@@ -25,7 +25,7 @@ class Loaded(pl.Callback):
             self.optimizer = deepcopy(optimizer.state_dict())
         else:
             store = strategy.store
-            self.parameters = {name: store.gather(store.name_of(p)).clone() for name, p in module.named_parameters()}
+            self.parameters = {name: store.gather(p).clone() for name, p in module.named_parameters()}
             self.optimizer = deepcopy(strategy.run.whole_optimizer_state_dict(strategy.optimizers[0]))
         trainer.should_stop = True
 
@@ -54,7 +54,7 @@ class Seen(pl.Callback):
         if trainer.global_step == 2:
             store = trainer.strategy.store
             self.state = {
-                "parameters": {n: store.gather(store.name_of(p)).clone() for n, p in module.named_parameters()},
+                "parameters": {n: store.gather(p).clone() for n, p in module.named_parameters()},
                 "optimizer": trainer.strategy.run.whole_optimizer_state_dict(trainer.strategy.optimizers[0]),
             }
             trainer.save_checkpoint(self.path)

@@ -50,8 +50,7 @@ class Recorder(pl.Callback):
         found = {}
         for name, parameter in pl_module.named_parameters():
             grad = parameter.grad.to_dense() if parameter.grad is not None else torch.zeros_like(parameter)
-            in_shards = store is not None and store.name_of(parameter) is not None
-            found[name] = (store.gather_like(name, grad) if in_shards else grad).clone()
+            found[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
         self.gradients.append(found)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:

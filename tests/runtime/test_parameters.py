@@ -136,11 +136,11 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
             store.after_optimizer_step()
     assert identities == {n: id(p) for n, p in net.named_parameters()}
     named = dict(net.named_parameters())
-    values = {n: store.gather(n) for n in named}
-    grads = {n: p.grad if p.grad is None else store.gather_like(n, p.grad) for n, p in named.items()}
-    moments = {n: store.gather_like(n, optimizer.state[p]["exp_avg"]) for n, p in named.items() if p in optimizer.state}
+    values = {n: store.gather(p) for n, p in named.items()}
+    grads = {n: p.grad if p.grad is None else store.gather_like(p, p.grad) for n, p in named.items()}
+    moments = {n: store.gather_like(p, optimizer.state[p]["exp_avg"]) for n, p in named.items() if p in optimizer.state}
     for n, p in named.items():
-        assert torch.equal(store.shard_like(n, values[n]), p.detach())
+        assert torch.equal(store.shard_like(p, values[n]), p.detach())
     store.unshard()
     assert alive.requires_grad
     assert loss.requires_grad  # knows the shards' shapes
@@ -428,8 +428,8 @@ def test_gradients_of_subsets_and_other_values():
         assert grad_norm(store, subset).item() == pytest.approx(math.sqrt(43 * 4))
         with torch.no_grad():
             whole = torch.arange(42.0, dtype=torch.float64).view(7, 6)
-            store.take_whole("third.weight", whole, net.third.weight.data)  # another name of the same
-        return store.gather("first.weight")
+            store.take_whole(net.third.weight, whole, net.third.weight.data)  # the same as `first`
+        return store.gather(net.first.weight)
 
     for whole in run_on_threads((3,), work):
         assert torch.equal(whole.flatten(), torch.arange(42.0, dtype=torch.float64))
