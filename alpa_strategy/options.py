@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 from alpa_strategy.errors import OptionError, check_names
@@ -84,44 +85,16 @@ class PlanOptions:
     compile: bool = False
 
     @classmethod
-    def from_user(
-        cls,
-        *,
-        parallel: str | Sequence[str] = "auto",
-        logical_mesh: Sequence[int] | None = None,
-        placements: Mapping[str, str] | None = None,
-        **rest: object,
-    ) -> PlanOptions:
+    def from_user(cls, **given: object) -> PlanOptions:
         """Validate and freeze what a user wrote; OptionError names the option, the value and the allowed ones.
 
         `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
         """
-        check_names(rest, [f.name for f in fields(cls)], "unknown option")
-        mesh = None if logical_mesh is None else _mesh(logical_mesh)
-        values: dict[str, Any] = {
-            "parallel": _parallel(parallel, mesh),
-            "logical_mesh": mesh,
-            "placements": _placements(placements or {}, mesh),
-            **{name: _CHECKS[name](name, value) for name, value in rest.items()},
-        }
-        if values.get("stages"):
-            count = len(values["stages"])
-            if values.get("num_stages") not in (None, count):
-                raise OptionError(
-                    f"num_stages={values['num_stages']}, but stages has {count} entries", "leave num_stages out"
-                )
-            values["num_stages"] = count
-        if values.get("num_stages") == 1 and values.get("schedule") is not None:
-            raise OptionError(
-                f"num_stages=1 leaves nothing for schedule={values['schedule']!r} to order",
-                "leave one of them out, or ask for at least 2 stages",
-            )
-        if values.get("compile") and isinstance(values.get("remat"), tuple):
-            raise OptionError(
-                f"remat={list(values['remat'])} names ops, and compiled programs decide by themselves what they keep",
-                "leave one of remat and compile out, or write remat=True",
-            )
-        return cls(**values)
+        check_names(given, [f.name for f in fields(cls)], "unknown option")
+        options = cls(**{name: _read(name, value) for name, value in given.items()})
+        for problem, fix in _contradictions(options):
+            raise OptionError(problem, fix)
+        return replace(options, num_stages=len(options.stages) or options.num_stages)
 
     @property
     def asks_for_pipeline(self) -> bool:
@@ -193,153 +166,119 @@ def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
     return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
 
 
-def _parallel(value: object, mesh: tuple[int, ...] | None) -> str | tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else None
-    if not names or not all(isinstance(name, str) and name in PARALLEL_NAMES for name in names):
-        raise OptionError(f"parallel={value!r} is not known", f"use {_one_of(PARALLEL_NAMES)}, or one per mesh axis")
-    if isinstance(value, str):
-        return value
-    if mesh is not None and len(names) != len(mesh):
+def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
+    """What options ask for that others of them rule out, and what to do."""
+    mesh, parallel, stages = options.logical_mesh, options.parallel, options.stages
+    if isinstance(parallel, tuple) and mesh is not None and len(parallel) != len(mesh):
+        problem = f"parallel={list(parallel)} names {len(parallel)} mesh axes, logical_mesh={list(mesh)} has others"
+        yield problem, "give one name per mesh axis, or a single name for all"
+    if isinstance(parallel, tuple) and mesh is None and len(parallel) > 1:
+        yield f"parallel={list(parallel)} needs a mesh to lie on", "give logical_mesh as well, such as [2, 2]"
+    for pattern, modes in options.placements if mesh is not None else ():
+        if (count := len(modes.split())) != len(mesh or ()):
+            problem = f"placements[{pattern!r}]={modes!r} has {count} modes, logical_mesh={list(mesh or ())} other axes"
+            yield problem, "write one mode per mesh axis"
+    if stages and options.num_stages not in (None, len(stages)):
+        yield f"num_stages={options.num_stages}, but stages has {len(stages)} entries", "leave num_stages out"
+    if options.num_stages == 1 and options.schedule is not None:
+        problem = f"num_stages=1 leaves nothing for schedule={options.schedule!r} to order"
+        yield problem, "leave one of them out, or ask for at least 2 stages"
+    if options.compile and isinstance(options.remat, tuple):
+        problem = f"remat={list(options.remat)} names ops, and compiled programs decide by themselves what they keep"
+        yield problem, "leave one of remat and compile out, or write remat=True"
+
+
+# What each option may be: a function that gives its frozen value, or raises, and what to write instead
+
+
+def _read(name: str, value: object) -> Any:
+    """The value of an option as it is kept; None stands for itself where it means "solve it"."""
+    if value is None and name in _SOLVED:
+        return None
+    read, fix = _KINDS[name]
+    try:
+        return read(value)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise OptionError(f"{name}={value!r} cannot be", fix) from None
+
+
+def _if(holds: bool, value: Any) -> Any:
+    if not holds:
+        raise ValueError
+    return value
+
+
+def _number(value: Any, low: float, high: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(_if(is_number and low < value <= high, value))
+
+
+def _whole(value: Any, low: int) -> int:
+    return _if(type(value) is int and value >= low, value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """One text or several."""
+    texts = (value,) if isinstance(value, str) else tuple(_if(isinstance(value, Sequence), value))
+    return _if(bool(texts) and all(isinstance(text, str) for text in texts), texts)
+
+
+def _parallel(value: Any) -> str | tuple[str, ...]:
+    names = _texts(value)
+    return _if(set(names) <= set(PARALLEL_NAMES), value if isinstance(value, str) else names)
+
+
+def _mesh(value: Any) -> tuple[int, ...]:
+    sizes = tuple(_whole(size, 1) for size in _if(isinstance(value, Sequence), value))
+    return _if(1 <= len(sizes) <= 2, sizes)
+
+
+def _placements(value: Any) -> tuple[tuple[str, str], ...]:
+    given = {} if value is None else {str(pattern): modes.split() for pattern, modes in value.items()}
+    for pattern, modes in given.items():
+        if not modes or not all(map(_MODE.fullmatch, modes)):
+            fix = "write one mode per mesh axis: R, R*, S<dim> or G<dim>, such as 'R* S0'"
+            raise OptionError(f"placements[{pattern!r}]={' '.join(modes)!r} is not a placement", fix)
+    return tuple((pattern, " ".join(modes)) for pattern, modes in given.items())
+
+
+def _memory_limit(value: Any) -> float:
+    if not isinstance(value, str):
+        return _number(value, 0.0, float("inf"))
+    match = _BYTES.fullmatch(value.strip())
+    number, unit = _if(match is not None, match).groups()
+    return float(number) * _UNITS[unit.lower()]
+
+
+def _stages(value: Any) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if value is not None and (len(names) < 2 or not all(isinstance(n, str) and n.strip(", ") for n in names)):
         raise OptionError(
-            f"parallel={list(names)} names {len(names)} mesh axes, logical_mesh={list(mesh)} has {len(mesh)}",
-            "give one name per mesh axis, or a single name for all",
+            f"stages={value!r} is no list of stages",
+            'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
         )
-    if mesh is None and len(names) > 1:
-        raise OptionError(f"parallel={list(names)} needs a mesh to lie on", "give logical_mesh as well, such as [2, 2]")
     return names
 
 
-def _mesh(value: object) -> tuple[int, ...]:
-    sizes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    if not 1 <= len(sizes) <= 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise OptionError(
-            f"logical_mesh={value!r} is not a mesh shape", "give one or two whole numbers, such as [2, 4]"
-        )
-    return sizes
-
-
-def _placements(value: object, mesh: tuple[int, ...] | None) -> tuple[tuple[str, str], ...]:
-    if not isinstance(value, Mapping):
-        raise OptionError(
-            f"placements={value!r} is not a mapping", 'write {"pattern": "modes"}, as in {"*.bias": "R*"}'
-        )
-    for pattern, modes in value.items():
-        parts = modes.split() if isinstance(modes, str) else []
-        if not parts or not all(_MODE.fullmatch(part) for part in parts):
-            raise OptionError(
-                f"placements[{pattern!r}]={modes!r} is not a placement",
-                "write one mode per mesh axis: R, R*, S<dim> or G<dim>, such as 'R* S0'",
-            )
-        if mesh is not None and len(parts) != len(mesh):
-            raise OptionError(
-                f"placements[{pattern!r}]={modes!r} has {len(parts)} modes, logical_mesh={list(mesh)} {len(mesh)} axes",
-                "write one mode per mesh axis",
-            )
-    return tuple((str(pattern), " ".join(modes.split())) for pattern, modes in value.items())
-
-
-def _memory_limit(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        match = _BYTES.fullmatch(value.strip())
-        if match:
-            return float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise OptionError(
-        f"{name}={value!r} is not a size", "give bytes, a text such as '16GB' or '80GiB', or inf for none"
-    )
-
-
-def _number_in(low: float, high: float) -> Callable[[str, object], float]:
-    def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
-            raise OptionError(f"{name}={value!r} cannot be", f"give a number above {low:g} and at most {high:g}")
-        return float(value)
-
-    return check
-
-
-def _whole_from(low: int, fix: str) -> Callable[[str, object], int]:
-    def check(name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise OptionError(f"{name}={value!r} cannot be", fix)
-        return value
-
-    return check
-
-
-def _maybe_count(name: str, value: object) -> int | None:
-    fix = "give a whole number from 1, or None to have it solved"
-    return None if value is None else _whole_from(1, fix)(name, value)
-
-
-def _stages(name: str, value: object) -> tuple[str, ...]:
-    texts = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    names = [text for text in texts if isinstance(text, str) and text.strip(", ")]
-    if value is not None and (len(names) < 2 or len(names) < len(texts)):
-        raise OptionError(
-            f"{name}={value!r} is no list of stages",
-            'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
-        )
-    return tuple(names)
-
-
-def _schedule(name: str, value: object) -> str | None:
-    if value is None or isinstance(value, Schedule):
-        return None if value is None else register_schedule(value).name
-    if callable(value):
+def _schedule(value: Any) -> str:
+    if isinstance(value, Schedule) or callable(value):
         return register_schedule(value).name
     known = {text.lower(): text for text in SCHEDULES}
     if not isinstance(value, str) or value.lower() not in known:
-        known_ones = _one_of(tuple(SCHEDULES))
-        raise OptionError(
-            f"{name}={value!r} is not known", f"use {known_ones}, a function of your own, or None to have it solved"
-        )
+        fix = f"use one of {', '.join(SCHEDULES)}, a function of your own, or None to have it solved"
+        raise OptionError(f"schedule={value!r} is not known", fix)
     return known[value.lower()]
 
 
-def _costs(name: str, value: Any) -> NamedCosts | None:
+def _costs(value: Any) -> NamedCosts:
     missing = [n for n in ("op_seconds", "saved", "optimizer_seconds") if not callable(getattr(value, n, None))]
     missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
-    if value is not None and missing:
+    if missing:
         raise OptionError(
-            f"{name}={value!r} is no cost model: it lacks {', '.join(missing)}",
+            f"costs={value!r} is no cost model: it lacks {', '.join(missing)}",
             "give an object with what alpa_strategy.OpCosts has, such as a class derived from RooflineCosts",
         )
     return value
-
-
-def _remat(name: str, value: object) -> bool | tuple[str, ...] | None:
-    if value is None or isinstance(value, bool):
-        return value
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
-    if not names or not all(isinstance(each, str) for each in names):
-        raise OptionError(
-            f"{name}={value!r} says neither whether nor what",
-            'write true, false, "selective", or names of ops or modules',
-        )
-    return names
-
-
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}={value!r} is neither true nor false", "write true or false")
-    return value
-
-
-def _name_in(known: tuple[str, ...]) -> Callable[[str, object], str]:
-    def check(name: str, value: object) -> str:
-        if value not in known:
-            raise OptionError(f"{name}={value!r} is not known", f"use {_one_of(known)}")
-        return str(value)
-
-    return check
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return "one of " + ", ".join(names)
 
 
 # One mode of a parameter on a mesh axis, as in plan files; ir/stage_plan.py says what they mean.
@@ -350,27 +289,37 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_CHECKS: dict[str, Callable[[str, object], Any]] = {
-    "memory_limit": _memory_limit,
-    "memory_fraction": _number_in(0.0, 1.0),
-    "batch_scope": _name_in(BATCH_SCOPES),
-    "solver_seconds": _number_in(0.0, float("inf")),
-    "accumulate_grad_batches": _whole_from(1, "give a whole number of at least 1"),
-    "baselines": _bool,
-    "num_microbatches": _maybe_count,
-    "schedule": _schedule,
-    "num_stages": _maybe_count,
-    "stages": _stages,
-    "remat": _remat,
-    "costs": _costs,
-    "compile": lambda name, value: compile_options(value) is not None,
-    "plan_timeout_seconds": _number_in(0.0, float("inf")),
-    "collective_timeout_seconds": _number_in(0.0, float("inf")),
-    "bucket_bytes": lambda name, value: int(_number_in(0.0, 1e18)(name, value)),
-    "capture": _name_in(CAPTURES),
-    "check_replicas_every": _whole_from(0, "give a number of steps; 0: no checks"),
-    "check_gradients": _bool,
+_COUNT = (partial(_whole, low=1), "give a whole number from 1, or None to have it solved")
+_FLAG = (lambda value: _if(isinstance(value, bool), value), "write true or false")
+_SECONDS = (partial(_number, low=0.0, high=float("inf")), "give a number above 0")
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "parallel": (_parallel, f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis"),
+    "logical_mesh": (_mesh, "give one or two whole numbers, such as [2, 4]"),
+    "placements": (_placements, """write a mapping of patterns to modes, as in {"*.bias": "R*"}"""),
+    "memory_limit": (_memory_limit, "give bytes, a text such as '16GB' or '80GiB', or inf for none"),
+    "memory_fraction": (partial(_number, low=0.0, high=1.0), "give a number above 0 and at most 1"),
+    "batch_scope": (lambda value: _if(value in BATCH_SCOPES, value), f"use one of {', '.join(BATCH_SCOPES)}"),
+    "solver_seconds": _SECONDS,
+    "accumulate_grad_batches": (partial(_whole, low=1), "give a whole number of at least 1"),
+    "baselines": _FLAG,
+    "num_microbatches": _COUNT,
+    "schedule": (_schedule, ""),
+    "num_stages": _COUNT,
+    "stages": (_stages, ""),
+    "remat": (
+        lambda value: value if isinstance(value, bool) else _texts(value),
+        'write true, false, "selective", or names of ops or modules',
+    ),
+    "costs": (_costs, ""),
+    "compile": (lambda value: compile_options(value) is not None, ""),
+    "plan_timeout_seconds": _SECONDS,
+    "collective_timeout_seconds": _SECONDS,
+    "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "give a number of bytes"),
+    "capture": (lambda value: _if(value in CAPTURES, value), f"use one of {', '.join(CAPTURES)}"),
+    "check_replicas_every": (partial(_whole, low=0), "give a number of steps; 0: no checks"),
+    "check_gradients": _FLAG,
 }
+_SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
 
 
 @dataclass(frozen=True)
@@ -417,4 +366,4 @@ class Limits:
     @classmethod
     def from_user(cls, **given: Any) -> Limits:
         """Validated; OptionError as of `PlanOptions.from_user`."""
-        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        return cls(**{name: _read(name, value) for name, value in given.items()})
