@@ -1,6 +1,6 @@
 """Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then `Trainer(strategy="alpa")`.
 
-The import registers the strategy and loads little besides Lightning; the rest is loaded by the first use of a name.
+The import registers the strategy; capture and the planner are loaded by the first use of a name, or the first step.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from alpa_strategy.checkpoint.formats import open_checkpoint
+from alpa_strategy.checkpoint.saving import export_checkpoint
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.checkpointing import let_directories_load
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.schedules import Action, Schedule, register_schedule
 from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
-    from alpa_strategy.checkpoint.formats import open_checkpoint
-    from alpa_strategy.checkpoint.saving import export_checkpoint
-    from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
-    from alpa_strategy.ir.op import OpCall
-    from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.planner import make_plan
-    from alpa_strategy.schedules import Action, Schedule, register_schedule
     from alpa_strategy.sharding.register import prove_sharding, register_sharding
 
 __all__ = [
@@ -50,21 +50,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Action": "alpa_strategy.schedules",
-    "ClusterSpec": "alpa_strategy.cluster.spec",
-    "OpCall": "alpa_strategy.ir.op",
-    "OpCosts": "alpa_strategy.cost.model",
-    "Plan": "alpa_strategy.ir.plan",
-    "PlanOptions": "alpa_strategy.options",
-    "RooflineCosts": "alpa_strategy.cost.model",
-    "Saved": "alpa_strategy.cost.model",
-    "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
-    "export_checkpoint": "alpa_strategy.checkpoint.saving",
     "make_plan": "alpa_strategy.planner.planner",
     "prove_sharding": "alpa_strategy.sharding.register",
-    "open_checkpoint": "alpa_strategy.checkpoint.formats",
-    "register_schedule": "alpa_strategy.schedules",
     "register_sharding": "alpa_strategy.sharding.register",
 }
 

@@ -1,6 +1,6 @@
 """The `alpa` command: train a recipe, plan one for a cluster that need not be there, show a plan.
 
-Heavy imports wait inside the subcommands, so that `alpa --help` is instant.
+The planner and the display wait inside the subcommands that need them.
 """
 
 from __future__ import annotations
@@ -8,24 +8,29 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from errno import EINVAL
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+import yaml
+from lightning import seed_everything
+from rich.console import Console
+from rich.text import Text
+
+from alpa_strategy.checkpoint.saving import export_checkpoint
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.options import PlanOptions
-    from alpa_strategy.planner.early_step import TrainerSettings
-    from alpa_strategy.recipe import Recipe
+from alpa_strategy.files import is_possible
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.options import PlanOptions
+from alpa_strategy.planner.early_step import TrainerSettings
+from alpa_strategy.recipe import Recipe, build_callbacks, build_data, build_model, build_trainer, load_recipe
 
 EXIT_USER_ERROR = 2
 
@@ -65,13 +70,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a recipe on the devices of this machine or of a torchrun job")
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example trainer.devices=2 model.lr=1e-3")
-    train.set_defaults(run=_train)
+    def of_recipe(name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]) -> Any:
+        command = commands.add_parser(name, help=about)
+        command.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
+        command.set_defaults(run=run)
+        return command
 
-    plan = commands.add_parser("plan", help="plan a recipe for a cluster; no devices and no weights are needed")
-    plan.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
+    about = "train a recipe on the devices of this machine or of a torchrun job"
+    of_recipe("train", about, "trainer.devices=2 model.lr=1e-3", _train)
+
+    about = "plan a recipe for a cluster; no devices and no weights are needed"
+    plan = of_recipe("plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan)
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument(
         "--search",
@@ -87,13 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
     )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
-    plan.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="for example cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
-    )
-    plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="show a stored plan")
     show.add_argument("plan", metavar="PLAN.json")
@@ -114,16 +117,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    import warnings
-
     # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could act upon.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
-
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.seed is not None:
-        from lightning import seed_everything
-
         seed_everything(recipe.seed, workers=True, verbose=False)
     trainer = build_trainer(recipe)
     model, data = build_model(recipe), build_data(recipe)
@@ -135,8 +132,6 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from alpa_strategy.checkpoint.saving import export_checkpoint
-
     try:
         written = export_checkpoint(arguments.checkpoint, arguments.output, weights_only=not arguments.trust)
     except FileNotFoundError as error:
@@ -146,9 +141,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.display import peak_rss_bytes, plan_table, plan_timing
 
     with _writing(arguments.output or "plan.json"):
@@ -171,15 +163,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> tuple[Plan, PlanOptions]:
     """The recipe's plan, and the options that it was made with."""
-    from pathlib import Path
-
-    import torch
-
     from alpa_strategy.display import Progress
     from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
-    from alpa_strategy.recipe import build_data, build_model, load_recipe
 
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
@@ -211,7 +198,6 @@ def _tuned(
     """
     from alpa_strategy.display.table import tune_table
     from alpa_strategy.planner.tune import best_batch, tune_batch
-    from alpa_strategy.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, overrides)
     given = recipe.data.get("batch_size")
@@ -250,10 +236,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from alpa_strategy.display import plan_html, plan_svg, plan_table
-    from alpa_strategy.ir.plan import Plan
 
     plan = Plan.load(arguments.plan)
     Console().print(plan_table(plan))
@@ -267,10 +250,6 @@ def _show(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _writing(path: str) -> Iterator[Path]:
     """Around what writes a file the user has named: an OptionError where it cannot be."""
-    from pathlib import Path
-
-    from alpa_strategy.files import is_possible
-
     try:
         if not is_possible(Path(path)) or Path(path).is_dir():
             raise OSError(EINVAL, "it is a directory, or has a name that no file can have")
@@ -280,8 +259,6 @@ def _writing(path: str) -> Iterator[Path]:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from alpa_strategy.display.op_table import op_table
 
     Console().print(op_table(arguments.pattern))
@@ -290,10 +267,6 @@ def _ops(arguments: argparse.Namespace) -> int:
 
 def plan_options(recipe: Recipe) -> PlanOptions:
     """The recipe's strategy options that planning depends on; what only the runtime uses is left out."""
-    from dataclasses import fields
-
-    from alpa_strategy.options import PlanOptions
-
     names = {f.name for f in fields(PlanOptions)}
     given = {key: value for key, value in recipe.strategy.items() if key in names}
     if "accumulate_grad_batches" in recipe.trainer:
@@ -303,9 +276,6 @@ def plan_options(recipe: Recipe) -> PlanOptions:
 
 def _trainer_settings(recipe: Recipe) -> TrainerSettings:
     """What of the recipe's Trainer decides whether parameters may be updated within the backward."""
-    from alpa_strategy.planner.early_step import TrainerSettings
-    from alpa_strategy.recipe import build_callbacks
-
     return TrainerSettings(
         clips=bool(recipe.trainer.get("gradient_clip_val")),
         scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
@@ -315,8 +285,6 @@ def _trainer_settings(recipe: Recipe) -> TrainerSettings:
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """`cluster.*` overrides (field -> value), `plan.*` ones (as `strategy.*`), and the recipe's own."""
-    import yaml
-
     to_cluster: dict[str, Any] = {}
     to_options, to_recipe = [], []
     for text in overrides:
@@ -355,8 +323,6 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
 
 def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContextManager]:
     """What the Trainer's precision plugin does to the model, and the context that it puts around the step."""
-    import torch
-
     precision = str(recipe.trainer.get("precision") or "32-true")
     dtypes = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
     kind, _, mode = precision.partition("-")
@@ -374,9 +340,6 @@ def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContext
 
 
 def _report(error: AlpaError) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
     if error.fix:

@@ -7,7 +7,7 @@
     seed: 0
 
 `_target_` is looked up beside the recipe file first, then as an importable name. Everything is checked when the recipe
-is read, so that a misspelt key is an error before anything is built. Heavy imports wait until they are needed.
+is read, so that a misspelt key is an error before anything is built.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import lightning
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import AlpaError, OptionError, check_names, did_you_mean
 from alpa_strategy.files import RECIPES, BadFileError, check_yaml, find_named, shipped_names
-
-if TYPE_CHECKING:
-    import lightning
+from alpa_strategy.strategy import OPTION_NAMES, AlpaStrategy
 
 _TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 TARGET = "_target_"
@@ -73,17 +77,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
         _check_arguments(recipe, getattr(recipe, section), section)
-    _check_call(_trainer_class(), recipe.trainer, f"{path}: trainer", required=False)
-    _check_strategy(recipe)
+    _check_call(lightning.Trainer, recipe.trainer, f"{path}: trainer", required=False)
+    # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an option.
+    check_names(
+        recipe.strategy, [*OPTION_NAMES, "accumulate_grad_batches"], f"{path}: strategy: AlpaStrategy has no option"
+    )
     return recipe
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it is not valid."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     path = Path(path)
     try:
         check_yaml(path)
@@ -135,8 +138,8 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
     """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
     arguments = {key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
     if arguments.get("strategy") is None:  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
-        arguments["strategy"] = _call(_strategy_class(), dict(recipe.strategy), f"{recipe.path}: strategy")
-    return _call(_trainer_class(), arguments, f"{recipe.path}: trainer")
+        arguments["strategy"] = _call(AlpaStrategy, dict(recipe.strategy), f"{recipe.path}: strategy")
+    return _call(lightning.Trainer, arguments, f"{recipe.path}: trainer")
 
 
 def resolve_target(target: str, folder: Path) -> Any:
@@ -194,9 +197,6 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
 
 
 def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     config = OmegaConf.create(content)
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -269,19 +269,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return value is None if hint is type(None) else True
 
 
-def _check_strategy(recipe: Recipe) -> None:
-    from dataclasses import fields
-
-    from alpa_strategy.options import PlanOptions
-
-    # The strategy class imports Lightning: asked only where an option is none of planning's.
-    known = [f.name for f in fields(PlanOptions)]
-    if not set(recipe.strategy) <= set(known):
-        parameters = inspect.signature(_strategy_class()).parameters
-        known += [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in known]
-    check_names(recipe.strategy, known, f"{recipe.path}: strategy: AlpaStrategy has no option")
-
-
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
     """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a model)."""
     if isinstance(node, dict):
@@ -297,8 +284,6 @@ def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
 
 
 def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
     try:
         return factory(**arguments)
     except AlpaError:
@@ -306,18 +291,6 @@ def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) ->
     except (TypeError, ValueError, MisconfigurationException) as error:
         name = getattr(factory, "__name__", str(factory))
         raise OptionError(f"{where}: {name} refused its arguments: {error}", "correct the value") from error
-
-
-def _trainer_class() -> Any:
-    from lightning import Trainer
-
-    return Trainer
-
-
-def _strategy_class() -> Any:
-    from alpa_strategy import AlpaStrategy
-
-    return AlpaStrategy
 
 
 def _first_line(error: BaseException) -> str:

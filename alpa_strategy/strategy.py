@@ -119,7 +119,7 @@ class AlpaStrategy(ParallelJob):
         **unknown: Any,
     ) -> None:
         given = dict(locals())  # the options by name: what each may be is said once, in `options.py`
-        check_names(unknown, _OPTION_NAMES, "unknown option of AlpaStrategy")
+        check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -429,6 +429,4 @@ class AlpaStrategy(ParallelJob):
             super().teardown()
 
 
-_OPTION_NAMES = [
-    name for name in inspect.signature(AlpaStrategy.__init__).parameters if name not in ("self", "unknown")
-]
+OPTION_NAMES = [name for name in inspect.signature(AlpaStrategy.__init__).parameters if name not in ("self", "unknown")]

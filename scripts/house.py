@@ -27,15 +27,13 @@ GOAL_LINES, GOAL_FILES = 36_000, 165
 LAZY_PACKAGES = {
     "alpa_strategy.display": "rich takes a tenth of a second, on ranks that show nothing too",
     "deepspeed": "an extra; its import takes a second",
-    "lightning": "two seconds, which planning and alpa --help do not need",
     "ortools": "half a second, and only where a plan needs the solver's proof",
     "torch._dynamo": "a second, and only where the step uses torch.compile",
     "transformers": "seconds, and only where a model comes from there",
 }
 LAZY_FILES = {
-    "cli.py": "alpa --help and a mistyped option answer at once: each subcommand imports what it needs",
+    "cli.py": "each subcommand imports the rooms that `import alpa_strategy` leaves out",
     "lightning/session.py": "import alpa_strategy registers the strategy: a training's rooms come with its first batch",
-    "recipe.py": "read by the command line before anything heavy is needed",
 }
 # Who makes process groups and meshes of them: every other room is given them.
 GROUP_MAKERS = {"new_group", "init_process_group", "init_device_mesh", "DeviceMesh", "new_subgroups", "split_group"}

@@ -15,7 +15,7 @@ from alpa_strategy.units import format_seconds
 
 
 class Progress:
-    """Named phases, shown on rank 0 only: `phases = Progress()`, then `with phases("capture", "GPT"): ...`.
+    """Named phases, shown on rank 0 only: `phases = Progress()`, then `with phases("capture"): ...`.
 
     Args:
         enabled: show anything; None: only on rank 0 (the `RANK` or `LOCAL_RANK` of the launcher).
@@ -31,12 +31,12 @@ class Progress:
         self._open = 0
 
     @contextmanager
-    def __call__(self, name: str, detail: str = "") -> Iterator[None]:
+    def __call__(self, name: str) -> Iterator[None]:
         """One phase. Its seconds are added to `self.seconds[name]`; an exception passes through and is marked."""
         start = time.perf_counter()
         status = None
         if self.enabled and self.console.is_terminal and not self._open:  # rich has one live display at a time
-            status = self.console.status(f"[bold]alpa[/] · {name}" + (f" [dim]{detail}[/]" if detail else ""))
+            status = self.console.status(f"[bold]alpa[/] · {name}")
             status.start()
         self._open += 1
         mark = "[red]✗[/]"
@@ -50,11 +50,8 @@ class Progress:
             if status is not None:
                 status.stop()
             if self.enabled:
-                tail = f" [dim]{detail}[/]" if detail else ""
-                indent = "  " * self._open
-                self.console.print(
-                    f"[bold]alpa[/] {indent}{mark} {name}{tail} [dim]{format_seconds(elapsed)}[/]", highlight=False
-                )
+                text = f"[bold]alpa[/] {'  ' * self._open}{mark} {name} [dim]{format_seconds(elapsed)}[/]"
+                self.console.print(text, highlight=False)
 
 
 def peak_rss_bytes() -> int:

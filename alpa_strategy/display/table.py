@@ -16,7 +16,7 @@ from rich.text import Text
 
 from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Collective, ParameterMode, ParameterPlan, StagePlan
+from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
@@ -34,14 +34,9 @@ MODE_MEANINGS = {
 }
 
 
-def plan_table(
-    plan: Plan,
-    shapes: Mapping[str, Shape] | None = None,
-    memory_limit: float | None = None,
-    process_bytes: int = 0,
-) -> RenderableType:
-    """The whole plan. What is shown where it is known: `shapes`: parameter name -> global shape; `memory_limit` and
-    `process_bytes` (host memory that the process takes beside the plan's tensors) in bytes."""
+def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int = 0) -> RenderableType:
+    """The whole plan. What is shown where it is known: `memory_limit` and `process_bytes` (host memory that the process
+    takes beside the plan's tensors) in bytes."""
     parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
         parts += [Text(), stage_overview(plan)]
@@ -51,7 +46,7 @@ def plan_table(
         stage = plan.stages[equal[0]]
         if len(plan.stages) > 1:
             parts += [Text(), _stage_line(equal, [plan.stages[index] for index in equal])]
-        parts += [Text(), _parameters(stage, shapes, len(equal) > 1)]
+        parts += [Text(), _parameters(stage, len(equal) > 1)]
         if stage.collectives:
             parts += [Text(), _collectives(stage)]
     parts += [Text(), _legend(plan)]
@@ -166,15 +161,11 @@ def stage_overview(plan: Plan) -> Table:
     `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which its devices wait.
     """
     clock = plan_timeline(plan)  # with all micro-batches: a few would overstate the ends
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True)
+    table = _plain_table("stage")
     table.add_column("layers", overflow="fold", min_width=15)
-    for name in ("devices", "mesh"):
-        table.add_column(name, no_wrap=True)
     remat = any(stage.remat for stage in plan.stages)
     names = ("forward", "backward", *(("remat",) if remat else ()), "memory", *(("idle",) if clock else ()))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    _add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
         seconds = (stage.forward_seconds, stage.backward_seconds)
         row = [str(index), short_layers(stage.layers), device_range(stage), mesh_text(stage.logical_mesh)]
@@ -200,9 +191,9 @@ def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     return text.append(recomputes(stage))
 
 
-def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None, stands_for_others: bool) -> Table:
-    groups = parameter_groups(stage.parameter_plans, shapes or stage.shapes)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
+    groups = parameter_groups(stage.parameter_plans, stage.shapes)
+    table = _plain_table()
     table.add_column("parameters", overflow="fold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     sized = any(group.shape is not None for group in groups)
@@ -226,19 +217,25 @@ def _parameters(stage: StagePlan, shapes: Mapping[str, Shape] | None, stands_for
 
 
 def _collectives(stage: StagePlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("collective", "axis", "when"):
-        table.add_column(name, no_wrap=True)
-    for name in ("calls", "bytes", "time per step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for c in sorted(stage.collectives, key=_by_time):
+    table = _plain_table("collective", "axis", "when")
+    _add_columns(table, (), ("calls", "bytes", "time per step"))
+    for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = PHASES.get(c.phase, c.phase)
         table.add_row(c.kind, str(c.axis), when, str(c.count), format_bytes(c.num_bytes), format_seconds(c.seconds))
     return table
 
 
-def _by_time(collective: Collective) -> tuple[float, str]:
-    return -collective.seconds, collective.kind
+def _plain_table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    _add_columns(table, names, ())
+    return table
+
+
+def _add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> None:
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
 
 
 def _legend(plan: Plan) -> Table:
