@@ -1,6 +1,6 @@
 """The `alpa` command: train a recipe, plan one for a cluster that need not be there, show a plan.
 
-The planner and the display wait inside the subcommands that need them.
+The planner waits inside the subcommands that need it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display import Progress, peak_rss_bytes, plan_html, plan_svg, plan_table, plan_timing
+from alpa_strategy.display.op_table import op_table
+from alpa_strategy.display.table import tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import is_possible
 from alpa_strategy.ir.plan import Plan
@@ -141,8 +144,6 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from alpa_strategy.display import peak_rss_bytes, plan_table, plan_timing
-
     with _writing(arguments.output or "plan.json"):
         pass  # an impossible path is told before the planning
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
@@ -163,7 +164,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> tuple[Plan, PlanOptions]:
     """The recipe's plan, and the options that it was made with."""
-    from alpa_strategy.display import Progress
     from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
@@ -196,7 +196,6 @@ def _tuned(
 
     A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
     """
-    from alpa_strategy.display.table import tune_table
     from alpa_strategy.planner.tune import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
@@ -236,8 +235,6 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from alpa_strategy.display import plan_html, plan_svg, plan_table
-
     plan = Plan.load(arguments.plan)
     Console().print(plan_table(plan))
     for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
@@ -259,8 +256,6 @@ def _writing(path: str) -> Iterator[Path]:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    from alpa_strategy.display.op_table import op_table
-
     Console().print(op_table(arguments.pattern))
     return 0
 

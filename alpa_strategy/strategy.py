@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_states
+from alpa_strategy.display import Progress
 from alpa_strategy.errors import check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
-from alpa_strategy.lightning.job import Job, compiled_by_user, make_console
+from alpa_strategy.lightning.job import Job, compiled_by_user
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL
@@ -181,8 +182,6 @@ class AlpaStrategy(ParallelJob):
     def _job(self) -> Job:
         trainer = self._module.trainer
         folder = Path(trainer.default_root_dir) / ".alpa"
-        shows = self._verbose and self.global_rank == 0
-        progress, say = make_console(shows)
         compiled = compile_options(self._compile)
         if self._compile is None:
             compiled = compiled_by_user(self._module, self._compiled_in)
@@ -202,9 +201,7 @@ class AlpaStrategy(ParallelJob):
             plan_file=self._plan_file,
             cluster=self._cluster,
             context=self.precision_plugin.train_step_context,
-            shows=shows,
-            progress=progress,
-            say=say,
+            progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
 
     # Before the module is set up

@@ -25,7 +25,6 @@ GOAL_LINES, GOAL_FILES = 36_000, 165
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the files that wait.
 LAZY_PACKAGES = {
-    "alpa_strategy.display": "rich takes a tenth of a second, on ranks that show nothing too",
     "deepspeed": "an extra; its import takes a second",
     "ortools": "half a second, and only where a plan needs the solver's proof",
     "torch._dynamo": "a second, and only where the step uses torch.compile",

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import mmap
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +82,11 @@ def _copied(held: LocalShards) -> LocalShards:
     return LocalShards(held.shape, held.dtype, chunks)
 
 
-_ALIGNMENT = 64  # bytes: as torch's own allocator and `torch.save` align tensors
-
-
 def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool = True) -> Path:
     """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file; needs no other process.
 
     Its `state_dict` is what the plain module loads, its optimizer state has PyTorch's usual layout. Tensors go through
-    a temporary file beside `target`, not through memory. The file appears under its name when it is complete.
+    temporary files beside `target`, not through memory. The file appears under its name when it is complete.
 
     Args:
         weights_only: tensors and plain values only. False runs what is pickled in it (objects among hyper-parameters):
@@ -108,33 +103,24 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
         raise CheckpointError(f"{target} is a directory, or has a name that no file can have", "give a file's name")
     checkpoint = open_checkpoint(source, weights_only)
     try:
-        with replacing(target) as temporary, _mapped_tensors(checkpoint, target.parent) as whole:
-            torch.save(whole, temporary)
+        with replacing(target) as temporary:
+            torch.save(_mapped_tensors(checkpoint, target.parent), temporary)
         sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}", "give a path with enough space") from error
     return target
 
 
-@contextmanager
-def _mapped_tensors(checkpoint: Any, folder: Path) -> Iterator[Any]:
-    """The checkpoint with its stored tensors in a memory-mapped file that is gone afterwards."""
-    stored: dict[str, StoredTensor] = {}
-    map_tensors(checkpoint, StoredTensor, lambda tensor: stored.setdefault(tensor.key, tensor))
-    starts: dict[str, int] = {}
-    num_bytes = 0
-    for key, tensor in stored.items():
-        starts[key] = num_bytes
-        num_bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(max(num_bytes, 1))
-        memory = mmap.mmap(file.fileno(), 0)
-        whole = {key: _read(tensor, memory, starts[key]) for key, tensor in stored.items()}
-        yield map_tensors(checkpoint, StoredTensor, lambda tensor: whole[tensor.key])
+def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
+    """The checkpoint with its stored tensors in memory-mapped files, whose memory is given back with the tensors."""
+    whole: dict[str, Tensor] = {}
 
+    def mapped(stored: StoredTensor) -> Tensor:
+        if stored.key not in whole:
+            with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping outlives the name
+                flat = torch.from_file(file.name, shared=True, size=stored.numel(), dtype=stored.dtype)
+            tensor = whole[stored.key] = flat.view(stored.shape)
+            stored.fill([Chunk((0,) * tensor.dim(), tensor)])
+        return whole[stored.key]
 
-def _read(stored: StoredTensor, memory: mmap.mmap, start: int) -> Tensor:
-    flat = torch.frombuffer(memory, dtype=stored.dtype, count=stored.numel(), offset=start)
-    tensor = flat.view(stored.shape)
-    stored.fill([Chunk((0,) * tensor.dim(), tensor)])
-    return tensor
+    return map_tensors(checkpoint, StoredTensor, mapped)

@@ -82,19 +82,6 @@ def host_group() -> Any:
     return _hosts[1]
 
 
-def all_texts(text: str, max_bytes: int = 256) -> list[str]:
-    """`text`, cut to `max_bytes`, of every rank: one small collective."""
-    if world_size() == 1:
-        return [text]
-    # Of one length on all ranks, so that no collective has to agree on lengths first.
-    own = torch.zeros(max_bytes, dtype=torch.uint8)
-    data = text.encode()[:max_bytes]
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(found, own, host_group())
-    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
-
-
 class RankZero:
     """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
 
@@ -174,16 +161,14 @@ def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> l
     Args:
         group: of all ranks, with a CPU backend; None: the hosts' own.
     """
-    votes = torch.tensor(flags, dtype=torch.uint8)
-    if world_size() > 1:
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group or host_group())
-    return [bool(vote) for vote in votes.tolist()]
+    return [bool(largest) for largest in all_largest(flags, group)]
 
 
-def all_largest(numbers: Sequence[int]) -> list[int]:
-    """The largest of each over all ranks. Collective among the hosts."""
+def all_largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of each over all ranks; `group` as of `any_rank`. Collective."""
     own = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(own, dist.ReduceOp.MAX, host_group())
+    if world_size() > 1:
+        dist.all_reduce(own, dist.ReduceOp.MAX, group or host_group())
     return own.tolist()
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from alpa_strategy.units import format_seconds
 
@@ -29,6 +29,11 @@ class Progress:
         self.console = console or Console(stderr=True)
         self.seconds: dict[str, float] = {}
         self._open = 0
+
+    def say(self, what: RenderableType) -> None:
+        """A line or a table."""
+        if self.enabled:
+            self.console.print(what)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -6,24 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins.precision import (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    TransformerEnginePrecision,
-    XLAPrecision,
-)
+from lightning.pytorch.plugins import precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
 from alpa_strategy.errors import SetupError
 
 _OTHER_PRECISIONS = (
-    BitsandbytesPrecision,
-    DeepSpeedPrecision,
-    FSDPPrecision,
-    TransformerEnginePrecision,
-    XLAPrecision,
+    precision.BitsandbytesPrecision,
+    precision.DeepSpeedPrecision,
+    precision.FSDPPrecision,
+    precision.TransformerEnginePrecision,
+    precision.XLAPrecision,
 )
 
 

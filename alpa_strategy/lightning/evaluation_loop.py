@@ -15,21 +15,15 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, of_all_r
 from alpa_strategy.errors import RuntimeMismatchError
 
 
-def why_uneven(trainer: Any) -> str | None:
-    """Why some rank may have fewer batches than others in the evaluation loop that runs, or None. Collective."""
+def may_be_uneven(trainer: Any) -> bool:
+    """Whether some rank may have fewer batches than others in the evaluation loop that runs. Collective."""
     loop = trainer._active_loop
-    given = loop.max_batches
-    lengths = list(given) if isinstance(given, list) else [given]
-    loaders = loop._combined_loader.flattened
-    if any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders) or math.inf in lengths:
-        own = "an iterable dataset may end sooner on one rank than on another"  # even one that has a length
-    else:
-        own = str(lengths)
-    found = of_all_ranks(own)
-    streams = [text for text in found if not text.startswith("[")]
-    if streams:
-        return streams[0]
-    return None if len(set(found)) == 1 else f"the ranks have different numbers of batches: {', '.join(found)}"
+    lengths = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
+    # An iterable dataset may end sooner on one rank than on another, even one that has a length.
+    datasets = [getattr(loader, "dataset", None) for loader in loop._combined_loader.flattened]
+    streams = math.inf in lengths or any(isinstance(each, IterableDataset) for each in datasets)
+    found = of_all_ranks(None if streams else tuple(lengths))
+    return None in found or len(set(found)) > 1
 
 
 def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) -> bool:
@@ -78,7 +72,7 @@ class EvaluationLoop:
         self._trainer = trainer
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
         can_look = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch by themselves
-        self._is_uneven = why_uneven(trainer) is not None or not can_look
+        self._is_uneven = may_be_uneven(trainer) or not can_look
         self._is_watching = self._is_uneven and can_look
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import on_all_ranks
 from alpa_strategy.cost.measured import device_memory_bytes
+from alpa_strategy.display import Progress
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
-
-Progress = Callable[[str], AbstractContextManager[None]]
-Say = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ class Job:
         plan_file: a plan to use instead, or None.
         cluster: declared costs (spec, file or name), or None to measure.
         context: what surrounds `training_step` (autocast of the precision plugin).
-        shows: whether this rank shows anything.
-        progress: shows phases (where `shows`).
-        say: prints a line or table (where `shows`).
+        progress: shows phases, lines and tables, where this rank shows anything.
     """
 
     num_nodes: int
@@ -56,9 +52,11 @@ class Job:
     plan_file: Path | None
     cluster: ClusterSpec | str | Path | None
     context: Callable[[], AbstractContextManager[None]]
-    shows: bool
     progress: Progress
-    say: Say
+
+    def say(self, what: Any) -> None:
+        """Print a line or a table."""
+        self.progress.say(what)
 
     @property
     def may_run_as_written(self) -> bool:
@@ -99,13 +97,3 @@ def _limit(job: Job) -> float:
         return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
     spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
     return options.usable_bytes(spec.device.memory_bytes)
-
-
-def make_console(shows: bool) -> tuple[Progress, Say]:
-    """A Job's `progress` and `say`; silent ones load nothing."""
-    if not shows:
-        return lambda _: nullcontext(), lambda _: None
-    from alpa_strategy.display import Progress
-
-    progress = Progress(enabled=True)
-    return progress, progress.console.print

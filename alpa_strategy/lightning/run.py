@@ -22,6 +22,7 @@ from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
 from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.display import measured_line
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import AttributeCheck
@@ -288,8 +289,6 @@ class Run(PlacedModule):
             torch.cuda.synchronize(self._job.device)  # the host may be steps ahead
         self._step_starts.append(time.perf_counter())
         if count == MEASURED_STEPS.stop:
-            from alpa_strategy.display import measured_line
-
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
-from alpa_strategy.comm.collectives import RankZero, all_largest, all_texts, world_size
+from alpa_strategy.comm.collectives import RankZero, all_largest, of_all_ranks, world_size
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 
 MEET_SECONDS = 60.0
@@ -56,7 +56,7 @@ class SameSteps:
         own = self._digests[key], -1 if index is None else index
         largest = all_largest([own[0], -own[0], own[1], -own[1]])
         if largest[0] != -largest[1]:
-            shapes = all_texts(shapes_text(batch))
+            shapes = of_all_ranks(shapes_text(batch))
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
         return largest[2] == -largest[3] == index

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import any_rank, world_size
+from alpa_strategy.display import plan_table
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
@@ -282,7 +283,5 @@ def _own_randomness(job: Job) -> AbstractContextManager[None]:
 
 
 def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
-    if job.shows:
-        from alpa_strategy.display import plan_table
-
+    if job.progress.enabled:
         job.say(plan_table(run.plan, process_bytes=process_bytes))
