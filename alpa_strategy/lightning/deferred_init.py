@@ -258,14 +258,13 @@ def raise_still_sharded(module: nn.Module) -> NoReturn:
 
 def _agree(recorder: Recorder) -> None:
     """Every rank takes rank 0's random numbers, as DDP takes its parameters. Collective."""
-    script = recorder.script
-    if world_size() == 1 or not script.lines:
+    if world_size() == 1 or not recorder.lines:
         return
-    if len(set(of_all_ranks(script.digest()))) > 1:
+    if len(set(of_all_ranks(recorder.digest()))) > 1:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
-    own = script.rank_dependent()
+    own = recorder.rank_dependent()
     if len(set(of_all_ranks(tuple(int(digest(tensor)) for tensor in own)))) > 1:
         first = broadcast_object(own if dist.get_rank() == 0 else None)
         for tensor, of_first in zip(own, first, strict=True):

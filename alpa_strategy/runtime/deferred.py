@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,17 +36,87 @@ OVERWRITING = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class View:
+    """A recorded tensor: how it lies in storage number `storage`."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Given:
+    """A real tensor that an op reads: data of the user's, or a small tensor that is not worth deferring."""
+
+    tensor: Tensor
+    version: int
+    is_copy: bool = True
+
+    def value(self) -> Tensor:
+        """The tensor; CaptureError when it was changed after it had been read."""
+        if self.tensor._version != self.version:
+            raise CaptureError(
+                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was changed afterwards",
+                "leave it as it is until training has begun, or copy it (`.clone()`) before it is changed",
+            )
+        return self.tensor
+
+
+@dataclass
+class RecordedOp:
+    """One recorded op.
+
+    Attributes:
+        reads: storages whose contents it needs.
+        writes: storage -> whether all of it is overwritten (and nothing of it read).
+        results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
+            lies in storage which was there before.
+        default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
+        random: of an op that draws numbers, see `current_states`.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    writes: dict[int, bool]
+    results: tuple[View | None, ...]
+    default_dtype: torch.dtype
+    random: Mapping[str, Tensor] | None = None
+
+    def text(self) -> str:
+        """What is the same on all ranks: everything but numbers drawn and data given."""
+        plain = pytree.tree_map_only(Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs))
+        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)  # not which GPU of its node
+        plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
+        return f"{self.func}{plain}{self.results}{self.default_dtype}"
+
+
 class Recorder:
-    """Makes and remembers deferred tensors.
+    """Makes and remembers deferred tensors: the ops on them in order, and how to run those that one tensor needs.
 
     Args:
-        device: where tensors really lie that are asked for without a device.
+        device: where tensors really lie that are asked for without a device, or on `meta`.
         min_bytes: smaller tensors are made as they are.
+
+    Attributes:
+        lines: the recorded ops.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
-        self.script = Script(device)
-        self.min_bytes = min_bytes
+        self.device, self.min_bytes = device, min_bytes
+        self.lines: list[RecordedOp] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)  # storage -> the lines that write to it, ascending
+        self._num_bytes: dict[int, int] = {}  # storage -> its size
+        self._devices: dict[int, torch.device] = {}  # storage -> where it is really to lie
         self._numbers: dict[int, int] = {}  # storage's address -> its number
         self._earlier_writes: dict[int, int] = {}  # storage -> writes to what a tensor in it had been in before
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets the same key
@@ -59,7 +130,7 @@ class Recorder:
     def is_deferred(self, tensor: Tensor) -> bool:
         """Whether this recorder can say what is in a meta tensor."""
         number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return number is not None and self.script.is_defined(number)
+        return number is not None and any(self.lines[i].writes[number] for i in self._writers[number])
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The real tensor that a deferred one stands for, made anew at every call; a real one as it is."""
@@ -70,7 +141,9 @@ class Recorder:
                 f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
                 "build the module in configure_model, or give its modules a reset_parameters method",
             )
-        return self.script.value(self._describe(tensor))
+        view = self._describe(tensor)
+        with torch.no_grad(), _disable_current_modes():  # all memory but its own is freed on the way
+            return _view_of(self._contents({view.storage})[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """False when a deferred tensor was changed in place while nothing was recorded (and that can be seen)."""
@@ -85,12 +158,12 @@ class Recorder:
 
     def _num_writes(self, number: int) -> int:
         """At least as many changes as tensors that are now in this storage can have seen while they were recorded."""
-        return len(self.script.writers.get(number, ())) + self._earlier_writes.get(number, 0)
+        return len(self._writers[number]) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where the real tensor will lie."""
         number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return self.script.device if number is None else self.script.devices[number]
+        return self.device if number is None else self._devices[number]
 
     def _describe(self, tensor: Tensor) -> View:
         key = _key(tensor)
@@ -105,8 +178,8 @@ class Recorder:
         storage = tensor.untyped_storage()
         number = self._numbers[_key(tensor)] = len(self._storages)
         self._storages.append(storage)
-        self.script.num_bytes[number] = storage.nbytes()
-        self.script.devices[number] = device or self.script.device
+        self._num_bytes[number] = storage.nbytes()
+        self._devices[number] = device or self.device
 
     # What the mode does with an op
 
@@ -115,7 +188,7 @@ class Recorder:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             if not self._makes_big_tensor(func, args, kwargs):
-                return func(*args, **_on_real_device(kwargs, self.script.device))
+                return func(*args, **_on_real_device(kwargs, self.device))
         elif func is torch.ops.aten._local_scalar_dense.default:
             return func(self.whole(tensors[0]))
         return self._record(func, args, kwargs)
@@ -142,27 +215,30 @@ class Recorder:
             return self._run_for_real(func, args, kwargs)
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            states = current_states(generator, self.script.device)
-            self.script.run(line)  # draws the numbers as a single device would, into memory that is freed at once
+            states = current_states(generator, self.device)
+            with torch.no_grad(), _disable_current_modes():  # as a single device would, into memory freed at once
+                self._execute(line, self._contents(set(line.reads)))
             line.random = states
         if line.writes:  # a view is found again by its storage
-            self.script.add(line)
+            for storage in line.writes:
+                self._writers[storage].append(len(self.lines))
+            self.lines.append(line)
         return result
 
     def _line(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
     ) -> RecordedOp:
-        described = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.script.device)))
+        described = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.device)))
         views = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, View)]
         writes: dict[int, bool] = {}
         unread: set[int] = set()
         for tensor, whole in written:
             view = self._describe(tensor)
             only_target = whole and sum(other.storage == view.storage for other in views) == 1
-            writes[view.storage] = only_target and view.num_bytes == self.script.num_bytes[view.storage]
+            writes[view.storage] = only_target and view.num_bytes == self._num_bytes[view.storage]
             if only_target:
                 unread.add(view.storage)
-        of_first = self.script.devices[views[0].storage] if views else torch.device("cpu")
+        of_first = self._devices[views[0].storage] if views else torch.device("cpu")
         device = described[1].get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
@@ -196,7 +272,105 @@ class Recorder:
                     "change the parameter after it was made, by an op that is known for the meta device",
                 )
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
-        return func(*args, **_on_real_device(kwargs, self.script.device))
+        return func(*args, **_on_real_device(kwargs, self.device))
+
+    # Running the part of the ops that some storages need
+
+    def _needed(self, storages: Iterable[int]) -> list[int]:
+        """Lines without which `storages` would not be what they are at the end, ascending."""
+        needed: set[int] = set()
+        seen: set[tuple[int, int]] = set()
+        waiting = [(storage, len(self.lines)) for storage in storages]
+        while waiting:
+            storage, end = waiting.pop()
+            writers = self._writers[storage]
+            last = bisect_left(writers, end)
+            if (storage, last) in seen:
+                continue
+            seen.add((storage, last))
+            for index in reversed(writers[:last]):
+                line = self.lines[index]
+                if index not in needed:
+                    needed.add(index)
+                    waiting += [(read, index) for read in line.reads if read != storage]
+                if line.writes[storage]:  # all of it: what was there before does not matter
+                    break
+        return sorted(needed)
+
+    def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
+        """Storage -> what the ops so far have left in it."""
+        indices = self._needed(wanted)
+        last_use: dict[int, int] = {}
+        for index in indices:
+            line = self.lines[index]
+            last_use.update(dict.fromkeys((*line.reads, *line.writes), index))
+        storages: dict[int, torch.UntypedStorage] = {}
+        for index in indices:
+            line = self.lines[index]
+            self._execute(line, storages)
+            for storage in {*line.reads, *line.writes}:
+                if last_use[storage] == index and storage not in wanted:
+                    storages.pop(storage, None)
+        for storage in wanted - storages.keys():  # nothing was ever written there
+            storages[storage] = self._allocate(storage)
+        return storages
+
+    def _allocate(self, storage: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(self._num_bytes[storage], device=self._devices[storage])
+
+    def _execute(self, line: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                if leaf.storage not in storages:  # this op overwrites all of it
+                    storages[leaf.storage] = self._allocate(leaf.storage)
+                return _view_of(storages[leaf.storage], leaf)
+            return leaf.value() if isinstance(leaf, Given) else leaf
+
+        args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
+        made = [leaf for leaf in pytree.tree_leaves(self._call(line, args, kwargs)) if isinstance(leaf, Tensor)]
+        for result, tensor in zip(line.results, made, strict=True):
+            if result is None or result.storage in storages:
+                continue
+            # A meta kernel may have said other strides than the real one gives; views were recorded by the former's.
+            if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
+                tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
+            storages[result.storage] = tensor.untyped_storage()
+
+    def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if line.random is None:
+            with _default_dtype(line.default_dtype):
+                return line.func(*args, **kwargs)
+        if (own := line.random.get("own")) is not None:
+            kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _default_dtype(line.default_dtype):
+            if (cpu := line.random.get("cpu")) is not None:
+                torch.set_rng_state(cpu)
+            if (cuda := line.random.get("cuda")) is not None:
+                torch.cuda.set_rng_state(cuda, self.device)
+            return line.func(*args, **kwargs)
+
+    # The same script on all ranks
+
+    def digest(self) -> str:
+        """Hash of the ops, without the numbers that they draw and the data that they were given."""
+        content = hashlib.sha256()
+        for line in self.lines:
+            content.update(line.text().encode())
+        return content.hexdigest()[:16]
+
+    def rank_dependent(self) -> list[Tensor]:
+        """What may differ between ranks that ran the same code: random states and small data, in the ops' order. They
+        may be written to, by `.data`.
+
+        Data that is only referred to (a file that every rank reads) is taken to be the same.
+        """
+        found: list[Tensor] = []
+        for line in self.lines:
+            found += (line.random or {}).values()
+            given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
+            found += [each.value() for each in given if each.is_copy]
+        return found
 
 
 class _Mode(TorchDispatchMode):
@@ -291,217 +465,6 @@ def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
     return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]
 
 
-# The script: the recorded ops that make tensors, and how to run the part of them that one tensor needs
-
-
-@dataclass(frozen=True)
-class View:
-    """A recorded tensor: how it lies in storage number `storage`."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Given:
-    """A real tensor that an op reads: data of the user's, or a small tensor that is not worth deferring."""
-
-    tensor: Tensor
-    version: int
-    is_copy: bool = True
-
-    def value(self) -> Tensor:
-        """The tensor; CaptureError when it was changed after it had been read."""
-        if self.tensor._version != self.version:
-            raise CaptureError(
-                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was changed afterwards",
-                "leave it as it is until training has begun, or copy it (`.clone()`) before it is changed",
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class RandomStates:
-    """Where the generators stood when a random op ran: the default ones, or the one that was passed to it."""
-
-    cpu: Tensor | None = None
-    cuda: Tensor | None = None
-    own: Tensor | None = None
-
-
-@dataclass
-class RecordedOp:
-    """One recorded op.
-
-    Attributes:
-        reads: storages whose contents it needs.
-        writes: storage -> whether all of it is overwritten (and nothing of it read).
-        results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
-            lies in storage which was there before.
-        default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
-        random: set for an op that draws numbers.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    writes: dict[int, bool]
-    results: tuple[View | None, ...]
-    default_dtype: torch.dtype
-    random: RandomStates | None = None
-
-    def text(self) -> str:
-        """What is the same on all ranks: everything but numbers drawn and data given."""
-        plain = pytree.tree_map_only(Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs))
-        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)  # not which GPU of its node
-        plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
-        return f"{self.func}{plain}{self.results}{self.default_dtype}"
-
-
-@dataclass
-class Script:
-    """Recorded ops in order.
-
-    Attributes:
-        device: where tensors made without a device, or on `meta`, are really to lie.
-        writers: storage -> the lines that write to it, ascending.
-        num_bytes: storage -> its size.
-        devices: storage -> where it is really to lie.
-    """
-
-    device: torch.device
-    lines: list[RecordedOp] = field(default_factory=list)
-    writers: dict[int, list[int]] = field(default_factory=dict)
-    num_bytes: dict[int, int] = field(default_factory=dict)
-    devices: dict[int, torch.device] = field(default_factory=dict)
-
-    def add(self, line: RecordedOp) -> None:
-        """Append an op."""
-        for storage in line.writes:
-            self.writers.setdefault(storage, []).append(len(self.lines))
-        self.lines.append(line)
-
-    def is_defined(self, storage: int) -> bool:
-        """Whether the ops say what is in `storage`."""
-        return any(self.lines[i].writes[storage] for i in self.writers.get(storage, ()))
-
-    def value(self, view: View) -> Tensor:
-        """The real tensor that `view` stands for, made now; all memory but its own is freed on the way."""
-        with torch.no_grad(), _disable_current_modes():
-            return _view_of(self._contents({view.storage})[view.storage], view)
-
-    def run(self, line: RecordedOp) -> None:
-        """Run an op that is not in the script, on what it would read now; nothing is left of its results."""
-        with torch.no_grad(), _disable_current_modes():
-            self._execute(line, self._contents(set(line.reads)))
-
-    def _needed(self, storages: Iterable[int]) -> list[int]:
-        """Lines without which `storages` would not be what they are at the end, ascending."""
-        needed: set[int] = set()
-        seen: set[tuple[int, int]] = set()
-        waiting = [(storage, len(self.lines)) for storage in storages]
-        while waiting:
-            storage, end = waiting.pop()
-            writers = self.writers.get(storage, [])
-            last = bisect_left(writers, end)
-            if (storage, last) in seen:
-                continue
-            seen.add((storage, last))
-            for index in reversed(writers[:last]):
-                line = self.lines[index]
-                if index not in needed:
-                    needed.add(index)
-                    waiting += [(read, index) for read in line.reads if read != storage]
-                if line.writes[storage]:  # all of it: what was there before does not matter
-                    break
-        return sorted(needed)
-
-    def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Storage -> what the ops so far have left in it."""
-        indices = self._needed(wanted)
-        last_use: dict[int, int] = {}
-        for index in indices:
-            line = self.lines[index]
-            last_use.update(dict.fromkeys((*line.reads, *line.writes), index))
-        storages: dict[int, torch.UntypedStorage] = {}
-        for index in indices:
-            line = self.lines[index]
-            self._execute(line, storages)
-            for storage in {*line.reads, *line.writes}:
-                if last_use[storage] == index and storage not in wanted:
-                    storages.pop(storage, None)
-        for storage in wanted - storages.keys():  # nothing was ever written there
-            storages[storage] = self._allocate(storage)
-        return storages
-
-    def _allocate(self, storage: int) -> torch.UntypedStorage:
-        return torch.UntypedStorage(self.num_bytes[storage], device=self.devices[storage])
-
-    def _execute(self, line: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, View):
-                if leaf.storage not in storages:  # this op overwrites all of it
-                    storages[leaf.storage] = self._allocate(leaf.storage)
-                return _view_of(storages[leaf.storage], leaf)
-            return leaf.value() if isinstance(leaf, Given) else leaf
-
-        args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
-        made = [leaf for leaf in pytree.tree_leaves(self._call(line, args, kwargs)) if isinstance(leaf, Tensor)]
-        for result, tensor in zip(line.results, made, strict=True):
-            if result is None or result.storage in storages:
-                continue
-            # A meta kernel may have said other strides than the real one gives; views were recorded by the former's.
-            if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
-                tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
-            storages[result.storage] = tensor.untyped_storage()
-
-    def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if line.random is None:
-            with _default_dtype(line.default_dtype):
-                return line.func(*args, **kwargs)
-        if line.random.own is not None:
-            kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(line.random.own)}
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _default_dtype(line.default_dtype):
-            if line.random.cpu is not None:
-                torch.set_rng_state(line.random.cpu)
-            if line.random.cuda is not None:
-                torch.cuda.set_rng_state(line.random.cuda, self.device)
-            return line.func(*args, **kwargs)
-
-    # The same script on all ranks
-
-    def digest(self) -> str:
-        """Hash of the ops, without the numbers that they draw and the data that they were given."""
-        content = hashlib.sha256()
-        for line in self.lines:
-            content.update(line.text().encode())
-        return content.hexdigest()[:16]
-
-    def rank_dependent(self) -> list[Tensor]:
-        """What may differ between ranks that ran the same code: random states and small data, in the ops' order. They
-        may be written to, by `.data`.
-
-        Data that is only referred to (a file that every rank reads) is taken to be the same.
-        """
-        found: list[Tensor | None] = []
-        for line in self.lines:
-            if line.random is not None:
-                found += [line.random.cpu, line.random.cuda, line.random.own]
-            given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
-            found += [each.value() for each in given if each.is_copy]
-        return [tensor for tensor in found if tensor is not None]
-
-
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -512,12 +475,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def current_states(generator: torch.Generator | None, device: torch.device) -> RandomStates:
-    """Where the generators that a random op may draw from stand."""
+def current_states(generator: torch.Generator | None, device: torch.device) -> dict[str, Tensor]:
+    """Where the generators stand that a random op may draw from: the default ones of `cpu` and `cuda`, or the one that
+    is passed to it (`own`)."""
     if generator is not None:
-        return RandomStates(own=generator.get_state())
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return RandomStates(torch.get_rng_state(), cuda)
+        return {"own": generator.get_state()}
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:

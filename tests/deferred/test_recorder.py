@@ -11,7 +11,7 @@ from models import MODELS
 from torch import nn
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.runtime.deferred import Recorder, Script, uninitialised
+from alpa_strategy.runtime.deferred import Recorder, uninitialised
 
 CPU = torch.device("cpu")
 
@@ -147,9 +147,8 @@ def test_tied_parameters_stay_tied_and_small_tensors_are_real() -> None:
 def test_only_what_one_tensor_needs_is_run() -> None:
     """Numbers that are drawn again later, and other parameters, are not made."""
     _, deferred, recorder = build(GPTStyle, 1)
-    script: Script = recorder.script
     number = recorder._numbers[deferred.blocks[1].up.weight.untyped_storage()._cdata]
-    assert len(script._needed([number])) == 1
+    assert len(recorder._needed([number])) == 1
 
 
 def test_on_the_meta_device() -> None:
@@ -215,8 +214,8 @@ def test_ranks_without_a_common_seed_agree() -> None:
         with recorder.recording():
             scripts.append((GPTStyle(), recorder))
     (_, first), (module, other) = scripts
-    assert first.script.digest() == other.script.digest()
-    for tensor, of_first in zip(other.script.rank_dependent(), first.script.rank_dependent(), strict=True):
+    assert first.digest() == other.digest()
+    for tensor, of_first in zip(other.rank_dependent(), first.rank_dependent(), strict=True):
         tensor.data.copy_(of_first)
     assert_equal(plain, module, other)
 
