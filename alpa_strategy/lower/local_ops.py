@@ -209,18 +209,19 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
 
 
 class _BatchNormSync(torch.autograd.Function):
+    """PyTorch's own kernels, each one pass over the memory, around the exchange of what the devices found."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comms: Sequence[AxisComm]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dims = [d for d in range(x.dim()) if d != 1]
         channels = x.shape[1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         count = x.numel() // max(channels, 1)
         if count:
-            variance, mean = torch.var_mean(x.to(dtype), dims, correction=0)
+            mean, variance = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
         else:
-            variance, mean = x.new_zeros(2, channels, dtype=dtype)
+            mean, variance = x.new_zeros(2, channels, dtype=dtype)
         # One exchange for all three: [2 C + 1] holds the means, the sums of squared deviations, the number of values.
         part = torch.cat([mean, variance * count, mean.new_tensor([count])])
         for comm in comms:
@@ -231,32 +232,37 @@ class _BatchNormSync(torch.autograd.Function):
             square = squares.sum(0) + ((means - mean).square() * counts).sum(0)
             part = torch.cat([mean, square, total])
         mean, square, total = part.split([channels, channels, 1])
-        inverse_std = (square / total + eps).rsqrt()
-        y = torch.batch_norm(x, weight, bias, mean, square / total, False, 0.0, eps, False)
-        ctx.save_for_backward(x, weight, mean, inverse_std, total)
-        ctx.comms, ctx.dims, ctx.bias_dtype = comms, dims, None if bias is None else bias.dtype
+        variance = square / total
+        y = torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+        ctx.save_for_backward(x, weight, mean, variance, total)
+        ctx.comms, ctx.eps, ctx.bias_dtype = comms, eps, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, square, total)
         return y, mean, square, total
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse_std, total = ctx.saved_tensors
-        shape = [-1 if d == 1 else 1 for d in range(x.dim())]
-        normal = (x.to(mean.dtype) - mean.view(shape)).mul_(inverse_std.view(shape))  # [n, C, ...]
-        grad_y = grad_y.to(mean.dtype)
-        sums = torch.stack([grad_y.sum(ctx.dims), (grad_y * normal).sum(ctx.dims)])  # [2, C]
-        grad_bias, grad_weight = sums.unbind()  # this device's summands: weight and bias are R* on the axes
+        x, weight, mean, variance, total = ctx.saved_tensors
+        wide, grad_y = x.to(mean.dtype), grad_y.to(mean.dtype)
+        inverse_std = (variance + ctx.eps).rsqrt()
+        # This device's summands, [C] each: weight and bias are R* on the axes.
+        grad_weight = grad_bias = torch.zeros_like(mean)
+        if x.numel():
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_y, wide, None, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
+            )
         grad_x = None
         if ctx.needs_input_grad[0]:
+            sums = torch.stack([grad_bias, grad_weight])  # [2, C]
             for comm in ctx.comms:
                 sums = comm.all_reduce(sums)
-            mean_grad, mean_grad_normal = (sums / total).unbind()
             scale = inverse_std if weight is None else inverse_std * weight
-            grad_x = normal.mul_(-mean_grad_normal.view(shape)).sub_(mean_grad.view(shape)).add_(grad_y)
-            grad_x = grad_x.mul_(scale.view(shape)).to(x.dtype)
+            less, slope = (-scale * sums / total).unbind()
+            # scale (dy - mean(dy) - normal mean(dy normal)), with normal = (x - mean) inverse_std
+            grad_x = torch.batch_norm(wide, slope, less, mean, variance, False, 0.0, ctx.eps, False)
+            grad_x = grad_x.addcmul_(grad_y, scale.view([-1] + [1] * (x.dim() - 2))).to(x.dtype)
         return (
             grad_x,
-            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
             grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
