@@ -188,18 +188,18 @@ def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
         yield problem, "leave one of remat and compile out, or write remat=True"
 
 
-# What each option may be: a function that gives its frozen value, or raises, and what to write instead
+# What each option may be: a function that gives its frozen value, or raises; what is wrong then, and what to write
 
 
 def _read(name: str, value: object) -> Any:
     """The value of an option as it is kept; None stands for itself where it means "solve it"."""
     if value is None and name in _SOLVED:
         return None
-    read, fix = _KINDS[name]
+    read, problem, fix = _KINDS[name]
     try:
         return read(value)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise OptionError(f"{name}={value!r} cannot be", fix) from None
+        raise OptionError(f"{name}={value!r} {problem}", fix) from None
 
 
 def _if(holds: bool, value: Any) -> Any:
@@ -251,13 +251,8 @@ def _memory_limit(value: Any) -> float:
 
 
 def _stages(value: Any) -> tuple[str, ...]:
-    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    if value is not None and (len(names) < 2 or not all(isinstance(n, str) and n.strip(", ") for n in names)):
-        raise OptionError(
-            f"stages={value!r} is no list of stages",
-            'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
-        )
-    return names
+    names = () if value is None else _texts(_if(not isinstance(value, str), value))
+    return _if(value is None or (len(names) > 1 and all(name.strip(", ") for name in names)), names)
 
 
 def _schedule(value: Any) -> str:
@@ -281,6 +276,10 @@ def _costs(value: Any) -> NamedCosts:
     return value
 
 
+def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
+    return lambda value: _if(value in known, value), "is not known", f"use one of {', '.join(known)}"
+
+
 # One mode of a parameter on a mesh axis, as in plan files; ir/stage_plan.py says what they mean.
 _MODE = re.compile(r"R\*?|[SG]\d+")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)
@@ -289,34 +288,39 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_COUNT = (partial(_whole, low=1), "give a whole number from 1, or None to have it solved")
-_FLAG = (lambda value: _if(isinstance(value, bool), value), "write true or false")
-_SECONDS = (partial(_number, low=0.0, high=float("inf")), "give a number above 0")
-_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "parallel": (_parallel, f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis"),
-    "logical_mesh": (_mesh, "give one or two whole numbers, such as [2, 4]"),
-    "placements": (_placements, """write a mapping of patterns to modes, as in {"*.bias": "R*"}"""),
-    "memory_limit": (_memory_limit, "give bytes, a text such as '16GB' or '80GiB', or inf for none"),
-    "memory_fraction": (partial(_number, low=0.0, high=1.0), "give a number above 0 and at most 1"),
-    "batch_scope": (lambda value: _if(value in BATCH_SCOPES, value), f"use one of {', '.join(BATCH_SCOPES)}"),
+_COUNT = (partial(_whole, low=1), "cannot be", "give a whole number from 1, or None to have it solved")
+_FLAG = (lambda value: _if(isinstance(value, bool), value), "is neither true nor false", "write true or false")
+_SECONDS = (partial(_number, low=0.0, high=float("inf")), "cannot be", "give a number above 0")
+_KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "parallel": (_parallel, "is not known", f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis"),
+    "logical_mesh": (_mesh, "is not a mesh shape", "give one or two whole numbers, such as [2, 4]"),
+    "placements": (_placements, "is not a mapping", """write {"pattern": "modes"}, as in {"*.bias": "R*"}"""),
+    "memory_limit": (_memory_limit, "is not a size", "give bytes, a text such as '16GB' or '80GiB', or inf for none"),
+    "memory_fraction": (partial(_number, low=0.0, high=1.0), "cannot be", "give a number above 0 and at most 1"),
+    "batch_scope": _name_in(BATCH_SCOPES),
     "solver_seconds": _SECONDS,
-    "accumulate_grad_batches": (partial(_whole, low=1), "give a whole number of at least 1"),
+    "accumulate_grad_batches": (partial(_whole, low=1), "cannot be", "give a whole number of at least 1"),
     "baselines": _FLAG,
     "num_microbatches": _COUNT,
-    "schedule": (_schedule, ""),
+    "schedule": (_schedule, "", ""),
     "num_stages": _COUNT,
-    "stages": (_stages, ""),
+    "stages": (
+        _stages,
+        "is no list of stages",
+        'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
+    ),
     "remat": (
         lambda value: value if isinstance(value, bool) else _texts(value),
+        "says neither whether nor what",
         'write true, false, "selective", or names of ops or modules',
     ),
-    "costs": (_costs, ""),
-    "compile": (lambda value: compile_options(value) is not None, ""),
+    "costs": (_costs, "", ""),
+    "compile": (lambda value: compile_options(value) is not None, "", ""),
     "plan_timeout_seconds": _SECONDS,
     "collective_timeout_seconds": _SECONDS,
-    "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "give a number of bytes"),
-    "capture": (lambda value: _if(value in CAPTURES, value), f"use one of {', '.join(CAPTURES)}"),
-    "check_replicas_every": (partial(_whole, low=0), "give a number of steps; 0: no checks"),
+    "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "cannot be", "give a number of bytes"),
+    "capture": _name_in(CAPTURES),
+    "check_replicas_every": (partial(_whole, low=0), "cannot be", "give a number of steps; 0: no checks"),
     "check_gradients": _FLAG,
 }
 _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +27,12 @@ MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
 _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_regather", default=None)
 
 
-class _Values(Protocol):
-    def values(self, tensor: Tensor) -> Tensor: ...
-
-
 @dataclass
 class _Gathered:
     """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives."""
 
     parameter: Tensor
-    reshard: _Values
+    gather: Callable[[], Tensor]
     storage: StorageWeakRef
     version: int
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
@@ -51,7 +47,7 @@ class _Gathered:
                     "run backward before the optimizer's step",
                 )
             with torch.no_grad():
-                whole = self.reshard.values(self.parameter)
+                whole = self.gather()
             self.again = weakref.ref(whole)
         return whole
 
@@ -130,19 +126,20 @@ class Regather:
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
 
-    def note(self, reshard: _Values, tensor: Tensor, result: Tensor) -> None:
-        """`result` is `tensor` after `reshard` (called by every Reshard while this context is active)."""
+    def note(self, reshard: Callable[[Tensor], Tensor], tensor: Tensor, result: Tensor) -> None:
+        """`result` is `reshard(tensor)` (called by every Reshard while this context is active)."""
         if not self._is_parameter(tensor):
             return
         storage = result.untyped_storage()
         # A resharding that moves nothing gives the shard's own memory, which is kept anyway.
         if storage._cdata != tensor.untyped_storage()._cdata:
-            self.know(tensor.detach(), reshard, result)
+            shard = tensor.detach()
+            self.know(shard, lambda: reshard(shard), result)
 
-    def know(self, parameter: Tensor, reshard: _Values, whole: Tensor) -> None:
-        """`whole` is what `reshard` makes of `parameter`."""
+    def know(self, parameter: Tensor, gather: Callable[[], Tensor], whole: Tensor) -> None:
+        """`whole` is what `gather` makes of `parameter`."""
         storage = whole.untyped_storage()
-        self._found[storage._cdata] = _Gathered(parameter, reshard, StorageWeakRef(storage), parameter._version)
+        self._found[storage._cdata] = _Gathered(parameter, gather, StorageWeakRef(storage), parameter._version)
 
     def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:
         """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""

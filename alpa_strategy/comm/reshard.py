@@ -64,7 +64,7 @@ class Reshard:
         result = _ReshardNode.apply(tensor, self, False, None)
         regather = active_regather()
         if regather is not None:
-            regather.note(self, tensor, result)
+            regather.note(self.values, tensor, result)
         return result
 
     def values(self, tensor: Tensor) -> Tensor:

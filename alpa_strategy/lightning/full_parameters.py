@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
@@ -187,69 +188,57 @@ _PARAMETER_WORDS = re.compile(
 _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
-class UnshardForHooks:
-    """Wraps the hooks of a running training that look at parameters; `remove` gives the hooks back as they were.
+@contextmanager
+def unshard_for_hooks(
+    trainer: Any, module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
+) -> Iterator[None]:
+    """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
         whole: makes parameters whole.
         fits: None where whole parameters (True: and gradients) have room on this device beside the training, else why
             not.
     """
+    seeing = [
+        (owner, name)
+        for owner, base in hook_owners(module, trainer.callbacks)
+        for name in _HOOKS
+        if _looks(owner, name, base) and _has_room(owner, name, fits)
+    ]
+    if every_step := [f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS]:
+        rank_zero_warn(
+            f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
+            "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
+        )
+    with patched((owner, name, _unsharded(owner, name, whole)) for owner, name in seeing):
+        yield
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: LightningModule,
-        whole: FullParameters,
-        fits: Callable[[bool], str | None],
-    ) -> None:
-        self._whole, self._fits = whole, fits
-        self._replaced: list[tuple[Any, str, Any]] = []
-        every_step = []
-        for owner, base in hook_owners(module, trainer.callbacks):
-            for name in _HOOKS:
-                if _looks(owner, name, base) and self._wrap(owner, name) and name in _HOOKS_OF_STEPS:
-                    every_step.append(f"{type(owner).__name__}.{name}")
-        if every_step:
-            rank_zero_warn(
-                f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
-                "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
-            )
 
-    def remove(self) -> None:
-        """Undo the wrapping."""
-        for owner, name, before in self._replaced:
-            if before is None:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-        self._replaced.clear()
+def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
+    """Whether whole parameters have room for a hook; AlpaError where it can do nothing without them."""
+    against = fits(name in _GRADIENT_HOOKS)
+    if against is not None and isinstance(owner, _LOOKING):
+        raise AlpaError(
+            f"{type(owner).__name__} looks at whole parameters, and {against}",
+            "remove the callback, or work on the checkpoints afterwards",
+        )
+    if against is not None:
+        rank_zero_warn(
+            f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; whole ones have no room on "
+            "a device, so it sees the parts that are there"
+        )
+    return against is None
 
-    def _wrap(self, owner: Any, name: str) -> bool:
-        """Replace the hook; False when whole parameters have no room."""
-        hook = getattr(owner, name)
-        with_gradients = name in _GRADIENT_HOOKS
-        against = self._fits(with_gradients)
-        if against is not None:
-            if isinstance(owner, _LOOKING):
-                raise AlpaError(
-                    f"{type(owner).__name__} looks at whole parameters, and {against}",
-                    "remove the callback, or work on the checkpoints afterwards",
-                )
-            rank_zero_warn(
-                f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; whole ones have no room on "
-                "a device, so it sees the parts that are there"
-            )
-            return False
 
-        @functools.wraps(hook)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._whole.with_gradients() if with_gradients else self._whole:
-                return hook(*args, **kwargs)
+def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., Any]:
+    hook = getattr(owner, name)
 
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = call
-        return True
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with whole.with_gradients() if name in _GRADIENT_HOOKS else whole:
+            return hook(*args, **kwargs)
+
+    return call
 
 
 def _looks(owner: Any, name: str, base: type) -> bool:

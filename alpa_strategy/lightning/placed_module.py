@@ -6,7 +6,7 @@ How steps run is said by its two kinds: `Run` has them captured and planned, `Wr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
@@ -20,7 +20,7 @@ from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, copies_of
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
-from alpa_strategy.lightning.full_parameters import FullParameters, UnshardForHooks
+from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
@@ -74,8 +74,7 @@ class PlacedModule(ABC):
         self._gradient_check = check
         if check is not None:
             check.copies = copies_of(store, module, (), 1, job.device, GRADIENT)
-        self._hooks: UnshardForHooks | None = None
-        self._clipping: Any = None  # the precision plugin that clips by the norm of all shards
+        self._adapted = ExitStack()  # see `adapt_trainer`
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
@@ -188,7 +187,8 @@ class PlacedModule(ABC):
         if any_rank([self.headroom.for_evaluation(self.plan.predicted.peak_bytes) is not None])[0]:
             self._group = self._group or cpu_group()
             self.whole.on_use = GatherOnUse(self.module, self.store, self._group)
-            self.whole.on_use.enter()
+            self._evaluation.callback(self.whole.on_use.remove)
+            self._evaluation.enter_context(self.whole.on_use.in_use())
         else:
             self._evaluation.enter_context(self.whole)
 
@@ -210,12 +210,10 @@ class PlacedModule(ABC):
     def end_evaluation(self) -> None:
         """The loop has ended. Collective."""
         self.metrics.make_local()
-        self._evaluation.close()
         on_use, self.whole.on_use = self.whole.on_use, None
         if on_use is not None:
             on_use.rounds.finish(for_good=True)
-            on_use.leave()
-            on_use.remove()
+        self._evaluation.close()
 
     # The Trainer's own, the end
 
@@ -223,10 +221,11 @@ class PlacedModule(ABC):
         """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
         plugin clip by the norm of all shards."""
         if self.store.sharded_parameters or not self.plan.is_as_written:
-            self._clipping = trainer.precision_plugin
-            use_whole_norms(self._clipping, self.store, lambda: self.whole.is_active)
+            clips = use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
+            self._adapted.enter_context(clips)
         if self.store.sharded_parameters:
-            self._hooks = UnshardForHooks(trainer, self.module, self.whole, self.headroom.for_whole)
+            hooks = unshard_for_hooks(trainer, self.module, self.whole, self.headroom.for_whole)
+            self._adapted.enter_context(hooks)
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
@@ -243,10 +242,7 @@ class PlacedModule(ABC):
 
     def close(self) -> None:
         """Give the hooks back. No communication."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._clipping is not None:
-            vars(self._clipping).pop("clip_grad_by_norm", None)
+        self._adapted.close()
         if self.on_use is not None:
             self.on_use.remove()
 
@@ -284,24 +280,24 @@ class MemoryHeadroom:
 
     def for_whole(self, with_gradients: bool = False) -> str | None:
         """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
-        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
+        whole = self._whole_bytes(self._store.parameters)
         parts = sum(p.numel() * p.element_size() for p in self._store.parameters)
         state = sum(p.numel() for p in self._store.parameters) * self._optimizer.state_bytes
         return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
 
     def for_evaluation(self, step_bytes: int) -> str | None:
         """Copies of all that lies in shards, for a while, beside the largest that a step of `step_bytes` needs."""
-        copies = sum(self._whole_elements(p) * p.element_size() for p in self._store.sharded_parameters)
+        copies = self._whole_bytes(self._store.sharded_parameters)
         return self._against("they and a training step", step_bytes + copies)
 
     def for_release(self) -> str | None:
         """Whole parameters and optimizer state, for good."""
-        whole = sum(self._whole_elements(p) * p.element_size() for p in self._store.parameters)
-        trained = sum(self._whole_elements(p) for p in self._store.parameters if p.requires_grad)
+        whole = self._whole_bytes(self._store.parameters)
+        trained = sum(self._store.whole_shape(p).numel() for p in self._store.parameters if p.requires_grad)
         return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
 
-    def _whole_elements(self, parameter: Any) -> int:
-        return self._store.whole_shape(parameter).numel()
+    def _whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(self._store.whole_shape(p).numel() * p.element_size() for p in parameters)
 
     def _against(self, what: str, needed: float) -> str | None:
         if needed <= self._limit:

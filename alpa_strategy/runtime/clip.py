@@ -5,6 +5,7 @@ bits on every device (so that all clip alike). A Trainer's precision plugin clip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import all_reduce_over
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
-def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], bool]) -> None:
-    """Let `plugin` clip by the norm of all shards of `store`, and agree on overflow when it scales.
+def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Context: `plugin` clips by the norm of all shards of `store`; from now on it agrees on overflow when it scales.
 
     Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on the object.
 
@@ -33,10 +35,10 @@ def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], b
         else:
             clip_by_norm(store, float(clip_val), parameters)
 
-    plugin.clip_grad_by_norm = clip
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and world_size() > 1:
         agree_on_overflow(scaler)
+    return patched([(plugin, "clip_grad_by_norm", clip)])
 
 
 def agree_on_overflow(scaler: torch.amp.GradScaler) -> None:

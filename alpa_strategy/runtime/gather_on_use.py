@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -258,7 +259,7 @@ class GatherOnUse:
                 self._whole[each] = whole
                 set_data([(each, whole)])
                 if self._regather is not None:
-                    self._regather.know(self._parts[each], _Again(self, each), whole)
+                    self._regather.know(self._parts[each], partial(self.again, each), whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
         """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
@@ -357,17 +358,6 @@ def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in tensors:
             parameter.data = data
-
-
-class _Again:
-    """How a parameter comes back in the backward: `values` as a Reshard has them."""
-
-    def __init__(self, on_use: GatherOnUse, parameter: nn.Parameter) -> None:
-        self._on_use, self._parameter = on_use, parameter
-
-    def values(self, tensor: Tensor) -> Tensor:
-        """All of the parameter; `tensor` is this device's part."""
-        return self._on_use.again(self._parameter)
 
 
 def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
