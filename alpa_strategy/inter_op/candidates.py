@@ -16,7 +16,6 @@ from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_problem import StageCost
-from alpa_strategy.inter_op.subgraph import crossing_values
 from alpa_strategy.schedules import (
     SCHEDULES,
     Terms,
@@ -281,8 +280,8 @@ def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]], crosses: bool) 
     """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients, between nodes or inside one."""
     graph = job.graph
     found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
-    for index, position in enumerate(job.cuts[1:-1], start=1):
-        metas = [graph.values[v] for v in crossing_values(graph, position)]
+    for index, crossing in enumerate(job.crossing):
+        metas = [graph.values[v] for v in crossing]
         sizes = [sum(m.num_bytes for m in metas), sum(m.num_bytes for m in metas if m.requires_grad)]
         for a, source in enumerate(meshes):
             for b, target in enumerate(meshes):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
-from alpa_strategy.inter_op.subgraph import crossing_values, last_readers, stage_on
+from alpa_strategy.inter_op.subgraph import crossing_values, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
@@ -96,6 +97,11 @@ class CostJob:
     @property
     def num_layers(self) -> int:
         return len(self.cuts) - 1
+
+    @cached_property
+    def crossing(self) -> list[tuple[int, ...]]:
+        """Per cut, the values that cross it."""
+        return [crossing_values(self.graph, cut) for cut in self.cuts]
 
     @property
     def keeps_by_tensor(self) -> bool:
@@ -206,7 +212,7 @@ def run_parts(
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
-    ends = [_ends(job.graph, a, b, shape) for a, b in pairwise(job.cuts)]
+    ends = [_ends(job, layer, shape) for layer in range(job.num_layers)]
     number: dict[tuple, int] = {}
     kinds = [
         number.setdefault(structure(layer, job.options, end), len(number))
@@ -341,22 +347,16 @@ def _prune(
     return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
 
 
-def leader(graph: StepGraph, position: int) -> int | None:
-    """Of the values that cross a cut, the one whose layout the others follow: differentiable first, then the
+def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
+    """The values at the ends of a layer. Of those that cross a cut, one leads: differentiable first, then the
     largest."""
-    values = crossing_values(graph, position)
-    key = lambda v: (graph.values[v].requires_grad, graph.values[v].num_bytes, -v)  # noqa: E731
-    return max(values, key=key, default=None)
-
-
-def _ends(graph: StepGraph, first: int, last: int, shape: tuple[int, ...]) -> Ends:
-    found = []
-    for position in (first, last):
-        value = leader(graph, position)
+    values, found = job.graph.values, []
+    before, after = job.crossing[layer : layer + 2]
+    for crossing in (before, after):
+        leader = max(crossing, key=lambda v: (values[v].requires_grad, values[v].num_bytes, -v), default=None)
         whole = ((INVARIANT,) * len(shape),)
-        layouts = whole if value is None else boundary_layouts(graph.values[value], shape)
-        found.append((value, layouts))
-    passing = tuple(v for v in crossing_values(graph, first) if last_readers(graph)[v] >= last)
+        found.append((leader, whole if leader is None else boundary_layouts(values[leader], shape)))
+    passing = tuple(v for v in before if v in after)
     return Ends(found[0][0], found[1][0], found[0][1], found[1][1], passing)
 
 
