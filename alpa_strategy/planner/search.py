@@ -238,6 +238,9 @@ class _Search:
             lambda n, used: self._look(n, used if self.task.cluster.num_devices > EVERY_SIZE else None, known),
             known,
         )
+        is_free = not self.several and self.task.options.schedule is None and self.task.options.num_stages is None
+        if self.best and is_free and self.task.cluster.num_devices <= EVERY_SIZE:
+            self._look_at_one_stage(counts, known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
@@ -327,15 +330,29 @@ class _Search:
             self.failures.append((f"{count} micro-batches", _no_stages(job, ceiling)))
             self.last_job = job if ceiling == math.inf else None
             return Look()
-        # One stage of all devices may be the best with fewer micro-batches, and is soon priced up to some size.
-        D = self.task.cluster.num_devices
-        if D > EVERY_SIZE:  # prices of sizes far from those in use take minutes there
+        if self.task.cluster.num_devices > EVERY_SIZE:  # prices of sizes far from those in use take minutes there
             sizes = {math.prod(self.meshes[i]) for i in found[0].submesh_of}
             self._unlikely = frozenset(
                 mesh for mesh in self.meshes if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
             )
-        whole = {i for i, mesh in enumerate(self.meshes) if math.prod(mesh) == D <= EVERY_SIZE and not self.several}
-        return Look(found[0].seconds, frozenset(found[0].submesh_of) | whole)
+        return Look(found[0].seconds, frozenset(found[0].submesh_of))
+
+    def _look_at_one_stage(self, counts: Sequence[int], known: float) -> None:
+        """Pipelines want many micro-batches, one stage as few as fit: it is looked at from few to many, on its own."""
+        whole = next(mesh for mesh in self.meshes if math.prod(mesh) == self.task.cluster.num_devices)
+        self._unlikely = frozenset(self.meshes) - {whole}
+        misses = 0
+        for count in reversed(counts):
+            best, job = min([known, *(c.seconds for c in self.best)]), self._job(count)
+            if job is None or count in self._bounds:
+                continue
+            with _timed(self.spent, "stage costs"):
+                least = stage_costs(job, [whole], self.store, unlikely=[whole])[0].least.sum()
+                if least >= best or misses > 1:  # and with more micro-batches it takes longer
+                    return
+                fits = np.isfinite(stage_costs(job, [whole], self.store)[0].seconds[0, -1]).any()
+            if fits and self._look(count, None, known).seconds >= best:
+                misses += 1
 
     def explain(self) -> None:
         """Add to `failures` the layer that needs the most memory, where nothing fitted into it."""
