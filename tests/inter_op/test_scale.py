@@ -23,7 +23,7 @@ from alpa_strategy.inter_op.stage_costs import RunCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import _everything, _whole_batch, plan_pipeline
+from alpa_strategy.planner.search import _everything, _Search, _whole_batch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, timeline, why_not
 
@@ -155,3 +155,18 @@ def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
     assert any(np.isinf(choice.cost).any() for choice in found.choices)
     with pytest.raises(DoesNotFitError, match="with all that is kept"):
         _without_the_largest(intra.problem, intra, kept + most / 2)
+
+
+def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
+    """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the fewer they are."""
+    seconds = {32: 9.0, 16: 8.0, 8: 8.5, 4: 6.5, 2: 6.0, 1: 7.0}
+
+    def solve(job, meshes, runs, known, allowed):
+        own = SimpleNamespace(seconds=seconds[job.num_microbatches], submesh_of=(0,))
+        return [own] if own.seconds < known else []
+
+    spec = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+    task = PlanTask(step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM)
+    search = _Search(task, several=False, solve=solve)
+    search.run(math.inf)
+    assert search.best[0].seconds == 6.0
