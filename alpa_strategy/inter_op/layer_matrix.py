@@ -121,7 +121,9 @@ def _problem_at(joined: Joined, price: Price, num_microbatches: int) -> Problem:
     )
 
 
-def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
+def _by_elimination(
+    problems: Sequence[Problem], kept: tuple[int, int], drops_dominated: bool = False
+) -> list[Pairs] | None:
     """[p, q] of every problem, exact; None where that would take too large tables.
 
     Strategies that others dominate are looked for only where the tables are too large with them.
@@ -129,28 +131,16 @@ def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[
     order: list[int] | None = None
     found: list[Pairs] = []
     for problem in problems:
-        network = network_of(problem)
-        order = order or (None if network is None else _small_order(network, kept))
+        reduced = presolve(problem, untouched=kept) if drops_dominated else None
+        network = network_of(reduced.problem if reduced else problem)
+        if network is not None and (reduced or order is None):  # unreduced ones differ in prices alone
+            order = _small_order(network, kept)
         if network is None or order is None:
-            break
-        found.append(_eliminate_onto(network, kept, order))
-    if len(found) == len(problems):
-        return found
-    return _by_smaller_elimination(problems, kept)
-
-
-def _by_smaller_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
-    """The same without dominated strategies."""
-    found: list[Pairs] = []
-    for problem in problems:
-        reduced = presolve(problem, untouched=kept)
-        network = network_of(reduced.problem)
-        order = None if network is None else _small_order(network, kept)
-        if network is None or order is None:
-            return None
+            return None if drops_dominated else _by_elimination(problems, kept, drops_dominated=True)
         objective, values = _eliminate_onto(network, kept, order)
-        strategies = [own[value] for own, value in zip(reduced.kept, values, strict=False)]
-        found.append((objective, strategies))
+        if reduced:
+            values = [own[value] for own, value in zip(reduced.kept, values, strict=False)]
+        found.append((objective, values))
     return found
 
 

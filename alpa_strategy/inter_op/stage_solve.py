@@ -296,9 +296,13 @@ class StageSolver:
         plan = decode(intra, found.solution.assignment, self.job.costs, self.job.optimizer, wish.submesh)
         seconds = count * cost.seconds(wish.remat) + cost.once
         optimizer = plan.predicted.optimizer_seconds
-        compute = count * plan.predicted.compute_seconds - (count - 1) * _per_step_compute(intra, found.solution)
-        if wish.remat:
-            compute += count * _forward_compute(cost, plan.predicted)
+        made_once = sum(
+            float(intra.ops[op].forward_seconds[found.solution.assignment[len(intra.parameters) + op]])
+            for op in intra.per_step.ops
+        )
+        compute = count * plan.predicted.compute_seconds - (count - 1) * made_once
+        if wish.remat:  # the forward's share of compute is that of all seconds
+            compute += count * plan.predicted.compute_seconds * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         return replace(
             plan,
@@ -359,17 +363,6 @@ def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Prob
             raise DoesNotFitError(f"{choices[place].name} needs {most} of {format_bytes(limit)} with all that is kept")
         choices[place] = replace(choices[place], cost=cost)
     return replace(problem, choices=tuple(choices))
-
-
-def _per_step_compute(intra: IntraOp, solution: Solution) -> float:
-    """Seconds of the forwards that run once per step."""
-    offset = len(intra.parameters)
-    return sum(float(intra.ops[op].forward_seconds[solution.assignment[offset + op]]) for op in intra.per_step.ops)
-
-
-def _forward_compute(cost: StageCost, predicted: Predicted) -> float:
-    """The forward's share of compute, as that of all seconds."""
-    return predicted.compute_seconds * cost.forward / max(cost.forward + cost.backward, 1e-30)
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:

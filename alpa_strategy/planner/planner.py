@@ -91,12 +91,9 @@ def choose_plan(
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
-    clusters = task.cluster.orders()
-    if len(clusters) == 1:
-        return _choose(replace(task, cluster=clusters[0]), pinned, stage_costs)
     plans: list[Plan] = []
     failure: PlanError | None = None
-    for cluster in clusters:
+    for cluster in task.cluster.orders():
         try:
             plans.append(_choose(replace(task, cluster=cluster), pinned, stage_costs))
         except PlanError as error:
