@@ -22,7 +22,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -32,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from typing_extensions import override
 
 from alpa_strategy.checkpoint.directory import discard_unfinished
-from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
+from alpa_strategy.comm.collectives import any_rank, broadcast_object, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.signals import JobSignals
@@ -233,9 +232,7 @@ class ParallelJob(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = _sync_ddp_if_available(votes, None, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
+        return not any_rank([not decision])[0] if all else any_rank([bool(decision)])[0]
 
     @override
     def barrier(self, name: str | None = None) -> None:

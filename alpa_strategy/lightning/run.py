@@ -112,8 +112,9 @@ class Run(PlacedModule):
             program = self._program(step)
         super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
         self._same = SameSteps(self._rank_zero, MAX_SHAPES)
-        self._captured = CapturedSteps(MAX_SHAPES, MAX_PROGRAMS)
-        self._captured.add(shape_key(batch), self._with_checks(step, program, batch))
+        # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
+        self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
+        self._keep(shape_key(batch), step, program, batch)
         self.check_copies(step.buffers)
         self._step_starts: list[float] = []
         self._unfinished: Callable[[], None] | None = None  # see `_finish_step`
@@ -203,14 +204,12 @@ class Run(PlacedModule):
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
         key, may_differ = shape_key(batch), self._job.may_run_as_written
-        known = self._captured.of(key)
-        index, changed = self._captured.fitting(key, step_counters(self.module.trainer, batch_idx), batch)
-        is_asked = (
-            may_differ or len(self._captured) > 1
-        )  # several shapes are known to all ranks: it must be one of them
+        known = self._captured.get(key, [])
+        index, changed = _fitting(known, step_counters(self.module.trainer, batch_idx), batch)
+        is_asked = may_differ or len(self._captured) > 1  # several shapes are known to all ranks: it must be one
         if self._same.all_have(key, index, batch) if is_asked else index is not None:
             assert index is not None
-            self._captured.use(key)
+            self._captured.move_to_end(key)
             return known[index]
         if not known:
             shapes, steps = len(self._captured), self._placed.random.num_steps
@@ -227,13 +226,18 @@ class Run(PlacedModule):
         program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
         if program is None:
             program = self._program(step)
-        captured = self._with_checks(step, program, batch)
-        self._captured.add(key, captured)
-        return captured
+        return self._keep(key, step, program, batch)
 
-    def _with_checks(self, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
+    def _keep(self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
+        """A new step, which is used now; the oldest go where there are too many."""
         attributes, leaves = AttributeCheck(self.module, step.attributes), LeafAgreement(step, batch)
-        return CapturedStep(step, program, attributes, leaves, rows_of_ranks(step, world_size()))
+        steps = self._captured.setdefault(key, [])
+        steps.append(CapturedStep(step, program, attributes, leaves, rows_of_ranks(step, world_size())))
+        del steps[:-MAX_PROGRAMS]
+        self._captured.move_to_end(key)
+        while len(self._captured) > MAX_SHAPES:
+            self._captured.popitem(last=False)
+        return steps[-1]
 
     def _program(self, step: StepGraph) -> StepProgram:
         """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
@@ -278,7 +282,7 @@ class Run(PlacedModule):
     @override
     def leave_steps(self) -> None:
         forbid_async_loss(self.module.trainer)
-        leave_logs(self.module.trainer, self._captured.steps)
+        leave_logs(self.module.trainer, [each.step for steps in self._captured.values() for each in steps])
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
@@ -371,50 +375,12 @@ class CapturedStep:
         return self.attributes.changed()
 
 
-class CapturedSteps:
-    """By key: what kind of batch they are for.
-
-    Args:
-        max_keys: keys of which steps are kept, those used last.
-        max_of_key: steps kept of a key, those captured last.
-    """
-
-    def __init__(self, max_keys: int, max_of_key: int) -> None:
-        self._max_keys, self._max_of_key = max_keys, max_of_key
-        self._by_key: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Number of keys."""
-        return len(self._by_key)
-
-    @property
-    def steps(self) -> list[StepGraph]:
-        """All that are kept."""
-        return [captured.step for steps in self._by_key.values() for captured in steps]
-
-    def of(self, key: Hashable) -> tuple[CapturedStep, ...]:
-        """The steps of a key, those captured last at the end."""
-        return tuple(self._by_key.get(key, ()))
-
-    def fitting(self, key: Hashable, counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:
-        """The index of the key's step that serves the batch, or what has changed since one that would."""
-        changed: str | None = None
-        for index, captured in reversed(list(enumerate(self.of(key)))):
-            if captured.fits(counters):
-                changed = captured.change(batch)
-                if changed is None:
-                    return index, None
-        return None, changed
-
-    def use(self, key: Hashable) -> None:
-        """A step of the key is used."""
-        self._by_key.move_to_end(key)
-
-    def add(self, key: Hashable, captured: CapturedStep) -> None:
-        """Keep a new step, which is used now; the oldest go where there are too many."""
-        steps = self._by_key.setdefault(key, [])
-        steps.append(captured)
-        self.use(key)
-        del steps[: -self._max_of_key]
-        while len(self._by_key) > self._max_keys:
-            self._by_key.popitem(last=False)
+def _fitting(steps: Sequence[CapturedStep], counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:
+    """The index of the step that serves the batch, or what has changed since one that would."""
+    changed: str | None = None
+    for index, captured in reversed(list(enumerate(steps))):
+        if captured.fits(counters):
+            changed = captured.change(batch)
+            if changed is None:
+                return index, None
+    return None, changed

@@ -24,10 +24,10 @@ from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
+from alpa_strategy.lightning.job import Job, device_limit
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.job import Job
     from alpa_strategy.lightning.placed_module import PlacedModule
 
 
@@ -208,9 +208,7 @@ class Session:
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
-        from alpa_strategy.lightning.written_run import fits_one_device
-
-        return fits_one_device(module, self._make_job())
+        return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(self._make_job())
 
     def evaluate(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
         """What `as_written`, an evaluation step, returns.

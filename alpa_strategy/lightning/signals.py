@@ -20,11 +20,10 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from alpa_strategy.checkpoint.directory import discard_unfinished
+from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.comm.failure import FailureWatch, end_children
 
 END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
@@ -96,10 +95,7 @@ class JobSignals:
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
         """
-        asked = torch.tensor([*(self._asked == number for number in ENDING), self._is_requeued], dtype=torch.int32)
-        asked = asked.to(self._trainer.strategy.root_device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        ends, interrupts, requeues = asked.tolist()
+        ends, interrupts, requeues = any_rank([*(self._asked == number for number in ENDING), self._is_requeued])
         if requeues:
             self._is_requeued = False
             self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at

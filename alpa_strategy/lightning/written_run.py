@@ -84,11 +84,6 @@ def _ends_with_averaging(module: Any) -> bool:
     return averages and any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
-def fits_one_device(module: nn.Module, job: Job) -> bool:
-    """Whether the whole parameters fit into what a plan may use of this job's devices. Collective."""
-    return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(job)
-
-
 def _say_why(why: CaptureError) -> None:
     rank_zero_info(
         f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
