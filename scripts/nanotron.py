@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +27,13 @@ from published_rows import Case, express
 from rich.console import Console
 from rich.table import Table
 
+from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.candidates import solve_schedules
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.planner import make_plan
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.search import plan_one_stage, plan_pipeline
+from alpa_strategy.planner.task import PlanTask
 
 NEAR, FAR = 1.03, 0.9  # of the published plan's predicted seconds: what is met; what says that the costs are wrong
 SCHEDULES = ("1F1B", "GPipe")
@@ -45,10 +49,19 @@ def planned(case: Case, **pins: object) -> Plan:
         tokens = torch.zeros(rows, case.model["seq_len"], dtype=torch.long)
     options = PlanOptions(batch_scope="global", compile=case.compiled, remat=False, **pins)  # type: ignore[arg-type]
     optimizer = OptimizerInfo(case.program.state_bytes, gradient_itemsize=case.program.gradient_bytes)
-    solve = partial(solve_schedules, schedules=SCHEDULES)
-    return make_plan(
-        model, (tokens, tokens), case.cluster, options, optimizer, choose=partial(plan_pipeline, solve=solve)
-    )
+    return make_plan(model, (tokens, tokens), case.cluster, options, optimizer, choose=choose)
+
+
+def choose(task: PlanTask) -> Plan:
+    """The faster of the best single stage on the whole batch and the best stages on micro-batches."""
+    plans: list[Plan] = []
+    with suppress(PlanError):
+        if not task.options.asks_for_pipeline:
+            plans.append(plan_one_stage(task))
+    with suppress(PlanError):
+        known = plans[0].predicted.step_seconds if plans else math.inf
+        plans.append(plan_pipeline(task, known, solve=partial(solve_schedules, schedules=SCHEDULES)))
+    return min(plans, key=lambda plan: plan.predicted.step_seconds)
 
 
 def published(case: Case) -> Plan:
