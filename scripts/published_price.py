@@ -225,12 +225,11 @@ def _enters_block(graph: StepGraph, maker: int, readers: set[int]) -> bool:
 def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one: _Solved, two: _Solved) -> Prediction:
     """Blocks over stages, the embedding with the first one and the head with the last."""
     stages = case.pp * case.loops
-    share = 0.5 if case.recompute == "layer" else 1.0
-    again = (two.seconds_again - one.seconds_again) * share
+    again = (two.seconds_again - one.seconds_again) * case.share
     kept = two.bytes_kept - one.bytes_kept
     # While a block's backward runs, all that it saves is there.
     working = two.cost.working + (block["saved"] - kept if case.recompute != "none" else 0.0)
-    saved = kept * share + block["saved"] * (1 - share) if case.recompute == "layer" else kept
+    saved = kept * case.share + block["saved"] * (1 - case.share)
     costs = []
     numbers = _blocks_of_stages(case, stages, block, rest)
     for stage in range(stages):

@@ -25,6 +25,7 @@ class Program:
         gradient_bytes: of an element of a gradient where it is reduced and accumulated.
         alibi, fused_loss, balanced: attention with a bias; a loss that makes no float32 logits; stages of a pipeline
             that are cut by time and not by blocks.
+        recomputes_blocks: "selective" recomputation is that of whole blocks, evenly spaced; HFU / MFU tells how many.
         gathers_again: sequence-parallel activations are kept in shards and gathered again in the backward.
         flops: how tokens/s follow from published FLOP/s (`measured_seconds`).
     """
@@ -33,6 +34,7 @@ class Program:
     alibi: bool = False
     fused_loss: bool = False
     balanced: bool = False
+    recomputes_blocks: bool = False
     gathers_again: bool = False
     compiled: bool = False
     state_bytes: float = 12.0
@@ -49,7 +51,8 @@ PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source
     ("arXiv 2205", Program(fused_attention=False, compiled=True, gradient_bytes=2, gathers_again=True)),
     ("Megatron-LM", Program(compiled=True, gathers_again=True, flops="model")),
     ("nanotron", Program(balanced=True, gathers_again=True, flops="model")),
-    ("fms-fsdp", Program(compiled=True, gradient_bytes=2)),
+    # fms_fsdp/policies/ac_handler.py
+    ("fms-fsdp", Program(compiled=True, gradient_bytes=2, recomputes_blocks=True)),
     ("lightning-thunder", Program(state_bytes=4.0, gradient_bytes=2)),
 )
 
@@ -73,8 +76,9 @@ class Case:
         rows: sequences of one replica's micro-batch.
         num_microbatches: of a step, per replica.
         shard: devices among which ZeRO cuts a parameter (fewer than `dp`: the rest keeps replicas).
-        recompute: `none`, `full`, `layer` (every other block), `attention`, or `op` (all but attention and every other
+        recompute: `none`, `full`, `layer` (whole blocks), `attention`, or `op` (all but attention and every other
             product).
+        share: of the blocks that recompute so.
         seconds, num_bytes: of a step, as measured; None: not published.
     """
 
@@ -97,6 +101,7 @@ class Case:
     compiled: bool
     seconds: float
     num_bytes: float | None
+    share: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -140,6 +145,9 @@ def express(row: dict[str, Any]) -> Case | str:
     recompute = _recompute(row["activation_checkpointing"])
     if recompute is None:
         return f"recomputation {row['activation_checkpointing']!r} is not known"
+    share = 0.5 if recompute == "layer" else 1.0
+    if program.recomputes_blocks and recompute == "op" and row["mfu_percent"] and row["hfu_percent"]:
+        recompute, share = "layer", min(1.0, 3 * (row["hfu_percent"] / row["mfu_percent"] - 1))  # a forward is a third
     gated = "llama" in row["model"].lower()
     model = {
         "dim": arch["hidden"],
@@ -161,7 +169,7 @@ def express(row: dict[str, Any]) -> Case | str:
         row["id"], _short(row["source"]), row["model"], program, _cluster(row), arch["layers"], model, rows,
         max(1, own // rows), dp, tp, pp, row["vp"] or 1, row["zero"] or 0,
         min(8, dp) if "HSDP" in notes else dp, recompute,
-        program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes),
+        program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes), share,
     )  # fmt: skip
     seconds = _measured_seconds(row, case)
     if not seconds:
