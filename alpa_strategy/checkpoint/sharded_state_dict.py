@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.runtime.optimizer_state import numbers_of, state_dict_with
+from alpa_strategy.runtime.optimizer_state import numbers_of
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -66,16 +66,6 @@ def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]
     finally:
         for parameters, key, parameter in places:
             parameters[key] = parameter
-
-
-def optimizer_state(optimizer: Optimizer, sharing: Sharing) -> dict[str, Any]:
-    """`optimizer.state_dict()` with `LocalShards` for tensors that lie as their parameters do. Collective."""
-    return state_dict_with(optimizer, sharing.store, sharing.shards)
-
-
-def restore_groups(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
-    """Learning rates and whatever else the groups hold, as stored; the state is empty afterwards."""
-    optimizer.load_state_dict({**stored, "state": {}})
 
 
 @torch.no_grad()

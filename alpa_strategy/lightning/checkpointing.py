@@ -34,8 +34,6 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     load_others,
     load_parameters,
     module_state,
-    optimizer_state,
-    restore_groups,
     restore_state,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
@@ -52,6 +50,7 @@ from alpa_strategy.lightning.dataloader_state import (
     rank_state,
     take_up,
 )
+from alpa_strategy.runtime.optimizer_state import state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", *FORMATS, "single")
@@ -150,7 +149,7 @@ class Checkpoints:
                 raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
             if any(isinstance(key, int) and not isinstance(value, dict) for key, value in parts[0].items()):
                 raise CheckpointError("the checkpoint's optimizer state of a parameter has no entries", "")
-            restore_groups(optimizer, own)
+            optimizer.load_state_dict({**own, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
             if self._run is None and is_made and self._is_edited_early():
@@ -231,7 +230,7 @@ class Checkpoints:
         if self._run is None:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
-            return optimizer_state(optimizer, Sharing(self._store))
+            return state_dict_with(optimizer, self._store, Sharing(self._store).shards)
         return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:

@@ -27,7 +27,7 @@ from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
 from alpa_strategy.options import Limits, OptimizerInfo
 from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
-from alpa_strategy.runtime.optimizer_state import shard_state, unshard_state, whole_state_dict
+from alpa_strategy.runtime.optimizer_state import shard_state, state_dict_with, unshard_state
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.units import format_bytes
 
@@ -230,7 +230,7 @@ class PlacedModule(ABC):
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict as a plain Trainer would write it. Collective."""
         with self.whole.suspended():
-            return whole_state_dict(optimizer, self.store)
+            return state_dict_with(optimizer, self.store, self.store.gather_like)
 
     def release(self) -> None:
         """Give the module and the optimizers their whole tensors back, for good. Collective."""

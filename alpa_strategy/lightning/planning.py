@@ -247,7 +247,9 @@ def _plan_on_rank_zero(
             return choose_plan(task, pinned)
         with job.progress("time ops"):
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
-            costs = measured_costs(task, job, budget)
+            shapes = logical_shapes(task.options, task.cluster)
+            calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
+            costs = _timed(calls, task.cluster, job, budget)
 
         def stage_costs() -> OpCosts:
             with job.progress("time ops of stages"):
@@ -318,16 +320,8 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
             )
 
 
-def measured_costs(task: PlanTask, job: Job, budget_seconds: float) -> RooflineCosts:
-    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
-    calls: set[OpCall] = set()
-    for shape in logical_shapes(task.options, task.cluster):
-        calls |= local_calls(task.step, shape)
-    return _timed(calls, task.cluster, job, budget_seconds)
-
-
 def measured_stage_costs(task: PlanTask, job: Job, budget_seconds: float) -> RooflineCosts:
-    """The same with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
+    """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
     step, cluster, options = task.step, task.cluster, task.options
     likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
     calls: set[OpCall] = set()
@@ -339,6 +333,7 @@ def measured_stage_costs(task: PlanTask, job: Job, budget_seconds: float) -> Roo
 
 
 def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float) -> RooflineCosts:
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
     table = OpTable.load(job.folder / "costs" / "ops.json")
     known = len(table)
     with torch.enable_grad():

@@ -50,7 +50,7 @@ from alpa_strategy.lightning.step_effects import (
 )
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
-from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
+from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram, WholeStep
 from alpa_strategy.planner.early_step import TrainerSettings
 from alpa_strategy.planner.optimizer_info import optimizer_info_in
 from alpa_strategy.planner.task import is_for
@@ -252,7 +252,7 @@ class Run(PlacedModule):
                 "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return self._placed.whole_program(step)
+            return WholeStep(self._placed, step)
         return self._placed.training_program(step, plan)
 
     @override

@@ -147,10 +147,6 @@ class PlacedPlan:
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
         return PipelinedStep(self, step, micro, pipeline)
 
-    def whole_program(self, step: StepGraph) -> StepProgram:
-        """What runs a training step that the stages cannot run."""
-        return WholeStep(self, step)
-
     def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
         """All of a parameter, to differentiate by. Collective."""
         parameter = self.module.get_parameter(name)

@@ -66,11 +66,6 @@ def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
         optimizer.state[parameter].update(state)
 
 
-def whole_state_dict(optimizer: Optimizer, store: ParameterStore) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors, as a plain Trainer would write it, on every rank. Collective."""
-    return state_dict_with(optimizer, store, store.gather_like)
-
-
 def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -> dict[str, Any]:
     """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
 
