@@ -137,11 +137,8 @@ class FailureWatch:
             time.sleep(0.05)
         if silent:
             ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-            print(
-                f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
+            print(text, file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

@@ -91,6 +91,18 @@ class ThreadAxis(AxisComm):
             raise ValueError(f"exchange: {[len(row) for row in rows]} elements came, expected {list(received)}")
         return Pending(lambda: torch.cat(rows))
 
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        result = self.all_gather(tensor, dim, total)
+        return Pending(lambda: result)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        tensor.copy_(self.all_reduce(tensor))
+        return Pending(lambda: tensor)
+
+    def start_reduce_scatter(self, rows: Tensor) -> Pending:
+        result = self.reduce_scatter(rows, 0)
+        return Pending(lambda: result[0])
+
     def _own_chunk(self, tensor: Tensor, dim: int) -> Tensor:
         start, stop = chunk_range(tensor.shape[dim], self.size, self.index)
         return tensor.narrow(dim, start, stop - start).contiguous()
