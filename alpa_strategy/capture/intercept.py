@@ -6,8 +6,9 @@ step does by itself is refused: the captured step has the rows of all ranks alre
 
 from __future__ import annotations
 
+import builtins
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -199,18 +200,19 @@ def recording(
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
         # Outermost, so that what the other contexts put into attributes is gone when they are compared.
-        stack.enter_context(attributes_kept(module, record.stored, record.grown))
+        held: set[int] = set()  # ids of what lives longer than the step
+        stack.enter_context(attributes_kept(module, record.stored, record.grown, held))
         record.appended = {place: AppendedList(str(place)) for place in appended}
         # The attribute may be the class's: this then hides it.
         lists = [(vars(module.get_submodule(place.module)), place.name, x) for place, x in record.appended.items()]
         stack.enter_context(patched(lists))
-        stack.enter_context(globals_kept(module))
+        stack.enter_context(globals_kept(module, held))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
-        stack.enter_context(_forbidden_calls(record))
+        stack.enter_context(_forbidden_calls(record, held))
         stack.enter_context(collectives_refused())
         yield record
 
@@ -359,8 +361,12 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
 
 
 @contextmanager
-def _forbidden_calls(record: Recording) -> Iterator[None]:
-    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently."""
+def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
+    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently.
+
+    held: ids of objects of which the step is not the only user.
+    """
+    thread = get_ident()
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
         def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -387,7 +393,24 @@ def _forbidden_calls(record: Recording) -> Iterator[None]:
         record.note("checks of arguments in torch.distributions are left out: they look at the values of tensors")
         distribution_init(self, batch_shape, event_shape, validate_args=False)
 
+    def next_of(iterator: Any, *default: Any) -> Any:
+        if id(iterator) in held and get_ident() == thread:
+            raise CaptureError(
+                f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step "
+                "would use the first one forever",
+                "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
+            )
+        return python_next(iterator, *default)
+
+    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set("wax+").isdisjoint(mode) and get_ident() == thread:
+            refusal(f"open({str(file)!r}, {mode!r})", "write files in a hook such as on_train_batch_end")()
+        return python_open(file, mode, *args, **kwargs)
+
+    python_next, python_open = next, open
     patches: list[tuple[Any, str, Any]] = [
+        (builtins, "next", next_of),
+        (builtins, "open", open_to_read),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing

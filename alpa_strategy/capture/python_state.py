@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import operator
+import pickle
+import random
 import sys
 import types
 import weakref
@@ -26,6 +28,7 @@ import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
@@ -331,6 +334,34 @@ class _Kept:
             self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(self.before)
 
 
+class KeptGenerator(_Kept):
+    """A generator of random numbers, of Python or NumPy (or the module that holds the global one), and its state."""
+
+    def __init__(self, place: str, generator: Any) -> None:
+        super().__init__(place, generator, _state_functions(generator)[0]())
+
+    @override
+    def is_changed(self) -> bool:
+        return pickle.dumps(self.before) != pickle.dumps(_state_functions(self.items)[0]())  # arrays do not compare
+
+    @override
+    def restore(self) -> None:
+        _state_functions(self.items)[1](self.before)
+
+
+_CACHED = type(lru_cache(id))
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What gives the state of a generator of random numbers, and what sets it."""
+    if isinstance(generator, np.random.Generator):
+        source = generator.bit_generator
+        return lambda: source.state, lambda state: setattr(source, "state", state)
+    names = ("getstate", "setstate") if hasattr(generator, "getstate") else ("get_state", "set_state")
+    return operator.attrgetter(*names)(generator)
+
+
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
     """Names that have another object now, or none, or did not have one."""
     return [name for name in {**old, **new} if new.get(name, _MISSING) is not old.get(name, _MISSING)]
@@ -346,7 +377,8 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
 
 
 def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
-    """What is to be kept of an attribute: its fields, its containers, and those inside them; containers once."""
+    """What is to be kept of an attribute: its fields, its containers, its generators of random numbers, and those
+    inside them, each once. `seen` gets their ids, and those of iterators, whose state cannot be kept."""
     place = ListPlace(module, name)
     if _has_fields(value):
         yield _Kept(str(place), vars(value), dict(vars(value)), owner=value)
@@ -356,18 +388,34 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
         kind = type(value)
         if id(value) in seen:
             continue
-        if _has_fields(value) and len(keys) < _MAX_DEPTH:
+        label = str(place) + "".join(f"[{key!r}]" for key in keys)
+        if isinstance(value, _GENERATORS):
+            seen.add(id(value))
+            yield KeptGenerator(label, value)
+        elif _has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
-            label = str(place) + "".join(f"[{key!r}]" for key in keys)
             yield _Kept(label, value, value.copy(), is_inside=is_inside, attribute=None if keys else place)
+        elif isinstance(value, Iterator):
+            seen.add(id(value))
         elif kind is not tuple:
             continue
         if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(item, (*keys, key), is_inside) for key, item in items]
+
+
+@contextmanager
+def fields_kept(owner: Any) -> Iterator[None]:
+    """The fields of an object, and the containers and generators in them, are afterwards what they were."""
+    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", "", set()))
+    try:
+        yield
+    finally:
+        for each in kept:
+            each.restore()
 
 
 def _class_containers(kind: type) -> dict[str, Any]:
@@ -380,23 +428,24 @@ def _class_containers(kind: type) -> dict[str, Any]:
 
 def _is_cached(owner: Any, name: str) -> bool:
     """True for a functools.cached_property: it fills itself again."""
-    return isinstance(getattr(type(owner), name, None), cached_property)
+    return isinstance(name, str) and isinstance(getattr(type(owner), name, None), cached_property)
 
 
 @contextmanager
-def attributes_kept(module: nn.Module, stored: list[SetAttribute], appended: list[ListPlace]) -> Iterator[None]:
+def attributes_kept(
+    module: nn.Module, stored: list[SetAttribute], appended: list[ListPlace], seen: set[int]
+) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
     Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
     nothing but numbers, texts and flags, these go to `stored` instead: it may be what a first call does once
-    (`initialized`). Lists of the module that only grew go to `appended`.
+    (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
     """
     # What Lightning and nn.Module keep for themselves changes in every step.
     skipped = framework_attributes()
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     owners: list[tuple[str, nn.Module, dict[str, Any]]] = []
     kept: list[tuple[_Kept, bool]] = []
-    seen: set[int] = set()
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in skipped}
@@ -459,23 +508,34 @@ def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]
 
 
 @contextmanager
-def globals_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the globals and closures of the files and methods that the module's classes are written in.
+def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
+    """Restore the globals and closures of the methods of the module's classes, and of the functions that they name;
+    caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
 
     Raises:
-        CaptureError: when the step set a global, or changed a container among globals and closures.
+        CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
+            the functions name.
     """
-    files = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in _user_classes(module)}
+    members = [member for kind in _user_classes(module) for member in vars(kind).values()]
+    methods = reached_functions([member for member in members if isinstance(member, types.FunctionType)])
+    files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     before = {where: dict(values) for where, values in files.items()}
-    found = [(f"{where}.{name}", v) for where, old in before.items() for name, v in old.items() if name[:2] != "__"]
-    for kind in _user_classes(module):
-        for method in [member for member in vars(kind).values() if isinstance(member, types.FunctionType)]:
-            found += [(f"{n} of {method.__qualname__}", c.cell_contents) for n, c in closure_values(method).items()]
-    kept = [_Kept(label, value, value.copy()) for label, value in found if type(value) in (list, dict, set)]
+    named = {name for method in methods for name in code_names(method.__code__)}
+    every = [(where, name, value) for where, values in before.items() for name, value in values.items()]
+    found = [each for each in every if each[1] in named or type(each[2]) in _CONTAINERS]
+    for method in methods:
+        cells = closure_values(method).items()
+        found += [("", f"{name} of {method.__qualname__}", cell.cell_contents) for name, cell in cells]
+    ours = [(where, name, value) for where, name, value in found if name[:2] != "__" and not _is_foreign(value)]
+    kept = [each for where, name, value in ours for each in _kept_in(value, where, name, seen)]
+    cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if type(v) is _CACHED]
     changed: list[str] = []
     try:
         yield
     finally:
+        for function, misses in cached:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
         for where, values in files.items():
             names = changed_names(values, before[where])
             names = [n for n in names if n[:2] != "__" and not isinstance(values.get(n), types.ModuleType)]  # imports
@@ -492,6 +552,12 @@ def globals_kept(module: nn.Module) -> Iterator[None]:
             "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
             "use register_buffer for tensors",
         )
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is an object of a library's class: a logger, a console."""
+    is_users = _is_user_module(sys.modules.get(type(value).__module__))
+    return _has_fields(value) and not isinstance(value, _GENERATORS) and not is_users
 
 
 @contextmanager

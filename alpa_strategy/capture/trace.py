@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -38,6 +39,7 @@ from alpa_strategy.capture.non_tensor_inputs import (
     value_text,
 )
 from alpa_strategy.capture.python_state import (
+    KeptGenerator,
     attribute_guards,
     attribute_reads,
     buffer_guards,
@@ -319,31 +321,22 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    torch_state = torch.get_rng_state()
+    kept = [KeptGenerator("random", random), KeptGenerator("numpy.random", np.random)]
     drawn: list[str] = []
     try:
         yield
-        if random.getstate() != python_state:
-            drawn.append("random")
-        if numpy_random is not None and not _same_numpy_state(numpy_random.get_state(), numpy_state):
-            drawn.append("numpy.random")
+        drawn = [each.place for each in kept if each.is_changed()]
     finally:
-        random.setstate(python_state)
         torch.set_rng_state(torch_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
+        for each in kept:
+            each.restore()
     if drawn:
         raise CaptureError(
             f"training_step draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones "
             "forever",
             "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in the dataset",
         )
-
-
-def _same_numpy_state(a: Any, b: Any) -> bool:
-    return a[0] == b[0] and a[1].tobytes() == b[1].tobytes() and a[2:] == b[2:]
 
 
 @contextmanager

@@ -8,12 +8,10 @@ the loader's worker), to samples that were loaded anyway, and leaves its random 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy
 import torch
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -22,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
+from alpa_strategy.capture.python_state import fields_kept
 from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.errors import AlpaError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
@@ -34,7 +33,6 @@ Kind = Literal["rows", "same", "own"]
 MAX_LEAVES = 4096
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_COPIED = (list, dict, set, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 class WatchedCollate:
@@ -81,29 +79,11 @@ class WatchedCollate:
 
     def _with_one_twice(self, samples: list[Any]) -> Any:
         try:
-            with isolate_rng(include_cuda=False), _kept(self.collate):
+            with isolate_rng(include_cuda=False), fields_kept(getattr(self.collate, "__self__", self.collate)):
                 # Two calls: within one, a sample that is there twice would be copied once.
                 return self.collate([copy.deepcopy(samples[0]), *copy.deepcopy(samples)])
         except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
             return None
-
-
-@contextmanager
-def _kept(collate: Any) -> Iterator[None]:
-    """The attributes of what `collate` belongs to are afterwards what they were: counters, generators."""
-    attributes = getattr(getattr(collate, "__self__", collate), "__dict__", None)
-    if not isinstance(attributes, dict):
-        yield
-        return
-    before = dict(attributes)
-    for name, value in before.items():
-        if isinstance(value, _COPIED):
-            attributes[name] = copy.copy(value) if isinstance(value, list | dict | set) else copy.deepcopy(value)
-    try:
-        yield
-    finally:
-        attributes.clear()
-        attributes.update(before)
 
 
 def _kinds_in(batch: Any, probe: Any, count: int) -> list[Kind]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,8 @@ MASK = torch.ones(4)
 CONFIG = SimpleNamespace(depth=2)
 COUNT = 0
 SEEN: list[float] = []
+RANDOM = np.random.default_rng(3)
+STREAM = itertools.count(1)
 
 
 def scaled(loss: torch.Tensor) -> torch.Tensor:
@@ -130,11 +135,71 @@ def fills_a_list(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize(("change", "name"), [(sets_a_global, "COUNT"), (fills_a_list, "SEEN")])
-def test_a_step_that_changes_globals_is_refused_and_undone(change: Any, name: str) -> None:
-    with pytest.raises(CaptureError, match=name):
-        capture_step(Model(change), torch.randn(6, 4))
-    assert (COUNT, SEEN) == (0, [])
+def fills_a_dict(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    SCHEDULE[2] = loss
+    return loss
+
+
+def fills_an_object(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    CONFIG.depth += 1
+    return loss
+
+
+def draws(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * RANDOM.random()
+
+
+def draws_from_its_own(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * model.rng.random()
+
+
+def takes_the_next(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * next(STREAM)
+
+
+def takes_its_own_next(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * next(model.stream) * next(iter([1.0]))
+
+
+def writes(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    with open("/nowhere/steps.txt", "a") as file:
+        file.write("a step")
+    return loss
+
+
+REFUSED = {
+    sets_a_global: "COUNT",
+    fills_a_list: "SEEN",
+    fills_a_dict: "SCHEDULE",
+    fills_an_object: "CONFIG",
+    draws: "RANDOM",
+    draws_from_its_own: "rng",
+    takes_the_next: "next of an iterator.*next.STREAM",
+    takes_its_own_next: "next of an iterator.*next.model.stream",
+    writes: "nowhere",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_a_step_that_changes_something_outside_is_refused_and_undone(change: Any) -> None:
+    model = Model(change)
+    model.rng, model.stream = random.Random(1), itertools.count()
+    state = RANDOM.bit_generator.state["state"], model.rng.getstate(), repr(STREAM), repr(model.stream)
+    with pytest.raises(CaptureError, match=REFUSED[change]):
+        capture_step(model, torch.randn(6, 4))
+    assert (COUNT, SEEN, SCHEDULE, CONFIG.depth) == (0, [], {"start": [1.0, 2.0]}, 2)
+    assert state == (RANDOM.bit_generator.state["state"], model.rng.getstate(), repr(STREAM), repr(model.stream))
+
+
+@functools.lru_cache
+def positions(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+def test_a_cached_function_keeps_no_fake_tensors() -> None:
+    step = capture_step(Model(lambda model, loss: loss * positions(4).sum()), torch.randn(6, 4))
+    assert "arange" in " ".join(op.call.target_name for op in step.ops)
+    assert positions(4).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_step_that_changes_a_closure_is_refused() -> None:
