@@ -13,6 +13,7 @@ import dataclasses
 import operator
 import pickle
 import random
+import re
 import sys
 import types
 import weakref
@@ -335,31 +336,19 @@ class _Kept:
 
 
 class KeptGenerator(_Kept):
-    """A generator of random numbers, of Python or NumPy (or the module that holds the global one), and its state."""
-
-    def __init__(self, place: str, generator: Any) -> None:
-        super().__init__(place, generator, _state_functions(generator)[0]())
+    """A generator of random numbers, of Python or NumPy; `before` is its state."""
 
     @override
     def is_changed(self) -> bool:
-        return pickle.dumps(self.before) != pickle.dumps(_state_functions(self.items)[0]())  # arrays do not compare
+        return pickle.dumps(self.before) != pickle.dumps(self.items.__getstate__())  # arrays do not compare
 
     @override
     def restore(self) -> None:
-        _state_functions(self.items)[1](self.before)
+        self.items.__setstate__(self.before)
 
 
 _CACHED = type(lru_cache(id))
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-
-
-def _state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What gives the state of a generator of random numbers, and what sets it."""
-    if isinstance(generator, np.random.Generator):
-        source = generator.bit_generator
-        return lambda: source.state, lambda state: setattr(source, "state", state)
-    names = ("getstate", "setstate") if hasattr(generator, "getstate") else ("get_state", "set_state")
-    return operator.attrgetter(*names)(generator)
+_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
@@ -385,13 +374,14 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
+        value = value.bit_generator if isinstance(value, np.random.Generator) else value
         kind = type(value)
         if id(value) in seen:
             continue
         label = str(place) + "".join(f"[{key!r}]" for key in keys)
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
-            yield KeptGenerator(label, value)
+            yield KeptGenerator(label, value, value.__getstate__())
         elif _has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
@@ -558,6 +548,26 @@ def _is_foreign(value: Any) -> bool:
     """Whether it is an object of a library's class: a logger, a console."""
     is_users = _is_user_module(sys.modules.get(type(value).__module__))
     return _has_fields(value) and not isinstance(value, _GENERATORS) and not is_users
+
+
+def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
+    """(owner, name), as `patched` takes them, of what holds this number under such a name: attributes of the module
+    tree and of the data module, hyperparameters, configurations, and globals of the files of the module's classes."""
+    data_module = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    classes = _user_classes(module)
+    owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
+    for attributes in (vars(each) for each in (*module.modules(), data_module) if each is not None):
+        dicts = [each for each in attributes.values() if isinstance(each, dict)]
+        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", "", set())]
+        owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
+    distinct = {id(owner): owner for owner in owners}.values()
+    held = [(owner, owner if isinstance(owner, dict) else vars(owner)) for owner in distinct]
+    return [
+        (owner, key)
+        for owner, items in held
+        for key, held_value in items.items()
+        if type(held_value) is int and held_value == value and isinstance(key, str) and name.search(key)
+    ]
 
 
 @contextmanager

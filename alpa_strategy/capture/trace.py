@@ -322,7 +322,8 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
 def generators_kept() -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
     torch_state = torch.get_rng_state()
-    kept = [KeptGenerator("random", random), KeptGenerator("numpy.random", np.random)]
+    generators = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
+    kept = [KeptGenerator(name, each, each.__getstate__()) for name, each in generators.items()]
     drawn: list[str] = []
     try:
         yield

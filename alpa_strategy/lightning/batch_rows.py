@@ -8,8 +8,10 @@ the loader's worker), to samples that were loaded anyway, and leaves its random 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,8 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.python_state import fields_kept
-from alpa_strategy.comm.collectives import of_all_ranks
+from alpa_strategy.capture.python_state import fields_kept, patched, places_of
+from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.lightning.checks import is_overridden
@@ -31,6 +33,7 @@ Kind = Literal["rows", "same", "own"]
 """Of a tensor leaf: one row a sample; the same whatever the samples; made of this batch's samples in another way."""
 
 MAX_LEAVES = 4096
+_BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -181,6 +184,27 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
     names = [own[leaf.leaf] for leaf in step.batch if leaf.leaf in own and leaf.value in used]
     if names:
         raise NotRowsError(_of(names), REPLICA)
+
+
+def check_batch_sizes(module: Any, step: StepGraph, again: Callable[[], StepGraph]) -> None:
+    """NotRowsError where a step of all ranks' batches computes with an attribute that says how many rows a rank has:
+    with the number of all ranks' rows in its place, `again`, which captures once more, gives another graph."""
+    rows = step.batch_size // world_size()
+    places = places_of(module, rows, _BATCH_SIZE)
+    if not places:
+        return
+    with patched([(*place, step.batch_size) for place in places]):
+        try:
+            is_same = replace(again(), logs=()).graph_digest == replace(step, logs=()).graph_digest
+        except Exception:  # of the user's code, that was not written for so many rows
+            is_same = False
+    if not is_same:
+        raise NotRowsError(
+            f"the step computes with {' or '.join(sorted({name for _, name in places}))} = {rows}, the rows of this "
+            f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from the batch, "
+            "`x.size(0)`, would be theirs)",
+            REPLICA,
+        )
 
 
 def _of(names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -27,7 +28,14 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
 from alpa_strategy.ir.user_code import user_line
-from alpa_strategy.lightning.batch_rows import agreed_kinds, check_own_leaves, known_kinds, naming, own_leaves
+from alpa_strategy.lightning.batch_rows import (
+    agreed_kinds,
+    check_batch_sizes,
+    check_own_leaves,
+    known_kinds,
+    naming,
+    own_leaves,
+)
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
@@ -60,19 +68,24 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = own_leaves(kinds, batch) if is_joint else {}
 
+    captured = partial(
+        capture_step,
+        module,
+        batch,
+        world_size=world_size(),
+        batch_scope=job.options.rows,
+        batch_idx=batch_idx,
+        context=job.context,
+        rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
+    )
+
     def work() -> StepGraph:
         try:
             with job.progress("capture"), naming(own):
-                step = capture_step(
-                    module,
-                    batch,
-                    world_size=world_size(),
-                    batch_scope=job.options.rows,
-                    batch_idx=batch_idx,
-                    context=job.context,
-                    rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
-                )
+                step = captured()
             check_own_leaves(own, step)
+            if is_joint and job.may_run_as_written:
+                check_batch_sizes(module, step, captured)
             return step
         except Exception as error:
             if isinstance(error, AlpaError) or not job.may_run_as_written:
