@@ -155,7 +155,8 @@ def passing_answer(frame: FrameType) -> bool | None:
 
     None when the answer decides more than whether something is raised, or the source is not to be had.
     """
-    position = _position(frame)
+    # Instructions are 2 bytes each, `f_lasti` is the offset of the current one.
+    position = _in_our_order(next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)))
     found = None if position is None else _places(frame.f_code.co_filename).get(position)
     if position is None or found is None:
         return None
@@ -218,12 +219,6 @@ def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
 
 def _only_raises(body: list[ast.stmt]) -> bool:
     return bool(body) and isinstance(body[-1], ast.Raise) and all(isinstance(s, _SIMPLE) for s in body[:-1])
-
-
-def _position(frame: FrameType) -> _Position | None:
-    """Where the expression stands that the frame is evaluating."""
-    # Instructions are 2 bytes each, `f_lasti` is the offset of the current one.
-    return _in_our_order(next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)))
 
 
 def _in_our_order(position: Any) -> _Position | None:

@@ -464,7 +464,8 @@ def collectives_refused() -> Iterator[None]:
         (module, name, _refusal(name, value, get_ident()))
         for module in (dist, functional)
         for name, value in vars(module).items()
-        if type(value) is FunctionType and _communicates(name)
+        # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.
+        if type(value) is FunctionType and name[0] != "_" and any(kind in name for kind in _KINDS)
     ]
     with patched(refusals):
         yield
@@ -477,12 +478,6 @@ def _refusal(name: str, function: Callable[..., Any], thread: int) -> Callable[.
         return function(*args, **kwargs)  # a checkpoint that is written in the background
 
     return refusing
-
-
-def _communicates(name: str) -> bool:
-    """Whether a public function of torch.distributed is a collective or a message: `all_reduce`, `batch_isend_irecv`,
-    `monitored_barrier`, `reduce_scatter_tensor`, ..."""
-    return not name.startswith("_") and any(kind in name for kind in _KINDS)
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:

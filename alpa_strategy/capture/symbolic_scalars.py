@@ -49,14 +49,9 @@ class StepCounter:
         self.record(Guard(self.made, op, made, outcome))
         return outcome
 
-    @property
-    def seldom_changes(self) -> bool:
-        """Whether a graph may be good for one value."""
-        return self.made.counters == {"current_epoch"}
-
     def as_number(self) -> float:
         """The number as it is now: the graph is good for it alone. Only of one that seldom changes."""
-        if not self.seldom_changes:
+        if self.made.counters != {"current_epoch"}:
             self.refuse()
         self.record(Guard(self.made, "==", self.value, True))
         return self.value

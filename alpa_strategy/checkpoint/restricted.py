@@ -63,15 +63,10 @@ class _Unpickler(pickle.Unpickler):
         if (
             module == "torch"
             and isinstance(found := getattr(torch, name, None), torch.dtype)
-            and _is_plain_dtype(found)
+            and (found.is_floating_point or found.is_complex or found in _WHOLE_NUMBERS)
         ):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
-
-
-def _is_plain_dtype(dtype: torch.dtype) -> bool:
-    """Whether its tensors are numbers: of quantized ones, views of what is made without a scale crash the process."""
-    return dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE_NUMBERS
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Reshard:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()) or self.is_identity:
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or not (self.forward_steps or self.backward_steps):
             return self.values(tensor)
         result = _ReshardNode.apply(tensor, self, False, None)
         regather = active_regather()
@@ -103,11 +103,6 @@ class Reshard:
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
         return _run(self.backward_steps, grad, self._mesh)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether neither values nor gradients change."""
-        return not self.forward_steps and not self.backward_steps
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"

@@ -42,7 +42,8 @@ class OpTime:
 
 def call_family(call: OpCall) -> str:
     """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something of each other."""
-    return " ".join([call.target_name, *(_dtype(meta) for meta in call.operands)])
+    dtypes = [str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands]
+    return " ".join([call.target_name, *dtypes])
 
 
 def call_key(call: OpCall) -> str:
@@ -114,10 +115,6 @@ class OpTable:
 
     def _put(self, device: str, family: str, key: str, entry: OpTime) -> None:
         self._devices.setdefault(device, {}).setdefault(family, {})[key] = entry
-
-
-def _dtype(meta: TensorMeta) -> str:
-    return str(meta.dtype).removeprefix("torch.") + ("*" if meta.requires_grad else "")
 
 
 def _show(arg: Any) -> str:

@@ -168,7 +168,8 @@ def stage_overview(plan: Plan) -> Table:
     _add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
         seconds = (stage.forward_seconds, stage.backward_seconds)
-        row = [str(index), short_layers(stage.layers), device_range(stage), mesh_text(stage.logical_mesh)]
+        layers = re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", stage.layers)  # `blocks.0-3`
+        row = [str(index), layers, device_range(stage), mesh_text(stage.logical_mesh)]
         row += [format_seconds(each) if each else "" for each in seconds]
         if remat:
             row.append("" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole")
@@ -309,11 +310,6 @@ def index_ranges(indices: Iterable[int]) -> str:
         else:
             ranges.append([index, index])
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
-
-
-def short_layers(layers: str) -> str:
-    """`blocks.0-blocks.3` as `blocks.0-3`."""
-    return re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", layers)
 
 
 def equal_stages(plan: Plan) -> list[list[int]]:

@@ -157,16 +157,18 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:
     """What every schedule that is allowed can have on the cluster's devices."""
-    sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if _has_mesh(cluster, mesh, options)})
+    sizes = sorted(
+        {
+            math.prod(mesh)
+            for mesh in submeshes(cluster)
+            if any(is_allowed(shape, options) for shape in cluster.logical_shapes(mesh))
+        }
+    )
     schedules = [options.schedule] if options.schedule else SCHEDULES
     found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
     if options.schedule:  # one stage has none
         return {name: [(n, ranks) for n, ranks in numbers if n > 1] for name, numbers in found.items()}
     return found
-
-
-def _has_mesh(cluster: ClusterSpec, submesh: tuple[int, int], options: PlanOptions) -> bool:
-    return any(is_allowed(shape, options) for shape in cluster.logical_shapes(submesh))
 
 
 def _stages_and_meshes(schedule: str, num_devices: int, sizes: Sequence[int]) -> list[tuple[int, int]]:

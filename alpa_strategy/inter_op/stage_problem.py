@@ -261,7 +261,8 @@ def cost_of(
 
     def add(parts: Parts, span: int, at: int | tuple[int, int]) -> None:
         nonlocal total
-        total += [float(x[at]) for x in _summed(parts)]
+        summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
+        total += [float(x[at]) for x in summed]
         if span == EVERY_SPAN:
             again[:] += parts.again[at]
         elif span != PER_STEP:
@@ -312,10 +313,6 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost, p
         backward=cost.backward - saved["backward"],
         once=cost.once - reduced,
     )
-
-
-def _summed(parts: Parts) -> tuple[np.ndarray, ...]:
-    return parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
 
 
 # --- Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op problem. What is

@@ -241,7 +241,8 @@ class _Builder:
                 asks.append((sink, (self._whole,)))
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
-            if not asks or (value in self.constants and all(map(layout_is_whole, produced))):
+            is_whole = value in self.constants and all(p == INVARIANT for layout in produced for p in layout)
+            if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
             saved = any(self.ops[op].saved.operands[position] for op, position in consumers)
             transfer, layouts = _transfer(
@@ -274,11 +275,6 @@ def constant_values(step: StepGraph) -> frozenset[int]:
         if found.issuperset(op.operands) and not is_random(op.call):
             found.update(op.results)
     return frozenset(found)
-
-
-def layout_is_whole(layout: DualLayout) -> bool:
-    """True when every device holds the whole value and its whole gradient."""
-    return all(placement == INVARIANT for placement in layout)
 
 
 def _transfer(

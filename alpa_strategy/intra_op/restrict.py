@@ -18,7 +18,7 @@ from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
-from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage, modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -44,7 +44,9 @@ def restrict(
     modes = pinned_modes(intra, options, pinned or {})
     if not modes and set(names) == {"auto"} and optimizer.element_wise:
         return intra
-    penalty = penalty_seconds(intra)
+    # For each thing that a named plan does not want: several times a step in which every device does everything, so
+    # that it is avoided where possible, and yet of the size of real costs, as solvers like it.
+    penalty = 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
     choices = list(intra.problem.choices)
     for index, (parameter, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         cost = choices[index].cost.copy()
@@ -77,7 +79,7 @@ def restrict(
         if read is None or read.name in modes:
             continue
         uses = intra.step.consumers.get(layouts.value, ())
-        passes_on = bool(uses) and all(_is_derived(intra.step, op, read_as) for op, _ in uses)
+        passes_on = bool(uses) and all(read_as.keys() >= set(intra.step.ops[op].results) for op, _ in uses)
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
             # What only passes on to a cast is cast as it is stored, and what a named plan gathers is the cast.
@@ -94,24 +96,10 @@ def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
     """
     found = {p.value: p for p in step.parameters}
     for op in step.ops:
-        if len(op.operands) == 1 and op.operands[0] in found and _keeps_elements(op.call):
+        keeps_elements = op_base_name(op.call) in CASTS or is_plain_view(op.call)
+        if len(op.operands) == 1 and op.operands[0] in found and keeps_elements:
             found.update(dict.fromkeys(op.results, found[op.operands[0]]))
     return found
-
-
-def _keeps_elements(call: OpCall) -> bool:
-    return op_base_name(call) in CASTS or is_plain_view(call)
-
-
-def _is_derived(step: StepGraph, op: int, known: Mapping[int, ParameterInput]) -> bool:
-    return known.keys() >= set(step.ops[op].results)
-
-
-def penalty_seconds(intra: IntraOp) -> float:
-    """What a named plan charges for each thing that it does not want: several times a step in which every device does
-    everything, so that it is avoided where possible, and yet of the size of real costs, as solvers like it.
-    """
-    return 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
 
 
 def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:

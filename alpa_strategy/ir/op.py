@@ -93,14 +93,11 @@ class OpCall:
 
     def on(self, device: torch.device) -> OpCall:
         """The same call, making its results on `device`: `arange` and its like have no operand that says where."""
-        if device.type == "cpu" or self.operands or not _takes_device(self.target):
+        schema = getattr(self.target, "_schema", None)
+        takes_device = schema is not None and any(argument.name == "device" for argument in schema.arguments)
+        if device.type == "cpu" or self.operands or not takes_device:
             return self
         return replace(self, kwargs=tuple(sorted((*self.kwargs, ("device", device)))))
-
-
-def _takes_device(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
 @dataclass(frozen=True)

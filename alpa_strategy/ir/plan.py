@@ -259,7 +259,10 @@ def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
         "backward_seconds": stage.backward_seconds,
         "boundary_seconds": stage.boundary_seconds,
         "predicted": dict(vars(stage.predicted)),
-        "parameters": {name: _parameter_to_text(plan) for name, plan in stage.parameter_plans.items()},
+        "parameters": {
+            name: modes_text(plan.module_modes) + f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
+            for name, plan in stage.parameter_plans.items()
+        },
         "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
         "collectives": [dict(vars(collective)) for collective in stage.collectives],
         "strategies": {op: AXIS_SEPARATOR.join(map(str, each)) for op, each in stage.strategies.items()},
@@ -307,11 +310,6 @@ def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
     if cuts and not fields.get("remat", bool):
         raise PlanError(f"{fields.path('remat_cuts')} cuts a stage that does not recompute", _FIX)
     return cuts
-
-
-def _parameter_to_text(plan: ParameterPlan) -> str:
-    text = modes_text(plan.module_modes)
-    return text if plan.num_segments == 1 else f"{text}{_IN}{plan.num_segments} segments"
 
 
 def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, ParameterPlan]:

@@ -205,7 +205,8 @@ class Checkpoints:
         if taken_up is not None and keeps_own_state(loader):
             taken_up = Pass(epoch=taken_up.epoch, now=taken_up.now)  # it finds its position by itself
         elif taken_up is not None:
-            _say_nothing_of_positions()
+            # Lightning warns that the loader cannot resume: it does.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         progress = self._trainer.fit_loop.epoch_progress
         return ResumableLoader(loader, lambda: progress.current.processed, taken_up)
 
@@ -322,11 +323,6 @@ def _is_torchs(checkpoint_io: Any) -> bool:
     if isinstance(checkpoint_io, AsyncCheckpointIO):
         checkpoint_io = checkpoint_io.checkpoint_io
     return checkpoint_io is None or type(checkpoint_io) is TorchCheckpointIO
-
-
-def _say_nothing_of_positions() -> None:
-    """Lightning warns that the loader cannot resume: it does."""
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
 
 def let_directories_load() -> None:

@@ -182,7 +182,9 @@ def find_or_make_plan(
     if running is not None and not running.is_pipelined:
         stage = running.stages[0]
         pinned = stage.parameter_plans
-        options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=_as_pins(pinned))
+        # As pins, so that plans under different ones have different fingerprints.
+        placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in pinned.items())
+        options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
         optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
         task = PlanTask(step, cluster.in_order(job_ranks(running.stages)), options, optimizer)
 
@@ -308,11 +310,6 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
         return check_plan(plan, step, num_devices)
     micro = microbatch(step, plan.num_microbatches, num_devices)
     return check_plan(plan, micro.graph, num_devices, micro.given)
-
-
-def _as_pins(parameter_plans: Mapping[str, ParameterPlan]) -> tuple[tuple[str, str], ...]:
-    """Parameter plans as placement options: so that plans under different pins have different fingerprints."""
-    return tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in parameter_plans.items())
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:

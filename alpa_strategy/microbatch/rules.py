@@ -193,15 +193,12 @@ def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[Time
     elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
         for strategy in found:
             before, after = strategy.inputs[0], strategy.outputs[0]
-            if before.kind == after.kind == "rows" and _same_length(call, before.dim, after.dim):
+            integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
+            are_rows = integers and before.kind == after.kind == "rows"
+            if are_rows and call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
                 yield TimeStrategy((State("numbers", before.dim),), (State("numbers", after.dim),))
     elif call.target is aten.index.Tensor:
         yield from _read_by_number(call)
-
-
-def _same_length(call: OpCall, before: int, after: int) -> bool:
-    integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
-    return integers and call.operands[0].shape[before] == call.results[0].shape[after]
 
 
 def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:

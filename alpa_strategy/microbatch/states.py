@@ -217,7 +217,8 @@ class _Walk:
         cost, uses, wants_whole = 0, [], False
         forced: dict[int, TimeStrategy] = {}
         for position, (value, have, want) in enumerate(zip(op.operands, states, fixed.inputs, strict=True)):
-            divisible = have == WHOLE and self._divisible(value)
+            dtype = self.step.values[value].dtype
+            divisible = have == WHOLE and (dtype.is_floating_point or dtype.is_complex)
             if position == fixed.added and divisible:
                 uses.append(Use(value, "share"))
             elif have == want:
@@ -236,10 +237,6 @@ class _Walk:
             else:
                 return None
         return _Fit(cost, Chosen(fixed, tuple(uses)), forced, wants_whole)
-
-    def _divisible(self, value: int) -> bool:
-        dtype = self.step.values[value].dtype
-        return dtype.is_floating_point or dtype.is_complex
 
     def _can_be_given(self, value: int, want: State) -> bool:
         if want.kind != "rows":

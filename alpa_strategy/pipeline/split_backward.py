@@ -70,7 +70,8 @@ class SplitBackward:
             if not edges:
                 continue
             # A start below another start of its group would get its gradient twice: by its own edge and from above.
-            clamps = [node.register_prehook(_replace_by(self._caught[node])) for node in group.starts_below()]
+            below = [(node, self._caught[node]) for node in group.starts_below()]
+            clamps = [node.register_prehook(lambda _, caught=caught: caught) for node, caught in below]
             try:
                 torch.autograd.backward(edges, grads, inputs=group.leaves, retain_graph=True)
             finally:
@@ -78,10 +79,6 @@ class SplitBackward:
                     handle.remove()
         self._groups, self._roots, self._root_grads, self._inputs = [], [], [], []
         self._caught.clear()
-
-
-def _replace_by(grads: _Grads) -> Any:
-    return lambda _: grads
 
 
 class _Group:

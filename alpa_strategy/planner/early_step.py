@@ -65,7 +65,9 @@ def who_looks_at_gradients(module: Any, settings: TrainerSettings) -> str | None
                 return f"{type(owner).__name__}.{name} may look at gradients"
     for owner in (module, *settings.callbacks):
         for name in _AFTERWARDS:
-            if _is_overridden(owner, name) and _mentions_gradients(getattr(owner, name)):
+            hook: Any = getattr(owner, name, None)
+            is_users = _is_overridden(owner, name) and is_user_code(hook)
+            if is_users and any("grad" in mentioned for mentioned in mentioned_names(hook)):
                 return f"{type(owner).__name__}.{name} may look at gradients"
     return None
 
@@ -81,10 +83,6 @@ def _lightning_class(thing: Any, name: str) -> type | None:
     """The class of Lightning's with this name that `thing` is an instance of."""
     bases = (base for base in type(thing).__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning.")))
     return next((base for base in bases if base.__name__ == name), None)
-
-
-def _mentions_gradients(hook: Any) -> bool:
-    return is_user_code(hook) and any("grad" in name for name in mentioned_names(hook))
 
 
 def against_early_step(step: StepGraph, optimizer: OptimizerInfo, options: PlanOptions) -> str | None:

@@ -63,6 +63,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     per_mesh = Counter(stage.first_device for stage in stages)
     for index, stage in enumerate(stages):
         own = stage_on(graph, cuts[index], cuts[index + 1], math.prod(stage.logical_mesh))
+        layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
         wish = StageWish(
             cuts[index],
             cuts[index + 1],
@@ -72,7 +73,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
             alive[index],
             per_mesh[stage.first_device],
             stage.parameter_plans,
-            _layer_cuts(own, cuts[index], len(stage.spans)) if stage.remat else (),
+            tuple(cuts[index] + cut for cut in layers[1:-1]),
         )
         solved.append(solver.solve(wish))
     firsts = [stage.first_device for stage in stages]
@@ -133,11 +134,6 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
     for origin in reversed(origins):
         cuts.append(int(origin[cuts[-1]]))
     return tuple(reversed(cuts))
-
-
-def _layer_cuts(own: StepGraph, first: int, count: int) -> tuple[int, ...]:
-    """Where a stage's graph, whose first op is the step's `first`, may be cut into about `count` spans."""
-    return tuple(first + cut for cut in cluster_layers(own, min(count, len(own.ops)))[1:-1])
 
 
 def _passing_bytes(graph: StepGraph) -> np.ndarray:

@@ -289,7 +289,8 @@ class _Search:
         with _timed(self.spent, "micro-batches and layers"):
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
-            cuts = _cuts(graph, least_stages(task.cluster, task.options))
+            num_stages = least_stages(task.cluster, task.options)
+            cuts = cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
             cuts = tuple(sorted({*cuts, *stage_cuts(graph, task.options.stages)}))
             return CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
@@ -374,11 +375,6 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     return counts or [1]
 
 
-def _cuts(graph: StepGraph, num_stages: int) -> tuple[int, ...]:
-    """Layers, at least one per stage."""
-    return cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
-
-
 def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
     """The stages that the DP chose, each solved by the ILP."""
     job, solver = candidate.job, StageSolver(candidate.job)
@@ -446,6 +442,7 @@ def plan_of(
         costs = [s.cost for s in solved]
         seconds = simulated_seconds(schedule, len(peaks), B, costs, remat, wires, overhead)
     order = list(job_ranks(stages))
+    listed = ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
     gap = max(s.gap for s in solved)
     method = next(s.method for s in solved if s.gap == gap)
     return Plan(
@@ -463,14 +460,10 @@ def plan_of(
         gap=gap,
         notes=(
             *((f"layouts not proved optimal: within {gap:.2%} of the best ({method})",) if gap > 0 else ()),
-            *((f"devices in the order {_listed(order)}: their links differ",) if order != sorted(order) else ()),
+            *((f"devices in the order {listed}: their links differ",) if order != sorted(order) else ()),
         ),
         cluster_name=job.cluster.name,
     )
-
-
-def _listed(order: Sequence[int]) -> str:
-    return ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
 
 
 # --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds, never by the clock.

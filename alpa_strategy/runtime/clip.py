@@ -68,11 +68,9 @@ def grad_norm(store: ParameterStore, parameters: Iterable[nn.Parameter] | None =
         parameters: whose gradients, the same on all devices (an optimizer's); by default all of the store's.
     """
     given = tuple(store.parameters if parameters is None else parameters)
-    squares = [
-        torch.linalg.vector_norm(parameter.grad.detach(), dtype=_accumulation_dtype(parameter.grad)).double().square()
-        for parameter in given
-        if parameter.grad is not None and parameter.grad.numel() > 0 and store.counts_here(parameter)
-    ]
+    counted = [p.grad.detach() for p in given if p.grad is not None and p.grad.numel() > 0 and store.counts_here(p)]
+    precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
+    squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
     device = given[0].device if given else torch.device("cpu")
     own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     return all_reduce_over(store.mesh, own).sqrt()
@@ -87,7 +85,3 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     norm = grad_norm(store, given)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
-
-
-def _accumulation_dtype(grad: Tensor) -> torch.dtype:
-    return torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype

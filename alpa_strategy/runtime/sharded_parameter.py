@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualPlacement, Layout, shard, value_layout
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, Layout, shard, value_layout
 from alpa_strategy.ir.stage_plan import ParameterPlan, Storage, modes_text
 
 
@@ -88,6 +87,9 @@ class ShardedParameter:
                 "plan again, or build the model as it was when it was planned",
             )
         storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
+        used = plan.step_layout()
+        if of_replica:  # whole, its gradient a summand (of a parameter that does not train: nothing)
+            used = tuple(INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
         return cls(
             name=given.name,
             plan=plan,
@@ -96,7 +98,7 @@ class ShardedParameter:
             shape=shape,
             module_shape=module_shape,
             layout=plan.layout,
-            to_use=Reshard(storage, tuple(_in_replica(plan)) if of_replica else plan.step_layout(), shape, mesh),
+            to_use=Reshard(storage, used, shape, mesh),
             to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
             is_gathered_once=plan.is_gathered_once and not of_replica,
         )
@@ -286,11 +288,6 @@ class ShardedParameter:
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
-
-
-def _in_replica(plan: ParameterPlan) -> Iterator[DualPlacement]:
-    """Whole, its gradient a summand (of a parameter that does not train: nothing)."""
-    return (INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

@@ -235,14 +235,11 @@ def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[Axis
             if chosen:
                 last = tuple(n - 1 for n in mesh_shape[:axis])  # uneven chunks: the last device has the fewest
                 local = localize(call, chosen, mesh_shape[:axis], last).call
-            longer += [(*chosen, s) for s in axis_strategies(local, axis_size) if not _is_second_ring(chosen, s)]
+            has_ring = any(s.implementation == RING for s in chosen)
+            found = axis_strategies(local, axis_size)
+            longer += [(*chosen, s) for s in found if not (has_ring and s.implementation == RING)]
         combinations = longer
     return tuple(_shrink_collectives(c, mesh_shape) for c in combinations)
-
-
-def _is_second_ring(chosen: tuple[AxisStrategy, ...], strategy: AxisStrategy) -> bool:
-    """Keys and values go around one axis only: the mesh with both axes in one has the other plan."""
-    return strategy.implementation == RING and any(s.implementation == RING for s in chosen)
 
 
 def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]) -> tuple[AxisStrategy, ...]:
