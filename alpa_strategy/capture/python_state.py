@@ -516,8 +516,11 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for method in methods:
         cells = closure_values(method).items()
         found += [("", f"{name} of {method.__qualname__}", cell.cell_contents) for name, cell in cells]
-    ours = [(where, name, value) for where, name, value in found if name[:2] != "__" and not _is_foreign(value)]
-    kept = [each for where, name, value in ours for each in _kept_in(value, where, name, seen)]
+    kept: list[_Kept] = []
+    for where, name, value in found:
+        is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
+        if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
+            kept += _kept_in(value, where, name, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if type(v) is _CACHED]
     changed: list[str] = []
     try:
@@ -542,12 +545,6 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
             "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
             "use register_buffer for tensors",
         )
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether it is an object of a library's class: a logger, a console."""
-    is_users = _is_user_module(sys.modules.get(type(value).__module__))
-    return _has_fields(value) and not isinstance(value, _GENERATORS) and not is_users
 
 
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
