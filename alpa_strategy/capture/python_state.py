@@ -40,6 +40,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})  # of torch's modules: what people do change
+_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
 _MISSING = object()
@@ -61,7 +62,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return Same(value, _version)
     if isinstance(value, np.ndarray):
-        return Same(value, _content)
+        return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
         return Same(value, len)
     if depth < _MAX_DEPTH:
@@ -94,10 +95,6 @@ class Same:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
-
-
-def _content(array: np.ndarray) -> bytes:
-    return array.tobytes() if array.size <= _MAX_ITEMS else b""
 
 
 def _has_fields(value: Any) -> bool:
@@ -347,10 +344,6 @@ class KeptGenerator(_Kept):
         self.items.__setstate__(self.before)
 
 
-_CACHED = type(lru_cache(id))
-_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
-
-
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
     """Names that have another object now, or none, or did not have one."""
     return [name for name in {**old, **new} if new.get(name, _MISSING) is not old.get(name, _MISSING)]
@@ -521,7 +514,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
             kept += _kept_in(value, where, name, seen)
-    cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if type(v) is _CACHED]
+    cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: list[str] = []
     try:
         yield
@@ -557,13 +550,11 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
         kept = [each.items for v in attributes.values() for each in _kept_in(v, "", "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
-    distinct = {id(owner): owner for owner in owners}.values()
-    held = [(owner, owner if isinstance(owner, dict) else vars(owner)) for owner in distinct]
     return [
         (owner, key)
-        for owner, items in held
-        for key, held_value in items.items()
-        if type(held_value) is int and held_value == value and isinstance(key, str) and name.search(key)
+        for owner in owners
+        for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
+        if type(held) is int and held == value and isinstance(key, str) and name.search(key)
     ]
 
 

@@ -85,7 +85,8 @@ class Checkpoints:
         self._num_loaders = 0
         # Of each optimizer, read when the plan is there.
         self._optimizer_states: dict[int, Mapping[int, Mapping[str, Any]]] = {}
-        self._parameters: dict[str, Tensor] = {}  # of parameters that are still to be made
+        # Of the checkpoint, by name: of parameters that were on the meta device when it was loaded.
+        self.parameters_to_load: dict[str, Tensor] = {}
         self._left_alone = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,14 +128,9 @@ class Checkpoints:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
             load_others(module, state_dict, held, strict)
         missing = {name for name, p in parameters.items() if p.is_meta}
-        self._parameters = {name: state_dict[name] for name in missing | held if name in state_dict}
+        self.parameters_to_load = {name: state_dict[name] for name in missing | held if name in state_dict}
         if held:
             self.restore_parameters(store)
-
-    @property
-    def parameters_to_load(self) -> Mapping[str, Tensor]:
-        """Name -> tensor of the checkpoint, of parameters that were on the meta device when it was loaded."""
-        return self._parameters
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], stored: Sequence[Any]) -> None:
         """Read the groups now, and the state when it is known which part of it this rank holds."""
@@ -183,10 +179,10 @@ class Checkpoints:
 
     def restore_parameters(self, store: ParameterStore) -> None:
         """Read this rank's parts of the parameters that wait for it. Collective."""
-        if self._parameters:
-            on_all_ranks(lambda: load_parameters(self._parameters, store), lambda _: None)
+        if self.parameters_to_load:
+            on_all_ranks(lambda: load_parameters(self.parameters_to_load, store), lambda _: None)
             store.after_optimizer_step()  # copies that were gathered before hold other values
-            self._parameters = {}
+            self.parameters_to_load = {}
 
     def _restore_optimizer(self, optimizer: Optimizer) -> None:
         store = self._store
