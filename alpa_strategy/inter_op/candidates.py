@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -133,12 +135,75 @@ def _regular(
                 equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
                 known=known(),
             )  # fmt: skip
+            wired = replace(tables, crosses=equal.crosses)
+            made = partial(_on_one_submesh, job, runs, wired, schedule, v, weights, own, index)
             if choice is not None:
-                stages = tuple(replace(s, submesh=index) for s in choice.stages)
-                choice = replace(choice, stages=stages)
-                wired = replace(tables, crosses=equal.crosses)
-                left = list(range(total, 0, -1))
-                yield to_candidate(job, runs, wired, left, schedule, v, weights, choice, own)
+                yield made(choice)
+            if v > 1 and D <= EVERY_SIZE:
+                cuts = [round(i * L / total) for i in range(total + 1)]
+                yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
+
+
+def _on_one_submesh(
+    job: CostJob,
+    runs: Sequence[RunCosts],
+    tables: StageTables,
+    schedule: str,
+    v: int,
+    weights: Terms,
+    alive: tuple[int, ...],
+    submesh: int,
+    choice: StageChoice,
+) -> Candidate:
+    """What was chosen in tables of one submesh, in those of all."""
+    choice = replace(choice, stages=tuple(replace(stage, submesh=submesh) for stage in choice.stages))
+    left = list(range(len(choice.stages), 0, -1))
+    return to_candidate(job, runs, tables, left, schedule, v, weights, choice, alive)
+
+
+def _climbed(
+    job: CostJob,
+    equal: StageTables,
+    schedule: str,
+    ranks: int,
+    own: Sequence[int],
+    cuts: list[int],
+    made: Callable[[StageChoice], Candidate],
+    known: Callable[[], float],
+) -> Iterable[Candidate]:
+    """Stages between `cuts`, several a mesh, and better ones: cuts are moved by a layer while that helps.
+
+    The closed form takes the largest stage for all of its mesh's, though only what they take together holds the others
+    up: what it says of unequal stages may be twice what is simulated.
+    """
+    B, total = job.num_microbatches, len(cuts) - 1
+    holder = [mesh_of(schedule, ranks, i) for i in range(total)]
+
+    def chosen(cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
+        """The cheapest stages that fit, and the seconds that they keep each mesh busy in a step."""
+        stages, busy = [], [0.0] * ranks
+        for i, (first, last) in enumerate(pairwise(cuts)):
+            at = first, last, 0
+            need = equal.bytes_always[at] + own[i] * equal.bytes_in_flight[at]
+            seconds = B * equal.seconds[at] + equal.once_seconds[at]
+            seconds = np.where(need <= job.memory_limit, seconds, np.inf)
+            stages.append(StageRange(first, last, 0, int(seconds.argmin())))
+            busy[holder[i]] += float(seconds.min())
+        return StageChoice(tuple(stages), 0.0, 0.0), busy
+
+    choice, busy = chosen(cuts)
+    if max(busy) >= known():
+        return
+    best = made(choice)
+    while best.seconds < known():
+        yield best
+        moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in range(1, total) for cut in (cuts[i] - 1, cuts[i] + 1)]
+        tried = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
+        priced = [(made(choice), each) for each, choice, busy in tried if max(busy) < best.seconds]
+        found, cuts = min(priced, key=lambda entry: entry[0].seconds, default=(best, cuts))
+        if found.seconds >= best.seconds:
+            return
+        best = found
 
 
 def _any_meshes(
