@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from lightning.pytorch import LightningModule
@@ -34,7 +34,14 @@ from typing_extensions import override
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
 from alpa_strategy.ir.guards import AttributeGuard, ValueGuard
-from alpa_strategy.ir.user_code import closure_values, code_names, is_user_code, is_user_file, reached_functions
+from alpa_strategy.ir.user_code import (
+    closure_values,
+    code_names,
+    is_user_code,
+    is_user_file,
+    mentioned_names,
+    reached_functions,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
@@ -542,11 +549,16 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
 
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
     """(owner, name), as `patched` takes them, of what holds this number under such a name: attributes of the module
-    tree and of the data module, hyperparameters, configurations, and globals of the files of the module's classes."""
-    data_module = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    tree, of the data module and the loaders, hyperparameters, configurations, and globals of the files of the module's
+    classes."""
+    trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
+    data_module, combined = getattr(trainer, "datamodule", None), trainer and trainer.fit_loop._combined_loader
+    # Every loader has its batch size: it counts where the step may ask for one.
+    loaders = combined.flattened if combined is not None and "batch_size" in mentioned_names(step) else []
+    loaders = [getattr(each, "_loader", each) for each in loaders]
     classes = _user_classes(module)
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
-    for attributes in (vars(each) for each in (*module.modules(), data_module) if each is not None):
+    for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
         kept = [each.items for v in attributes.values() for each in _kept_in(v, "", "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
-from alpa_strategy.capture.non_tensor_inputs import register_batch_types
+from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
 from alpa_strategy.capture.python_state import fields_kept, patched, places_of
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, NotRowsError
@@ -186,23 +186,27 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
         raise NotRowsError(_of(names), REPLICA)
 
 
-def check_batch_sizes(module: Any, step: StepGraph, again: Callable[[], StepGraph]) -> None:
-    """NotRowsError where a step of all ranks' batches computes with an attribute that says how many rows a rank has:
-    with the number of all ranks' rows in its place, `again`, which captures once more, gives another graph."""
+def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:
+    """NotRowsError where a step of all ranks' batches computes with a number that says how many rows a rank has, an
+    attribute or in the batch: with all ranks' rows in its place, `again`, which captures, gives another graph."""
     rows = step.batch_size // world_size()
     places = places_of(module, rows, _BATCH_SIZE)
-    if not places:
+    read = {index for index, text in step.leaves if text == value_text(rows)}
+    if not places and not read:
         return
+    paths, spec = pytree.tree_flatten_with_path(batch)
+    others = pytree.tree_unflatten([step.batch_size if i in read else leaf for i, (_, leaf) in enumerate(paths)], spec)
     with patched([(*place, step.batch_size) for place in places]):
         try:
-            is_same = replace(again(), logs=()).graph_digest == replace(step, logs=()).graph_digest
+            other = again(others)
+            is_same = replace(other, logs=()).graph_digest == replace(step, logs=()).graph_digest
         except Exception:  # of the user's code, that was not written for so many rows
             is_same = False
     if not is_same:
+        names = sorted({name for _, name in places} | {f"the batch's leaf {pytree.keystr(paths[i][0])}" for i in read})
         raise NotRowsError(
-            f"the step computes with {' or '.join(sorted({name for _, name in places}))} = {rows}, the rows of this "
-            f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from the batch, "
-            "`x.size(0)`, would be theirs)",
+            f"the step computes with {' or '.join(names)} = {rows}, the rows of this rank's batch, and would have the "
+            f"{step.batch_size} of all ranks (a number taken from a tensor of the batch, `x.size(0)`, would be theirs)",
             REPLICA,
         )
 

@@ -71,7 +71,6 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     captured = partial(
         capture_step,
         module,
-        batch,
         world_size=world_size(),
         batch_scope=job.options.rows,
         batch_idx=batch_idx,
@@ -82,10 +81,10 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     def work() -> StepGraph:
         try:
             with job.progress("capture"), naming(own):
-                step = captured()
+                step = captured(batch)
             check_own_leaves(own, step)
             if is_joint and job.may_run_as_written:
-                check_batch_sizes(module, step, captured)
+                check_batch_sizes(module, step, batch, captured)
             return step
         except Exception as error:
             if isinstance(error, AlpaError) or not job.may_run_as_written:

@@ -125,7 +125,7 @@ class Masked:
         if self.calls >= self.fault and torch.distributed.get_rank() == 1:
             mask[0, 3] = 1.0
         self.calls += 1
-        return {"x": torch.stack([s["x"] for s in samples]).double(), "mask": mask}
+        return {"x": torch.stack([s["x"] for s in samples]).double(), "mask": mask, "count": len(samples)}
 
 
 class Scaled:
@@ -189,16 +189,17 @@ def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(pool, tmp_pa
 
 
 class CountsRows(Model):
-    """With the batch size as an attribute: in the loss, or where it only weighs what is logged."""
+    """With the batch size as an attribute, or in the batch: in the loss, or where it only weighs what is logged."""
 
     def __init__(self, use: str) -> None:
         super().__init__("mask")
-        self.save_hyperparameters({"batch_size": ROWS, "in_the_loss": use == "loss"})
+        self.save_hyperparameters({"batch_size": ROWS, "where": use})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.hparams.in_the_loss:
-            loss = loss * self.hparams.batch_size / len(batch["x"])
+        if self.hparams.where != "log":
+            size = batch["count"] if self.hparams.where == "leaf" else self.hparams.batch_size
+            loss = loss * size / len(batch["x"])
         self.log("loss", loss, batch_size=self.hparams.batch_size)
         return loss
 
@@ -207,11 +208,11 @@ def train_counting(root: str, use: str) -> Any:
     return train(root, use, 100, model=CountsRows), train(root, use, 100, model=CountsRows, parallel="data")
 
 
-@pytest.mark.parametrize("use", ["loss", "log"])
+@pytest.mark.parametrize("use", ["loss", "leaf", "log"])
 def test_a_loss_with_the_batch_size_of_a_rank_runs_per_replica(pool, tmp_path, use: str) -> None:
     for (expected, _), (weights, as_written) in pool.run(2, train_counting, str(tmp_path), use):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
-        assert as_written == (use == "loss")
+        assert as_written == (use != "log")
 
 
 def demand(root: str, use: str, fault: int | None) -> None:
