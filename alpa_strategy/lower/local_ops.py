@@ -218,8 +218,10 @@ class _BatchNormSync(torch.autograd.Function):
         channels = x.shape[1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         count = x.numel() // max(channels, 1)
-        if count:
+        if count and x.device.type in ("cpu", "cuda"):  # nowhere else has it a kernel
             mean, variance = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
+        elif count:
+            variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
         else:
             mean, variance = x.new_zeros(2, channels, dtype=dtype)
         # One exchange for all three: [2 C + 1] holds the means, the sums of squared deviations, the number of values.
