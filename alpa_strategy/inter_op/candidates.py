@@ -137,11 +137,13 @@ def _regular(
             )  # fmt: skip
             wired = replace(tables, crosses=equal.crosses)
             made = partial(_on_one_submesh, job, runs, wired, schedule, v, weights, own, index)
+            starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
                 yield made(choice)
+                starts.append([*(stage.first for stage in choice.stages), L])
             if v > 1 and D <= EVERY_SIZE:
-                cuts = [round(i * L / total) for i in range(total + 1)]
-                yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
+                for cuts in starts:
+                    yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
 
 
 def _on_one_submesh(
@@ -192,11 +194,12 @@ def _climbed(
         return StageChoice(tuple(stages), 0.0, 0.0), busy
 
     choice, busy = chosen(cuts)
-    if max(busy) >= known():
+    if sum(busy) >= ranks * known() or math.isinf(sum(busy)):
         return
     best = made(choice)
-    while best.seconds < known():
-        yield best
+    while True:
+        if best.seconds < known():
+            yield best
         moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in range(1, total) for cut in (cuts[i] - 1, cuts[i] + 1)]
         tried = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
         priced = [(made(choice), each) for each, choice, busy in tried if max(busy) < best.seconds]
