@@ -33,6 +33,7 @@ from alpa_strategy.sharding.cross_mesh import boundary_seconds
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
 ABOVE = 1.05  # closed forms of several stages a mesh, against what is simulated of unequal ones
+LEAST_GAIN = 0.02  # what cuts of stages that share a mesh must be able to win: many micro-batches take long to simulate
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
@@ -194,7 +195,8 @@ def _climbed(
         return StageChoice(tuple(stages), 0.0, 0.0), busy
 
     choice, busy = chosen(cuts)
-    if sum(busy) >= ranks * known() or math.isinf(sum(busy)):
+    gain = 0.0 if job.options.schedule else LEAST_GAIN
+    if sum(busy) >= ranks * known() * (1 - gain) or math.isinf(sum(busy)):
         return
     best = made(choice)
     while True:
