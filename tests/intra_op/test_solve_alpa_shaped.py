@@ -9,7 +9,7 @@ from proofs.synthetic import gpt_like, least_bytes
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
-from alpa_strategy.intra_op.solver.lagrangian import descend
+from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood, improve
 from alpa_strategy.intra_op.solver.solve import solve
 
 GIB = 2.0**30
@@ -30,7 +30,7 @@ def test_proved_without_memory_limit(num_layers: int) -> None:
     assert time.process_time() - start < 10
     rng = np.random.default_rng(0)
     for _ in range(3):
-        other = descend(problem, [int(rng.integers(len(c.cost))) for c in problem.choices])
+        other = improve(problem, [int(rng.integers(len(c.cost))) for c in problem.choices], Neighbourhood(problem))
         assert evaluate(problem, other)[0] >= solution.seconds * (1 - 1e-9)
 
 

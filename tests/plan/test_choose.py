@@ -36,7 +36,7 @@ def plan(rows: int, where: float | ClusterSpec, store: CostStore | None = None, 
 def test_a_pipeline_wins_where_the_network_binds():
     one, best = plan(2048, 2e10, num_stages=1), plan(2048, 2e10)
     assert (len(one.stages), one.num_microbatches) == (1, 1)
-    assert len(best.stages) == 2
+    assert {stage.first_device for stage in best.stages} == {0, 1}
     assert best.predicted.step_seconds <= (1 - MARGIN) * hidden_seconds(one)
     assert best.baselines["one stage"] == pytest.approx(one.predicted.step_seconds)
     assert any("a pipeline" in note for note in best.notes)
@@ -58,7 +58,7 @@ def test_micro_batches_alone_are_not_for_speed():
     task = PlanTask(step, spec, PlanOptions(batch_scope="global"), OptimizerInfo())
     warm = replace(spec.device, launch_seconds=0.0, memory_bandwidth=20 * spec.device.memory_bandwidth)
     best = choose_plan(task, stage_costs=lambda: RooflineCosts(warm))
-    assert len(best.stages) == 2
+    assert {stage.first_device for stage in best.stages} == {0, 1}
     assert best.num_microbatches > 1
 
 

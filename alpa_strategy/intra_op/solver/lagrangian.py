@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, evaluate
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, evaluate, with_transfers
 
 HULL = 3e-5  # relative distance from the best possible bound at which the search for the price stops
+MAX_PRICES = 25
+MAX_SWEEPS = 20
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ def best_price(
     over: Point,
     under: Point,
     deadline: float,
-    max_rounds: int = 25,
 ) -> Dual:
     """Maximise the bound over prices.
 
@@ -81,7 +82,7 @@ def best_price(
     """
     limit = problem.memory_limit
     best = Dual(0.0, over.seconds, over, under)
-    for _ in range(max_rounds):
+    for _ in range(MAX_PRICES):
         # The slope of the hull between the two points: at this price they cost the same.
         price = (under.seconds - over.seconds) / (over.num_bytes - under.num_bytes)
         if price <= 0 or time.process_time() > deadline:
@@ -200,24 +201,13 @@ def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int
         seconds += float(choice.cost[k] - choice.cost[assignment[c]])
         num_bytes += float(choice.memory[k] - choice.memory[assignment[c]])
     for sign, values in ((1, after), (-1, assignment)):
-        s, b = _transfer_totals(transfers, values)
+        s, b = with_transfers(0.0, 0.0, transfers, values)
         seconds += sign * s
         num_bytes += sign * b
     return seconds, num_bytes
 
 
-def _transfer_totals(transfers: Sequence[Transfer], assignment: Sequence[int]) -> tuple[float, float]:
-    seconds = num_bytes = 0.0
-    for transfer in transfers:
-        source = transfer.source[assignment[transfer.producer]]
-        for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
-            seconds += float(transfer.cost[source, target])
-            num_bytes += float(transfer.memory[source, target])
-    return seconds, num_bytes
-
-
-# --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent, memory as a price or a
-# limit.
+# --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent within the memory limit.
 
 
 class Neighbourhood:
@@ -251,43 +241,16 @@ class Neighbourhood:
         return seconds, num_bytes
 
 
-def descend(
-    problem: Problem,
-    assignment: Sequence[int],
-    price: float = 0.0,
-    max_sweeps: int = 20,
-    near: Neighbourhood | None = None,
-) -> list[int]:
-    """Change one choice at a time while seconds + price * bytes falls (forbidden transfers count as very dear)."""
-    near = near or Neighbourhood(problem)
-    current = list(assignment)
-    for _ in range(max_sweeps):
-        moved = False
-        for c in range(len(current)):
-            if len(problem.choices[c].cost) == 1:
-                continue
-            seconds, num_bytes = near.totals(current, c)
-            total = seconds + price * num_bytes
-            best = int(total.argmin())
-            if total[best] < total[current[c]]:
-                current[c] = best
-                moved = True
-        if not moved:
-            break
-    return current
-
-
-def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood | None = None) -> list[int] | None:
+def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int] | None:
     """Bring an assignment under the memory limit by the cheapest moves per byte, then improve it within the limit.
 
     Returns None when single moves do not get there.
     """
-    near = near or Neighbourhood(problem)
     current = list(assignment)
     limit = problem.memory_limit
     seconds, num_bytes = evaluate(problem, current)
     if not np.isfinite(seconds):
-        current = descend(problem, current, near=near)
+        current = improve(replace(problem, memory_limit=np.inf), current, near)
         seconds, num_bytes = evaluate(problem, current)
         if not np.isfinite(seconds):
             return None
@@ -316,16 +279,16 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood | No
     return improve(problem, current, near)
 
 
-def improve(
-    problem: Problem, assignment: Sequence[int], near: Neighbourhood | None = None, max_sweeps: int = 20
-) -> list[int]:
-    """Coordinate descent that never leaves the memory limit (the start must be within it)."""
-    near = near or Neighbourhood(problem)
+def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:
+    """Change one choice at a time while the seconds fall (forbidden transfers count as very dear), and never leave the
+    memory limit: the start must be within it."""
     current = list(assignment)
-    for _ in range(max_sweeps):
+    for _ in range(MAX_SWEEPS):
         moved = False
         room = problem.memory_limit - evaluate(problem, current)[1]
         for c in range(len(current)):
+            if len(problem.choices[c].cost) == 1:
+                continue
             s, b = near.totals(current, c)
             fits = np.where(b - b[current[c]] <= room, s, np.inf)
             k = int(fits.argmin())

@@ -20,7 +20,7 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     Point,
     best_price,
     cross,
-    descend,
+    improve,
     point,
     price_memory,
     repair,
@@ -215,7 +215,7 @@ def _round(problem: Problem, mass: tuple[np.ndarray, ...] | None, near: Neighbou
     """The best assignment near a (fractional) solution that is finite and within the memory limit."""
     start = [int(m.argmax()) for m in mass] if mass is not None else [int(x.cost.argmin()) for x in problem.choices]
     if not np.isfinite(problem.memory_limit):
-        result = descend(problem, start, near=near)
+        result = improve(problem, start, near)
         return result if np.isfinite(evaluate(problem, result)[0]) else None
     return repair(problem, start, near)
 
