@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
-from alpa_strategy.errors import LostRankError, PlanError, RuntimeMismatchError
+from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
-from alpa_strategy.schedules import SCHEDULES, Action, Orders, actions
+from alpa_strategy.schedules import Action, Orders, actions
 from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
@@ -86,13 +86,12 @@ class Pipeline:
         device: of this rank's tensors.
 
     Raises:
-        PlanError: the schedule cannot run these stages, or the batch cannot be cut into micro-batches.
+        PlanError: the schedule cannot run so many micro-batches on so many meshes.
     """
 
     def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
         self.spec, self._own, self._device = spec, dict(own), device
         self._rank, self._world = dist.get_rank() if dist.is_initialized() else 0, world_size()
-        spec.check(self._rank, own, self._world)
         # How many ranks bring rows of their own, which follow each other in whole tensors.
         self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
         self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
@@ -103,10 +102,9 @@ class Pipeline:
             loss = spec.loss if spec.loss in stage.escaping and spec.loss not in stage.received else None
             self._workers[index] = StageWorker(index, stage, own[index], loss)
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        stage_meshes = [meshes.index(stage.ranks) for stage in spec.stages]
-        count, mesh = spec.num_microbatches, stage_meshes[min(own)]
-        stores = {index: own[index].store for index in self._workers}
-        self._order = _Order.of(_orders(spec.schedule, stage_meshes, count), mesh, stores)
+        count, mesh = spec.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
+        orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
+        self._order = _Order.of(orders, mesh, {index: own[index].store for index in self._workers})
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
@@ -142,7 +140,6 @@ class Pipeline:
             loss_scale: gradients are those of the loss times this.
 
         Raises:
-            RuntimeMismatchError: the batch has other shapes than planned.
             LostRankError: another rank is gone or hangs.
         """
         # `.grad` may hold what earlier batches have accumulated: it is put aside while this step makes its own.
@@ -160,9 +157,6 @@ class Pipeline:
 
     def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> Values:
         """All micro-batches."""
-        self._check_batch(batch)
-        if missing := set(self.spec.given) - set(given):
-            raise RuntimeMismatchError(f"values {sorted(missing)} are not given", "run the step's prologue first")
         try:
             self._start_step(batch, given, loss_scale)
             self._run_actions()
@@ -246,15 +240,6 @@ class Pipeline:
             result.append(found)
         return result
 
-    def _check_batch(self, batch: Sequence[Tensor]) -> None:
-        for position, (tensor, expected) in enumerate(zip(batch, self.spec.batch, strict=True)):
-            shape = expected.rank_shape(self._rank, self._world)
-            if tuple(tensor.shape) != shape:
-                raise RuntimeMismatchError(
-                    f"tensor {position} of the batch has shape {list(tensor.shape)}, planned was {list(shape)}",
-                    "let every rank load equally many rows (drop_last=True drops a shorter last batch)",
-                )
-
     def _collect(self) -> Values:
         """Escaping values of the whole step, from the first rank of the stage that makes them to all ranks."""
         results: Values = {}
@@ -289,11 +274,6 @@ class Pipeline:
             if self.spec.combine.get(value) == "cat":
                 shape[self.spec.cuts.get(value, Cut()).dim] *= self.spec.num_microbatches
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
-            if list(tensor.shape) != shape or tensor.dtype != meta.dtype:
-                raise RuntimeMismatchError(
-                    f"value {value} is {list(tensor.shape)} {tensor.dtype}, planned was {shape} {meta.dtype}",
-                    "plan again for this step",
-                )
             pieces.append(tensor.contiguous())
         flat = torch.cat([piece.view(-1).view(torch.uint8) for piece in pieces])  # of any dtypes
         try:
@@ -310,29 +290,6 @@ class Pipeline:
         for piece, part in zip(pieces, flat.split(sizes), strict=True):
             piece.view(-1).view(torch.uint8).copy_(part)
         return dict(zip(stage.escaping, pieces, strict=True))
-
-
-def _orders(schedule: str, stage_meshes: Sequence[int], num_microbatches: int) -> Orders:
-    """Every mesh's actions under a schedule. PlanError where it cannot run these stages on these meshes."""
-    num_stages, num_meshes = len(stage_meshes), max(stage_meshes) + 1
-    name = {known.lower(): known for known in SCHEDULES}.get(schedule.lower(), schedule)
-    try:
-        orders = actions(name, num_meshes, num_microbatches, num_stages // num_meshes)
-    except PlanError as error:
-        reason = error.problem
-    else:
-        mesh_of = {action.stage: mesh for mesh, order in enumerate(orders) for action in order}
-        found = [mesh_of[stage] for stage in sorted(mesh_of)]
-        if found == list(stage_meshes):
-            return orders
-        reason = f"it puts stages on meshes {found}, the plan on {list(stage_meshes)}"
-        if len(found) == num_meshes < num_stages:
-            reason = "it runs one stage per mesh"
-    raise PlanError(
-        f"schedule {name} cannot run {num_stages} stages on {num_meshes} meshes with {num_microbatches} "
-        f"micro-batches: {reason}",
-        f"choose another of {', '.join(SCHEDULES)}, or other numbers",
-    )
 
 
 # What all ranks exchange once per step: rows of the batch before it, shared gradients after it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Combine, Cut
@@ -27,12 +26,6 @@ class BatchTensor:
     meta: TensorMeta
     batch_dim: int | None = 0
     on_every_rank: bool = False
-
-    def rank_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """Shape of what `rank` brings."""
-        if self.batch_dim is None or self.on_every_rank:
-            return tuple(self.meta.shape)
-        return Layout.parse("S0").local_shape(self.meta.shape, (world_size,), (rank,))
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class PipelineSpec:
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
         batch: tensors of the global batch.
         num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: a name of `schedules.SCHEDULES`, any case.
+        schedule: a name of `schedules.SCHEDULES`.
         loss: value index of the loss, a summand of each micro-batch.
         combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
         cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
@@ -77,25 +70,6 @@ class PipelineSpec:
     given: tuple[int, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
     cluster: ClusterSpec | None = None
-
-    def check(self, rank: int, own: Collection[int], world_size: int) -> None:
-        """PlanError when stages overlap, `rank` brings other stages than its own, or the batch cannot be cut."""
-        for a in self.stages:
-            for b in self.stages:
-                if a.ranks != b.ranks and set(a.ranks) & set(b.ranks):
-                    raise PlanError(f"stages on ranks {a.ranks} and {b.ranks} overlap", "share all ranks or none")
-        expected = {index for index, stage in enumerate(self.stages) if rank in stage.ranks}
-        if expected != set(own) or not own:
-            raise PlanError(f"rank {rank} has stages {sorted(expected)} but brings {sorted(own)}", "plan for all ranks")
-        for position, tensor in enumerate(self.batch):
-            parts = self.num_microbatches * (1 if tensor.on_every_rank else world_size)
-            if tensor.batch_dim is not None and tensor.meta.shape[0] % parts:
-                whose = "" if tensor.on_every_rank else f" that {world_size} ranks bring"
-                raise PlanError(
-                    f"the {tensor.meta.shape[0]} rows{whose} (tensor {position} of the batch) cannot be cut into "
-                    f"{self.num_microbatches} equal micro-batches",
-                    "choose a number of micro-batches that divides the rows of each rank",
-                )
 
 
 Values = dict[int, Tensor]  # by value index of the micro-batched step

@@ -87,3 +87,22 @@ def test_the_errors_name_the_place():
         check_plan(plan_of(replace(stage, ops=(0, 3))), case.step, 2)
     with pytest.raises(PlanError, match="logical mesh"):
         check_plan(plan_of(replace(stage, logical_mesh=(10**9,))), case.step, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "places", "num_microbatches", "reason"),
+    [
+        ("Interleaved1F1B", (0, 1, 0, 1), 9, "micro-batches"),
+        ("1F1B", (0, 1, 0, 1), 4, "does not run 2 stages on a mesh"),
+        ("Interleaved1F1B", (0, 1, 1, 0), 4, r"has its stages on meshes \[0, 1, 0, 1\]"),
+        ("NoSuch", (0, 1, 0, 1), 4, "is unknown"),
+    ],
+)
+def test_a_schedule_must_be_able_to_run_the_stages(schedule, places, num_microbatches, reason):
+    intra, step = problem_of("mlp", (2,)), captured("mlp", 2).step
+    whole = replace(stage_of(intra, [0] * len(intra.problem.choices), (2,)), submesh=(1, 1), logical_mesh=(1,))
+    ends = [0, 1, 2, 3, len(step.ops)]
+    stages = tuple(replace(whole, ops=(ends[i], ends[i + 1]), first_device=place) for i, place in enumerate(places))
+    plan = replace(plan_of(whole), stages=stages, schedule=schedule, num_microbatches=num_microbatches)
+    with pytest.raises(PlanError, match=f"4 stages on 2 meshes cannot run so: .*{reason}"):
+        check_plan(plan, step, 2)

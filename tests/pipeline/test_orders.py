@@ -6,7 +6,6 @@ import pytest
 from pipeline_net import StageCase, check_steps
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.pipeline.executor import _orders
 from alpa_strategy.schedules import (
     SCHEDULES,
     Action,
@@ -83,7 +82,7 @@ def test_orders_that_cannot_be_run_are_refused(case):
     register_schedule(Schedule(f"bad: {case}", lambda num_stages, num_microbatches, num_meshes: BAD[case]))
     try:
         with pytest.raises(PlanError, match=REASONS[case]):
-            _orders(f"bad: {case}", (0, 1), 2)
+            actions(f"bad: {case}", 2, 2)
     finally:
         del SCHEDULES[f"bad: {case}"]
 
@@ -96,6 +95,8 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
             looped = [s % num_meshes for s in range(v * num_meshes)]
             for count in range(1, 13):
                 if why_not(schedule, num_meshes, count) is None:
-                    orders = _orders(schedule, folded if schedule == "ZBVZeroBubble" else looped, count)
-                    assert orders == actions(schedule, num_meshes, count, v)
+                    orders = actions(schedule, num_meshes, count, v)
+                    meshes = {action.stage: mesh for mesh, order in enumerate(orders) for action in order}
+                    found = [meshes[stage] for stage in sorted(meshes)]
+                    assert found == (folded if schedule == "ZBVZeroBubble" else looped)
                     _timed(schedule, orders, [1.0] * num_meshes * v, [1.0] * num_meshes * v)

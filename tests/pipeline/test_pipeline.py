@@ -33,7 +33,7 @@ V_SHAPE = [((0,), (0,)), ((1,), (1,)), ((1,), (2,)), ((0,), (3,))]
         ("LoopedBFS", looped(2, 4), 4),
         ("InterleavedZeroBubble", looped(2, 4), 4),
         ("ZBVZeroBubble", V_SHAPE, 4),
-        ("interleaved1f1b", looped(3, 6), 6),
+        ("Interleaved1F1B", looped(3, 6), 6),
         ("InterleavedZeroBubble", looped(3, 6), 3),
     ],
 )
