@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from alpa_strategy.checkpoint.formats import open_checkpoint
+from alpa_strategy.checkpoint.opening import open_checkpoint
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved

@@ -48,58 +48,74 @@ from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import read_json
 
 
-class DirectoryFormat:
-    """A `ShardedFormat`: the files of DCP, one of everything but the tensors, and a marker that is written last."""
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a complete sharded checkpoint is at `path`; finishes what `_put_in_place` left undone."""
+    path = Path(path).absolute()
+    restore_interrupted(path)
+    return (path / COMPLETE).is_file()
 
-    def is_one(self, path: Path) -> bool:
-        """Whether a complete checkpoint of this format is at `path`; finishes what `_put_in_place` left undone."""
-        _restore_interrupted(path)
-        return (path / COMPLETE).is_file()
 
-    def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """See `ShardedFormat.load`."""
-        sums = _check_complete(path)
-        with reading(path):
-            rest, places = from_file(path / REST, weights_only)
-            return put_tensors(rest, places, _Reader(path, sums).tensors())
+def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The Lightning checkpoint in the directory `path`, its tensors as `StoredTensor`s.
 
-    def save(
-        self,
-        path: Path,
-        shards: Mapping[str, LocalShards],
-        rest: bytes | Exception,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """See `ShardedFormat.save`."""
-        writer = _Writer(path, rest)
-        try:
-            with writer.lock(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(
-                    dict(shards),
-                    storage_writer=writer,
-                    planner=_SavePlanner(),
-                    process_group=group,
-                    no_dist=group is None,
-                )
-        except dcp.CheckpointException as failure:
-            rank, (error, _) = min(failure.failures.items())
-            if isinstance(error, AlpaError):
-                raise CheckpointError(error.problem, error.fix) from failure
-            raise CheckpointError(
-                f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
-                "the checkpoint of before, if any, is untouched; mend the cause and save again",
-            ) from failure
+    Args:
+        weights_only: as of `torch.load`, for everything but the tensors.
 
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
-        for purpose in ("saving", "replaced"):  # what a killed process may have left of it
-            _delete(_beside(path, purpose))
-        if os.path.lexists(path):
-            trash = _beside(path, "removed")
-            _delete(trash)
-            os.rename(path, trash)
-            _delete(trash)
+    Raises:
+        CheckpointError: it is not complete, or cannot be read.
+    """
+    sums = _check_complete(path)
+    with reading(path):
+        rest, places = from_file(path / REST, weights_only)
+        return put_tensors(rest, places, _Reader(path, sums).tensors())
+
+
+def save_directory(
+    path: Path, shards: Mapping[str, LocalShards], rest: bytes | Exception, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a checkpoint's tensors and the rest of it. Collective over `group`.
+
+    Every element of every tensor must be in the chunks of a rank, and may be in those of several.
+
+    Args:
+        path: absolute, of a local or mounted file system.
+        shards: key -> what this rank writes of that tensor.
+        rest: the other content (rank 0's counts), or why there is none.
+        group: process group with a CPU backend; None: this process alone.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write its part; `path` is as it was then.
+    """
+    writer = _Writer(path, rest)
+    try:
+        with writer.lock(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                dict(shards),
+                storage_writer=writer,
+                planner=_SavePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except dcp.CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        if isinstance(error, AlpaError):
+            raise CheckpointError(error.problem, error.fix) from failure
+        raise CheckpointError(
+            f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
+            "the checkpoint of before, if any, is untouched; mend the cause and save again",
+        ) from failure
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
+    for purpose in ("saving", "replaced"):  # what a killed process may have left of it
+        _delete(_beside(path, purpose))
+    if os.path.lexists(path):
+        trash = _beside(path, "removed")
+        _delete(trash)
+        os.rename(path, trash)
+        _delete(trash)
 
 
 # Writing through DCP
@@ -325,7 +341,7 @@ def _put_in_place(staging: Path, target: Path) -> None:
     _delete(staging)
 
 
-def _restore_interrupted(target: Path) -> None:
+def restore_interrupted(target: Path) -> None:
     """Finish what `_put_in_place` left undone between its two renames (file systems without the exchange)."""
     if os.path.lexists(target):
         return

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.checkpoint.directory import sync_folder
-from alpa_strategy.checkpoint.formats import FORMATS, open_checkpoint
+from alpa_strategy.checkpoint.directory import remove_checkpoint, save_directory, sync_folder
+from alpa_strategy.checkpoint.opening import open_checkpoint
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.comm.collectives import Background
 from alpa_strategy.errors import CheckpointError
@@ -26,11 +26,10 @@ class CheckpointWriter:
     Args:
         group: process group of the whole job with a CPU backend, used by nothing else; None for one process.
         is_rank_zero: whether this process removes checkpoints.
-        form: what it writes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, is_rank_zero: bool, form: str = "sharded") -> None:
-        self._group, self._is_rank_zero, self._format = group, is_rank_zero, FORMATS[form]
+    def __init__(self, group: dist.ProcessGroup | None, is_rank_zero: bool) -> None:
+        self._group, self._is_rank_zero = group, is_rank_zero
         self._background = Background("alpa-checkpoint")
 
     def save(self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False) -> None:
@@ -47,10 +46,10 @@ class CheckpointWriter:
         rest, places, shards = take_shards(checkpoint)
         content = to_bytes(rest, places) if self._is_rank_zero else b""
         if not in_background:
-            self._format.save(target, shards, content, self._group)
+            save_directory(target, shards, content, self._group)
             return
         copies = {key: _copied(held) for key, held in shards.items()}
-        self._background.run(lambda: self._format.save(target, copies, content, self._group))
+        self._background.run(lambda: save_directory(target, copies, content, self._group))
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint; after the save that is under way, and not if that fails (it may be the last one)."""
@@ -58,9 +57,9 @@ class CheckpointWriter:
             return
         target = local_path(path)
         if self._background.is_busy:
-            self._background.run(lambda: self._format.remove(target))
+            self._background.run(lambda: remove_checkpoint(target))
         else:
-            self._format.remove(target)
+            remove_checkpoint(target)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when nothing is under way (or at the timeout); raise what failed."""

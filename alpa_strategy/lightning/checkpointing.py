@@ -26,7 +26,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.formats import FORMATS, checked, is_checkpoint, open_checkpoint
+from alpa_strategy.checkpoint.directory import is_checkpoint
+from alpa_strategy.checkpoint.opening import checked, open_checkpoint
 from alpa_strategy.checkpoint.restricted import reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
@@ -53,7 +54,7 @@ from alpa_strategy.lightning.dataloader_state import (
 from alpa_strategy.runtime.optimizer_state import state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
-FORMS = ("auto", *FORMATS, "single")
+FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0
 CLOSING_SECONDS = 10.0
 _EARLY = ("on_train_start", "on_train_epoch_start", "on_train_batch_start")
@@ -63,8 +64,8 @@ class Checkpoints:
     """One per strategy; `begin` starts a run.
 
     Args:
-        form: `sharded` (or another of `FORMATS`): all ranks write; `single`: rank 0 writes an ordinary file through the
-            CheckpointIO; `auto`: sharded on several devices, unless the user's own CheckpointIO writes.
+        form: `sharded`: all ranks write; `single`: rank 0 writes an ordinary file through the CheckpointIO; `auto`:
+            sharded on several devices, unless the user's own CheckpointIO writes.
         in_background: training goes on while a sharded checkpoint is written.
     """
 
@@ -269,14 +270,13 @@ class Checkpoints:
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         if self._form == "auto":
             return world_size() > 1 and _is_torchs(checkpoint_io)
-        return self._form in FORMATS
+        return self._form == "sharded"
 
     def _writer_now(self) -> CheckpointWriter:
         world = dist.group.WORLD if world_size() > 1 else None
         if self._writer is None or self._world is not world:
             self._world, self._group = world, cpu_group()
-            form = self._form if self._form in FORMATS else "sharded"
-            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero, form)
+            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
         return self._writer
 
     def _is_left_alone(self) -> bool:

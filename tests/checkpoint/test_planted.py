@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from fuzz_checkpoints import KINDS, LOADERS, files_of, load_open, planted_in, write
 
-from alpa_strategy.checkpoint.directory import DirectoryFormat, _beside
+from alpa_strategy.checkpoint.directory import _beside, save_directory
 from alpa_strategy.errors import AlpaError, CheckpointError
 
 FILES = {
@@ -142,7 +142,7 @@ def test_partial_checkpoints_are_removed(pool, tmp_path):
     assert not abandoned.exists()
     assert alive.exists()
     with pytest.raises(CheckpointError):
-        DirectoryFormat().save(tmp_path / "failing.ckpt", {}, ValueError("no rest"))
+        save_directory(tmp_path / "failing.ckpt", {}, ValueError("no rest"))
     assert not _beside(tmp_path / "failing.ckpt", "saving").exists()
 
 
