@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -32,7 +32,7 @@ from alpa_strategy.capture.functionalize import (
     storage_of,
     write_of,
 )
-from alpa_strategy.capture.graph_builder import Builder, check_loss, frozen, loss_of, map_refs
+from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
@@ -52,7 +52,7 @@ from alpa_strategy.ir.graph import (
     ValueRef,
     tensor_digest,
 )
-from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta, bound_arguments, frozen
 
 
 def capture_step(
@@ -117,25 +117,9 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
 
 aten = torch.ops.aten
 
-_SAME_VALUE = {
-    aten.alias.default,
-    aten.detach_.default,
-    aten.lift_fresh.default,
-    aten.lift.default,
-    aten._conj.default,
-    aten.resolve_conj.default,
-    aten.resolve_neg.default,
-}
-_FRESH_COPY = {aten.lift_fresh_copy.default}
-_CONVERSIONS = {
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten.to.prim_dtype,
-    aten._to_copy.default,
-    aten.type_as.default,
-}
+# All overloads of these.
+_SAME_VALUE = (aten.alias, aten.detach_, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
+_CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
 class _Converter:
@@ -239,10 +223,11 @@ class _Converter:
             operand_nodes.append(n)
             return self._read(self.views[n])
 
-        if target in _SAME_VALUE:
+        if target.overloadpacket in _SAME_VALUE:
             self.views[node] = self.memory.same(self.views[node.args[0]])
             return
-        if target in _FRESH_COPY or (target is aten.clone.default and not node.kwargs.get("memory_format")):
+        is_clone = target is aten.clone.default and not node.kwargs.get("memory_format")
+        if is_clone or target is aten.lift_fresh_copy.default:
             self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
             return
         write = write_of(node, target, self.builder.source)
@@ -258,7 +243,7 @@ class _Converter:
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
             return
-        if target in _CONVERSIONS:
+        if target.overloadpacket in _CONVERSIONS:
             self._conversion(node)
             return
         norm = rewrites.rewrite_norm(self.builder, target, args, kwargs)
@@ -278,8 +263,12 @@ class _Converter:
             result = self.builder.emit(target, *args, **kwargs)
         if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:
             result = rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
-        self._check_dtype(node, target, result)
-        self._bind(node, target, result, operand_nodes, args, kwargs)
+        if isinstance(result, ValueRef) and (dtype := self.builder.meta(result).dtype) != traced.dtype:
+            raise CaptureError(
+                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in the captured graph",
+                "cast its operands by hand",
+            )
+        self._bind(node, result, operand_nodes, args, kwargs)
 
     def _read(self, view: View) -> ValueRef:
         """The value of a view; inside no_grad, detached from what requires grad."""
@@ -342,13 +331,7 @@ class _Converter:
         self.views[node] = tuple(views)
 
     def _bind(
-        self,
-        node: fx.Node,
-        target: torch._ops.OpOverload,
-        result: Any,
-        operand_nodes: list[fx.Node],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, node: fx.Node, result: Any, operand_nodes: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
         traced = node.meta["val"]
@@ -364,7 +347,7 @@ class _Converter:
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
             step_args = tuple(None if i == position else frozen(a) for i, a in enumerate(args))
             step_kwargs = tuple(sorted((k, frozen(v)) for k, v in kwargs.items()))
-            step = ViewStep(target, step_args, step_kwargs, position, item if many else None)
+            step = ViewStep(node.target, step_args, step_kwargs, position, item if many else None)
             return self.memory.derive(self.views[owner], step, ref)
 
         if many:
@@ -396,30 +379,17 @@ class _Converter:
 
         args = fx.map_arg(tuple(node.args), read)
         kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), read))
-        new = new_value(self.builder, write, args, kwargs, meta, lambda: self._detached(before))
+        new = new_value(self.builder, write, args, kwargs, meta, self._detached(before))
         self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
 
     def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
         """results: (y,) or (y, new running mean, new running variance)."""
-        given = rewrites.bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
+        given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
         y, *statistics = results
         self.views[node] = self.memory.new(y)
         for name, new in zip(("running_mean", "running_var"), statistics, strict=False):
             self.memory.write(self.views[given[name]], new)
-
-    def _check_dtype(self, node: fx.Node, target: Any, result: Any) -> None:
-        traced = node.meta["val"]
-        if (
-            isinstance(result, ValueRef)
-            and isinstance(traced, Tensor)
-            and self.builder.meta(result).dtype != traced.dtype
-        ):
-            raise CaptureError(
-                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but "
-                f"{self.builder.meta(result).dtype} in the captured graph",
-                "cast its operands by hand",
-            )
 
     # The end
 
@@ -428,10 +398,12 @@ class _Converter:
         rest = iter(self.outputs)
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         found = pytree.tree_unflatten(leaves, self.trace.spec)  # what the step left behind, see `Trace`
-        loss, updates = self._loss(found["output"]), self._buffer_updates(found.pop("buffers"))
+        loss, updates = loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
+        is_trainable = any(entry.kind == "parameter" and entry.meta.requires_grad for entry, _ in self.inputs)
+        check_loss(self.builder.meta(loss), is_trainable)
         # Backwards from what leaves the step: an op counts if something needs one of its results.
         needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
-        needed |= {*updates.values(), loss}
+        needed |= {*updates.values(), loss.index}
         kept: list[Op] = []  # backwards, so that an op's users are seen before it
         for op in reversed(self.builder.ops):
             if needed.intersection(op.results):
@@ -450,10 +422,8 @@ class _Converter:
         for entry, old in self.inputs:
             meta = self.builder.values[old]
             match entry.kind:
-                case "parameter":
-                    parameters.append(
-                        ParameterInput(define(old), entry.names, meta)
-                    )  # also unused: the run has them all
+                case "parameter":  # also unused: the run has them all
+                    parameters.append(ParameterInput(define(old), entry.names, meta))
                 case "buffer":
                     if old in needed or old in updates:
                         buffers.append((define(old), old, entry.names[0], meta))
@@ -480,7 +450,7 @@ class _Converter:
             batch=tuple(batch),
             constants=tuple(constants),
             ops=tuple(ops),
-            loss=new_index[loss],
+            loss=new_index[loss.index],
             output=found["output"],
             logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
             metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
@@ -492,13 +462,6 @@ class _Converter:
             notes=tuple(self.trace.recording.notes),
             appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
         )
-
-    def _loss(self, output: Any) -> int:
-        """Value index of the loss."""
-        loss = loss_of(output)
-        trainable = any(entry.kind == "parameter" and entry.meta.requires_grad for entry, _ in self.inputs)
-        check_loss(self.builder.meta(loss), trainable)
-        return loss.index
 
     def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
         """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""

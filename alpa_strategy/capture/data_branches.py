@@ -24,22 +24,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-_ASKING = frozenset(
-    {
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__index__,
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.is_nonzero,
-        Tensor.equal,
-        Tensor.allclose,
-        torch.is_nonzero,
-        torch.equal,
-        torch.allclose,
-    }
-)
+_ASKING = {torch.is_nonzero, torch.equal, torch.allclose, Tensor.is_nonzero, Tensor.equal, Tensor.allclose}
+_ASKING |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 UNKNOWN = object()
 
 

@@ -7,8 +7,7 @@ replays its chain; writing to a view scatters the new value back through the cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from alpa_strategy.capture.graph_builder import Builder
-from alpa_strategy.capture.rewrites import bound_arguments
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ValueRef
-from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.op import TensorMeta, bound_arguments
 
 aten = torch.ops.aten
 
@@ -55,7 +53,7 @@ class View:
     storage: Storage
     value: ValueRef
     chain: tuple[ViewStep, ...] = ()
-    version: int = field(default=0)
+    version: int = 0
 
 
 class Memory:
@@ -167,32 +165,15 @@ def storage_of(value: Tensor) -> int:
 
 def sharing_node(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
     """The operand whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
-    if not isinstance(result, Tensor):
-        return None
-    for node in operand_nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and storage_of(value) == storage_of(result):
-            return node
-    return None
+    tensors = [(n, n.meta.get("val")) for n in operand_nodes if isinstance(result, Tensor)]
+    return next((n for n, x in tensors if isinstance(x, Tensor) and storage_of(x) == storage_of(result)), None)
 
-
-aten = torch.ops.aten
-Detached = Callable[[], ValueRef]  # makes the old value without its gradient
 
 _FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
     aten.normal_.default: aten.normal_functional.default,
     aten.bernoulli_.float: aten.bernoulli.p,
 }
-_RANDOM_FILLS = {
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "exponential_",
-    "random_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-}
+_RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]
 _HIDDEN_WRITES = {  # write into running statistics without saying so in their schema
     aten.native_batch_norm.default,
     aten._batch_norm_impl_index.default,
@@ -257,9 +238,12 @@ def _without_out(target: OpOverload) -> OpOverload | None:
 
 
 def new_value(
-    builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: Detached
+    builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: ValueRef
 ) -> ValueRef:
     """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
+
+    Args:
+        detached: the tensor's old value without its gradient.
 
     Raises:
         CaptureError: for an op that has no form without writing.
@@ -280,7 +264,7 @@ def new_value(
         given.pop("generator", None)
         _, *numbers = given.values()
         functional = _FUNCTIONAL_FORMS.get(target) or getattr(getattr(aten, name[:-1]), target._overloadname)
-        return emit(functional, detached(), *numbers)
+        return emit(functional, detached, *numbers)
     else:
         packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
         overload = getattr(packet, target._overloadname, None) if packet is not None else None

@@ -16,11 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import (
-    Op,
-    ValueRef,
-)
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.graph import Op, ValueRef
+from alpa_strategy.ir.op import OpCall, TensorMeta, with_slots
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,6 @@ def infer(call: OpCall) -> Inferred:
     return Inferred(tuple(metas), isinstance(out, tuple | list), tuple(items))
 
 
-def frozen(arg: Any) -> Any:
-    """Lists become tuples, recursively."""
-    return tuple(frozen(a) for a in arg) if isinstance(arg, list | tuple) else arg
-
-
 class Builder:
     """Grows values and ops. Arguments given to `emit` hold ValueRefs for tensors."""
 
@@ -89,18 +81,11 @@ class Builder:
         return self.values[ref.index]
 
     def call_of(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[OpCall, list[ValueRef]]:
-        """The OpCall without results, and its operands."""
+        """The OpCall without results, and its operands: equal calls of other tensors are equal OpCalls."""
         operands: list[ValueRef] = []
-
-        def slot(arg: Any) -> Any:
-            if isinstance(arg, ValueRef):
-                operands.append(arg)
-                return Slot(len(operands) - 1)  # equal calls of other tensors are then equal OpCalls
-            return tuple(slot(a) for a in arg) if isinstance(arg, list | tuple) else arg
-
-        new_args = slot(tuple(args))
-        new_kwargs = tuple((k, slot(v)) for k, v in sorted((kwargs or {}).items()))
-        return OpCall(target, new_args, new_kwargs, tuple(self.meta(v) for v in operands), ()), operands
+        own_args = with_slots(tuple(args), ValueRef, operands)
+        own_kwargs = tuple((k, with_slots(v, ValueRef, operands)) for k, v in sorted((kwargs or {}).items()))
+        return OpCall(target, own_args, own_kwargs, tuple(map(self.meta, operands)), ()), operands
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add an op; a ValueRef, or a tuple of ValueRefs and Nones when the op returns a tuple."""

@@ -34,7 +34,7 @@ from alpa_strategy.capture.symbolic_scalars import (
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace, MetricRef
-from alpa_strategy.ir.guards import AttributeGuard, CounterRef, Guard, ValueGuard
+from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard
 from alpa_strategy.ir.user_code import user_frame
 
 _NO_DIMS = torch.Size()
@@ -48,7 +48,7 @@ class Recording:
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
     numbers: TraceNumbers = field(default_factory=TraceNumbers)
-    attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
+    attributes: tuple[ValueGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
@@ -194,7 +194,7 @@ def recording(
 ) -> Iterator[Recording]:
     """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit.
 
-    appended: lists of which it is known that the step appends to them. namespaces: see `functions_of_counters`.
+    appended, namespaces: see `StepCall`.
     """
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
@@ -340,7 +340,7 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
             )
         record.metrics.append((name, method, args, kwargs))
 
-    def value() -> MetricValue | dict[str, MetricValue]:
+    def value(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
         if isinstance(metric, MetricCollection):
             return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
         return MetricValue(name)
@@ -349,13 +349,7 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         keep("forward", args, kwargs)
         return value()
 
-    def update(*args: Any, **kwargs: Any) -> None:
-        keep("update", args, kwargs)
-
-    def compute(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
-        return value()
-
-    shadows = {"forward": forward, "update": update, "compute": compute}
+    shadows = {"forward": forward, "update": lambda *args, **kwargs: keep("update", args, kwargs), "compute": value}
     with patched((vars(metric), key, shadow) for key, shadow in shadows.items()):
         yield
 
@@ -408,6 +402,8 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         return python_open(file, mode, *args, **kwargs)
 
     python_next, python_open = next, open
+    hooks_fix = "register hooks on parameters before training, or change the gradient in on_after_backward"
+    refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", next_of),
         (builtins, "open", open_to_read),
@@ -415,35 +411,17 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing
         (torch.autograd.Function, "apply", classmethod(apply_function)),
-        (
-            Tensor,
-            "register_hook",
-            refusal(
-                "Tensor.register_hook",
-                "register hooks on parameters before training, or change the gradient in on_after_backward",
-            ),
-        ),
+        (Tensor, "register_hook", refusal("Tensor.register_hook", hooks_fix)),
         (torch.autograd, "grad", refusal("torch.autograd.grad", "use a loss without a gradient inside it")),
-        (torch.autograd, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
-        (Tensor, "backward", refusal("backward()", "return the loss: Lightning calls backward")),
+        (torch.autograd, "backward", refuse_backward),
+        (Tensor, "backward", refuse_backward),
     ]
     with patched(patches):
         yield
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-_KINDS = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "scatter",
-    "send",
-)
+_KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 
 
 def refuse(what: str, where: str | None = None) -> NoReturn:

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace
-from alpa_strategy.ir.guards import AttributeGuard, ValueGuard
+from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.user_code import (
     closure_values,
     code_names,
@@ -147,34 +147,37 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
 
 def attribute_guards(
     module: nn.Module, reads: set[tuple[int, str]], appended: Collection[ListPlace]
-) -> tuple[AttributeGuard, ...]:
-    """Guards of the attributes in `reads`, parents before children; values are those of now.
+) -> tuple[ValueGuard, ...]:
+    """Guards of the attributes in `reads`; values are those of now.
 
     Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity. What lies in the
-    lists `appended`, and which list it is, does not matter: they are only appended to.
+    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity, parents before
+    children. What lies in the lists `appended`, and which list it is, does not matter: they are only appended to.
     """
     names_of: dict[int, list[str]] = {}
     for owner, name in sorted(reads):
         names_of.setdefault(owner, []).append(name)
     framework = framework_attributes() - {"training"}
-    found: list[AttributeGuard] = []
+    found: list[ValueGuard] = []
     for path, child in module.named_modules():
         if id(child) not in names_of or isinstance(child, Metric | MetricCollection):
             continue
+        # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
         attributes, is_library = vars(child), type(child).__module__.startswith(_LIBRARIES)
+        inherited = _Values(partial(getattr, child))
         if attributes["_modules"]:
-            found.append(AttributeGuard(path, "_modules", dict(attributes["_modules"])))
+            label = f"{path}._modules".lstrip(".")
+            found.append(ValueGuard(label, "_modules", attributes, dict(attributes["_modules"])))
         for name in names_of[id(child)]:
             if name in framework or name.startswith("__") or ListPlace(path, name) in appended:
                 continue
-            of_class = name not in attributes
-            value = _class_attribute(type(child), name) if of_class else attributes[name]
-            if of_class:
+            label = f"{path}.{name}".lstrip(".")
+            if name not in attributes:
+                value = _class_attribute(type(child), name)
                 if not is_library and type(value) in (*_PLAIN, list, tuple, dict, set):
-                    found.append(AttributeGuard(path, name, snapshot(value), is_class_attribute=True))
-            elif not is_library or type(value) in (bool, float) or name in _LIBRARY_NUMBERS:
-                found.append(AttributeGuard(path, name, snapshot(value)))
+                    found.append(ValueGuard(label, name, inherited, snapshot(value)))
+            elif not is_library or type(attributes[name]) in (bool, float) or name in _LIBRARY_NUMBERS:
+                found.append(ValueGuard(label, name, attributes, snapshot(attributes[name])))
     return tuple(found)
 
 
@@ -219,14 +222,10 @@ def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[Value
                 for inner in sorted(names & inside.keys()):
                     add(f"{where}.{name}.{inner}", inner, inside, inside[inner], id(value))
         cells = closure_values(function)
-        variables = _Values(partial(_cell_contents, cells))
+        variables = _Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
         for name, cell in cells.items():
             add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
     return tuple(guards.values())
-
-
-def _cell_contents(cells: Mapping[str, types.CellType], name: str) -> Any:
-    return cells[name].cell_contents
 
 
 @dataclass(frozen=True)

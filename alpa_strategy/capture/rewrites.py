@@ -23,24 +23,13 @@ from alpa_strategy.capture.graph_builder import Builder, map_refs
 from alpa_strategy.capture.ops import segmented_linear
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bound_arguments
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 _BAGS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def bound_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults of the schema filled in."""
-    found: dict[str, Any] = {}
-    for index, argument in enumerate(target._schema.arguments):
-        if index < len(args):
-            found[argument.name] = args[index]
-        else:
-            found[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return found
 
 
 def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.guards import CounterRef, Guard, SymbolicScalar, calculate, compare, symbolic
+from alpa_strategy.ir.guards import CounterRef, Guard, SymbolicScalar, calculate, symbolic
 from alpa_strategy.ir.user_code import is_user_file, user_frame
 
 
@@ -41,19 +41,11 @@ class StepCounter:
     def __class__(self) -> type:
         return type(self.value)
 
-    def _compare(self, op: str, other: Any) -> Any:
-        if not isinstance(other, int | float):
-            return NotImplemented
-        made, value = (other.made, other.value) if isinstance(other, StepCounter) else (other, other)
-        outcome = compare(op, self.value, value)
-        self.record(Guard(self.made, op, made, outcome))
-        return outcome
-
     def as_number(self) -> float:
         """The number as it is now: the graph is good for it alone. Only of one that seldom changes."""
         if self.made.counters != {"current_epoch"}:
             self.refuse()
-        self.record(Guard(self.made, "==", self.value, True))
+        number_of(operator.eq, self, self.value)
         return self.value
 
     def refuse(self) -> NoReturn:
@@ -67,10 +59,10 @@ class StepCounter:
         )
 
     def __bool__(self) -> bool:
-        return self._compare("!=", 0)
+        return number_of(operator.ne, self, 0)
 
     def __eq__(self, other: object) -> Any:
-        return self._compare("==", other)
+        return number_of(operator.eq, self, other)
 
     def __hash__(self) -> int:
         return hash(self.as_number())  # sets and dicts ask for nothing more where it differs
@@ -128,15 +120,16 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
     result = calculate(function, *(arg.value if type(arg) is StepCounter else arg for arg in args))
     made = CounterRef.of(function, tuple(arg.made if type(arg) is StepCounter else arg for arg in args))
     if isinstance(result, bool):
-        counters[0].record(Guard(made, "==", result, True))
+        counters[0].record(Guard(made, result))
         return result
     return StepCounter(result, made, counters[0].record) if isinstance(result, int | float) else NotImplemented
 
 
 def _set_operators() -> None:
     """Python's operators and roundings give a StepCounter, its comparisons are guards."""
-    for name, op in {"ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
-        setattr(StepCounter, f"__{name}__", lambda self, other, op=op: self._compare(op, other))
+    for name in ["ne", "lt", "le", "gt", "ge"]:
+        function = getattr(operator, name)
+        setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
         # `and` and `or` are keywords: `operator` has them with an underscore.
         function = getattr(operator, name, None) or getattr(operator, f"{name}_")

@@ -86,56 +86,62 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
-    def value(self, key: str, expected: str) -> Any:
-        """The raw value of a field that must be there."""
+    def value(self, key: str, expected: str, default: Any = None) -> Any:
+        """The raw value of a field, which must be there where it has no default."""
+        if key not in self.data and default is not None:
+            return default
         if key not in self.data or self.data[key] is None:
             raise self._error(self.prefix + key, "is missing", f"add it: {expected}")
         return self.data[key]
 
-    def text(self, key: str, expected: str) -> str:
+    def text(self, key: str, expected: str, default: str | None = None) -> str:
         """A text that is not empty; `expected` is what the error says to write."""
-        value = self.value(key, expected)
+        value = self.value(key, expected, default)
         if not isinstance(value, str) or not value:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return value
 
-    def flag(self, key: str, expected: str) -> bool:
+    def flag(self, key: str, default: bool) -> bool:
         """True or false."""
-        value = self.value(key, expected)
+        value = self.value(key, "true or false", default)
         if not isinstance(value, bool):
-            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+            raise self._error(self.prefix + key, f"is {value!r}", "write true or false")
         return value
 
     def choice(self, key: str, known: tuple[str, ...]) -> str:
-        """One of some words."""
-        value = self.text(key, f"one of {', '.join(known)}")
+        """One of some words, the first where none is given."""
+        value = self.text(key, f"one of {', '.join(known)}", known[0])
         if value not in known:
             raise self._error(self.prefix + key, f"is {value!r}", f"write one of {', '.join(known)}")
         return value
 
-    def number(self, key: str, expected: str, *, zero: bool = False, maximum: float = math.inf) -> float:
+    def number(
+        self, key: str, expected: str, default: float | None = None, *, zero: bool = False, maximum: float = math.inf
+    ) -> float:
         """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
-        value = self.value(key, expected)
+        value = self.value(key, expected, default)
         ok = _is_finite(value)
         if not ok or not (0.0 if zero else SMALLEST) <= value <= min(LARGEST, maximum):
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return float(value)
 
-    def integer(self, key: str, expected: str, minimum: int = 1, maximum: float = 1e18) -> int:
+    def integer(
+        self, key: str, expected: str, default: int | None = None, *, minimum: int = 1, maximum: float = 1e18
+    ) -> int:
         """A whole number from `minimum` to `maximum`; 16e9 counts as one."""
-        value = self.value(key, expected)
+        value = self.value(key, expected, default)
         ok = _is_finite(value)
         if not ok or value != int(value) or not minimum <= value <= maximum:
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return int(value)
 
-    def section(self, key: str, known: tuple[str, ...], expected: str) -> Fields:
+    def section(self, key: str, known: tuple[str, ...], expected: str, default: Any = None) -> Fields:
         """The fields of a part, of which only `known` ones may be there."""
-        return Fields(self.value(key, expected), known, self.file, f"{self.prefix}{key}.")
+        return Fields(self.value(key, expected, default), known, self.file, f"{self.prefix}{key}.")
 
-    def items(self, key: str, expected: str) -> list[Any]:
+    def items(self, key: str, expected: str, default: Any = None) -> list[Any]:
         """A list."""
-        value = self.value(key, expected)
+        value = self.value(key, expected, default)
         if not isinstance(value, list | tuple):
             raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
         return list(value)

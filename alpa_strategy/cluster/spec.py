@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -174,9 +174,9 @@ class ClusterSpec:
         until `measure_cluster` has run.
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
-        measured = "measured" in fields and fields.flag("measured", "true or false")
+        measured = fields.flag("measured", False)
         nominal = NOMINAL if measured else None
-        tables = fields.items("tables", "a list of measured tables") if "tables" in fields else []
+        tables = fields.items("tables", "a list of measured tables", ())
         num_nodes = fields.integer("num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES)
         per_node = "devices in each node, a whole number >= 1; at most a million in the cluster"
         return cls(
@@ -188,10 +188,10 @@ class ClusterSpec:
             inter_node=_read_link(fields, "inter_node", nominal.inter_node if nominal else None),
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
-            overlap=fields.number("overlap", "a share, 0 to 1", zero=True, maximum=1.0) if "overlap" in fields else 0.0,
+            overlap=fields.number("overlap", "a share, 0 to 1", 0.0, zero=True, maximum=1.0),
             links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
             levels=read_levels(fields),
-            order=_read_order(fields) if "order" in fields else ORDERS[0],
+            order=_read_order(fields),
         )._checked()
 
     def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
@@ -331,10 +331,6 @@ class ClusterSpec:
 
     def digest(self) -> str:
         """Hash of everything that costs depend on, measured figures excluded when `measured` (times vary by run)."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         data: Any = self.to_dict()
         if self.measured:  # which machine it is, not how fast it was this morning
             memory_gib = round(self.device.memory_bytes / 2**30)
@@ -342,40 +338,17 @@ class ClusterSpec:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON or YAML; inverse of `from_dict`."""
-        device = self.device
-        efficiencies = {kind: dict(shares) for kind, shares in device.efficiencies}
-        return {
-            "name": self.name,
-            "num_nodes": self.num_nodes,
-            "devices_per_node": self.devices_per_node,
-            "device": {
-                "name": device.name,
-                "memory_bytes": device.memory_bytes,
-                "memory_bandwidth": device.memory_bandwidth,
-                "peak_flops": dict(device.peak_flops),
-                "launch_seconds": device.launch_seconds,
-                "efficiency": device.efficiency,
-                **({"slowdown": device.slowdown} if device.slowdown != 1.0 else {}),
-                **({"efficiencies": efficiencies} if efficiencies else {}),
-                **({"compute_units": device.compute_units} if device.compute_units else {}),
-            },
-            "intra_node": _link_data(self.intra_node)
-            | ({"links": [list(row) for row in self.links]} if self.links else {}),
-            "inter_node": _link_data(self.inter_node),
-            "tables": [
-                {"kind": t.kind, "size": t.size, "stride": t.stride, "points": [list(p) for p in t.points]}
-                for t in self.tables
-            ],
-            "measured": self.measured,
-            **({"overlap": self.overlap} if self.overlap else {}),
-            **({"levels": [level.to_dict() for level in self.levels]} if self.levels else {}),
-            **(
-                {"order": self.order if isinstance(self.order, str) else list(self.order)}
-                if self.order != ORDERS[0]
-                else {}
-            ),
-        }
+        """Plain data for JSON or YAML; inverse of `from_dict`. Read again, it is the same cluster."""
+        data = _data(self, "tables", "measured")
+        device = _data(self.device, "efficiency") | {"peak_flops": dict(self.device.peak_flops)}
+        if self.device.efficiencies:
+            device["efficiencies"] = {kind: dict(shares) for kind, shares in self.device.efficiencies}
+        links = {"links": _lists(data.pop("links"))} if self.links else {}
+        levels = {"levels": [level.to_dict() for level in self.levels]} if self.levels else {}
+        tables = [_data(table) | {"points": _lists(table.points)} for table in self.tables]
+        ends = {"intra_node": _data(self.intra_node) | links, "inter_node": _data(self.inter_node)}
+        order = {} if isinstance(self.order, str) else {"order": list(self.order)}
+        return data | {"device": device, **ends, "tables": tables, **levels, **order}
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
         whole = (self.num_nodes, self.devices_per_node)
@@ -421,18 +394,16 @@ def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
         memory_bandwidth=device.number("memory_bandwidth", "bytes/s of the device's memory, for example 900e9"),
         peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.names()),
         launch_seconds=device.number("launch_seconds", "seconds to start one op, for example 5e-6", zero=True),
-        efficiency=device.number("efficiency", efficiency, maximum=1.0) if "efficiency" in device else 1.0,
-        slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5")
-        if "slowdown" in device
-        else 1.0,
-        efficiencies=_read_efficiencies(device) if "efficiencies" in device else (),
-        compute_units=device.integer("compute_units", "how many SMs it has", 0) if "compute_units" in device else 0,
+        efficiency=device.number("efficiency", efficiency, 1.0, maximum=1.0),
+        slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5", 1.0),
+        efficiencies=_read_efficiencies(device),
+        compute_units=device.integer("compute_units", "how many SMs it has", 0, minimum=0),
     )
 
 
 def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
     expected = "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
-    kinds = device.section("efficiencies", PRODUCT_KINDS, expected)
+    kinds = device.section("efficiencies", PRODUCT_KINDS, expected, {})
     found = []
     for kind in kinds.names():
         shares = kinds.section(kind, DTYPES, expected)
@@ -441,7 +412,7 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
 
 
 def _read_order(fields: Fields) -> str | Order:
-    order = fields.value("order", _ORDER)
+    order = fields.value("order", _ORDER, ORDERS[0])
     if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):
         return tuple(order)
     return fields.choice("order", ORDERS)
@@ -454,12 +425,18 @@ def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:
     return Link(
         latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
         bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),
-        hop=link.number("hop", "seconds per further device, for example 1e-6", zero=True) if "hop" in link else 0.0,
+        hop=link.number("hop", "seconds per further device, for example 1e-6", 0.0, zero=True),
     )
 
 
-def _link_data(link: Link) -> dict[str, float]:
-    return {"latency": link.latency, "bandwidth": link.bandwidth} | ({"hop": link.hop} if link.hop else {})
+def _data(record: Any, *always: str) -> dict[str, Any]:
+    """Fields by name, without those that have their default: a new field leaves the digests of other clusters alone."""
+    given = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
+    return {name: value for name, (value, default) in given.items() if name in always or value != default}
+
+
+def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [list(row) for row in rows]
 
 
 def _read_table(data: Any, source: str, index: int) -> CommTable:

@@ -65,7 +65,7 @@ class Level:
 def read_levels(fields: Fields) -> tuple[Level, ...]:
     """The `levels` of a cluster file; ClusterError names the one that cannot be read."""
     found = []
-    for index, data in enumerate(fields.items("levels", "a list of levels") if "levels" in fields else []):
+    for index, data in enumerate(fields.items("levels", "a list of levels", ())):
         known = ("name", "nodes", "devices", "latency", "bandwidth")
         level = Fields(data, known, fields.file, f"{fields.prefix}levels.{index}.")
         unit = "devices" if "devices" in level else "nodes"

@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import PlanError
-from alpa_strategy.ir.graph import AppendRecord, LogRecord, MetricRecord, StepGraph, ValueRef
+from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
 
 
 def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
@@ -85,28 +84,6 @@ def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
     """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
     last = last_readers(step)
     return tuple(v for v, op in sorted(makers(step).items()) if op < position <= last[v])
-
-
-def values_of(node: Any) -> tuple[int, ...]:
-    """Value indices in an output structure, log or metric record, in order, each once."""
-    found: dict[int, None] = {}
-
-    def visit(item: Any) -> None:
-        if isinstance(item, ValueRef):
-            found[item.index] = None
-        elif isinstance(item, LogRecord):
-            visit(item.value)
-        elif isinstance(item, AppendRecord):
-            visit(item.items)
-        elif isinstance(item, MetricRecord):
-            visit(item.args)
-            visit(tuple(value for _, value in item.kwargs))
-        elif not pytree.tree_is_leaf(item):
-            for value in pytree.tree_leaves(item):
-                visit(value)
-
-    visit(node)
-    return tuple(found)
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
@@ -226,14 +203,16 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int, epsilon
     return tuple(cuts) if max(work[:num_layers], default=0.0) <= limit else None
 
 
-def boundary_bytes(step: StepGraph) -> np.ndarray:
-    """[position]: bytes of the values that cross a cut before op `position`; 0 at both ends."""
+def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
+    """[position]: bytes of the values (and their gradients) that cross a cut before op `position`; 0 at both ends."""
     change = np.zeros(len(step.ops) + 2)
     last = last_readers(step)
     for value, op in makers(step).items():
         if last[value] > op:
-            change[op + 1] += step.values[value].num_bytes
-            change[last[value] + 1] -= step.values[value].num_bytes
+            meta = step.values[value]
+            num_bytes = meta.num_bytes * (2 if with_gradients and meta.requires_grad else 1)
+            change[op + 1] += num_bytes
+            change[last[value] + 1] -= num_bytes
     return np.cumsum(change)[: len(step.ops) + 1]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.ir.guards import AttributeGuard, Guard, ValueGuard
+from alpa_strategy.ir.guards import Guard, ValueGuard
 from alpa_strategy.ir.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -198,6 +198,22 @@ class AppendRecord:
     items: tuple[Any, ...]
 
 
+def values_of(node: Any) -> tuple[int, ...]:
+    """Value indices in an output structure, or in records of logs, metrics and lists, in order, each once."""
+    found: dict[int, None] = {}
+    for leaf in pytree.tree_leaves(node):
+        match leaf:
+            case ValueRef(index):
+                found[index] = None
+            case LogRecord():
+                found |= dict.fromkeys(values_of(leaf.value))
+            case MetricRecord():
+                found |= dict.fromkeys(values_of((leaf.args, leaf.kwargs)))
+            case AppendRecord():
+                found |= dict.fromkeys(values_of(leaf.items))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class StepGraph:
     """A captured step.
@@ -240,7 +256,7 @@ class StepGraph:
     sent: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
-    attributes: tuple[AttributeGuard | ValueGuard, ...] = ()
+    attributes: tuple[ValueGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
@@ -265,17 +281,7 @@ class StepGraph:
         (each once, ascending)."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
         found.update(check.value for check in self.checks)
-
-        def visit(node: Any) -> None:
-            found.update(leaf.index for leaf in pytree.tree_leaves(node) if isinstance(leaf, ValueRef))
-
-        visit(self.output)
-        visit([record.items for record in self.appended])
-        for record in self.logs:
-            visit(record.value)
-        for metric in self.metrics:
-            visit(metric.args)
-            visit(tuple(value for _, value in metric.kwargs))
+        found.update(values_of([self.output, *self.appended, *self.logs, *self.metrics]))
         return tuple(sorted(found))
 
     @cached_property

@@ -209,41 +209,48 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
     )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+def frozen(value: Any) -> Any:
+    """Lists become tuples, recursively."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def with_slots(value: Any, kind: type, operands: list[Any]) -> Any:
+    """`frozen`, with Slots in place of what is of `kind`, each added to `operands` (one given twice is two)."""
+    if isinstance(value, kind):
+        operands.append(value)
+        return Slot(len(operands) - 1)
+    return tuple(with_slots(v, kind, operands) for v in value) if isinstance(value, list | tuple) else value
+
+
+def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Argument name -> value, defaults filled in, in schema order."""
+    bound = {}
+    for position, (name, _, default, keyword_only) in enumerate(_parameters(target)):
+        if name in kwargs:
+            bound[name] = kwargs[name]
+        elif not keyword_only and position < len(args):
+            bound[name] = args[position]
+        else:
+            bound[name] = frozen(default)
+    return bound
 
 
 @lru_cache(maxsize=16384)
 def bind(call: OpCall) -> Mapping[str, Any]:
-    """Argument name -> value (Slots, constants, tuples), defaults filled in, in schema order."""
-    bound = {}
-    keywords = dict(call.kwargs)
-    for position, (name, _, default, keyword_only) in enumerate(_parameters(call.target)):
-        if name in keywords:
-            bound[name] = keywords[name]
-        elif not keyword_only and position < len(call.args):
-            bound[name] = call.args[position]
-        else:
-            bound[name] = _frozen(default)
-    return MappingProxyType(bound)  # remembered and shared: read only
+    """`bound_arguments` of a call: Slots, constants, tuples."""
+    return MappingProxyType(bound_arguments(call.target, call.args, dict(call.kwargs)))  # shared: read only
 
 
 def call_on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, tuple[Tensor, ...]]:
-    """The OpCall of `target(*args, **kwargs)`, which is run, and its tensor operands (one given twice is two)."""
+    """The OpCall of `target(*args, **kwargs)`, which is run, and its tensor operands."""
     operands: list[Tensor] = []
-
-    def freeze(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            operands.append(value)
-            return Slot(len(operands) - 1)
-        return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
-
-    frozen, frozen_kwargs = freeze(tuple(args)), tuple(sorted((name, freeze(value)) for name, value in kwargs.items()))
+    own_args = with_slots(tuple(args), Tensor, operands)
+    own_kwargs = tuple((name, with_slots(value, Tensor, operands)) for name, value in sorted(kwargs.items()))
     result = target(*args, **kwargs)
     results = (result,) if isinstance(result, Tensor) else tuple(result)
     metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *results)]
     n = len(operands)
-    call = OpCall(target, frozen, frozen_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(result, Tensor))
+    call = OpCall(target, own_args, own_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(result, Tensor))
     return call, tuple(operands)
 
 

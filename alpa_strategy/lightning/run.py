@@ -25,7 +25,7 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.display import measured_line
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning.checks import any_overridden
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
@@ -230,9 +230,8 @@ class Run(PlacedModule):
 
     def _keep(self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
         """A new step, which is used now; the oldest go where there are too many."""
-        attributes, leaves = AttributeCheck(self.module, step.attributes), LeafAgreement(step, batch)
         steps = self._captured.setdefault(key, [])
-        steps.append(CapturedStep(step, program, attributes, leaves, rows_of_ranks(step, world_size())))
+        steps.append(CapturedStep(step, program, LeafAgreement(step, batch), rows_of_ranks(step, world_size())))
         del steps[:-MAX_PROGRAMS]
         self._captured.move_to_end(key)
         while len(self._captured) > MAX_SHAPES:
@@ -360,7 +359,6 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
-    attributes: AttributeCheck
     leaves: LeafAgreement  # what must be the same in the batches of all ranks
     own_rows: Mapping[int, Cut]  # see `rows_of_ranks`
 
@@ -372,7 +370,7 @@ class CapturedStep:
         """What the step reads besides tensors and counters and has changed since it was captured; None: nothing."""
         if not leaves_hold(self.step.leaves, batch):
             return "a value in the batch that is no tensor"
-        return self.attributes.changed()
+        return changed_value(self.step.attributes)
 
 
 def _fitting(steps: Sequence[CapturedStep], counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:

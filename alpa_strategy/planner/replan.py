@@ -17,7 +17,7 @@ import numpy as np
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.subgraph import cluster_layers, last_readers, makers, stage_on
+from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan, job_ranks, stage_ranks
@@ -112,7 +112,7 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
     )
     names = {p.value: p.names for p in graph.parameters}
     staged = {name for stage in stages for name in stage.parameter_plans}
-    passing = _passing_bytes(graph)
+    passing = boundary_bytes(graph, with_gradients=True)
     best = np.full(num_ops + 1, np.inf)
     best[0] = 0.0
     origins: list[np.ndarray] = []
@@ -134,21 +134,6 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
     for origin in reversed(origins):
         cuts.append(int(origin[cuts[-1]]))
     return tuple(reversed(cuts))
-
-
-def _passing_bytes(graph: StepGraph) -> np.ndarray:
-    """Bytes of the values that pass each position (0 to the number of ops), gradients included."""
-    change = np.zeros(len(graph.ops) + 2)
-    last = last_readers(graph)
-    for value, op in makers(graph).items():
-        if last[value] > op:
-            meta = graph.values[value]
-            num_bytes = meta.num_bytes * (2 if meta.requires_grad else 1)
-            change[op + 1] += num_bytes
-            change[last[value] + 1] -= num_bytes
-    passing = np.cumsum(change)[: len(graph.ops) + 1]
-    passing[0] = passing[-1] = 0.0
-    return passing
 
 
 def _alive(running: Plan, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ValueRef
-from alpa_strategy.ir.guards import AttributeCheck, CounterRef
+from alpa_strategy.ir.guards import CounterRef, changed_value
 
 
 class Keeps(LightningModule):
@@ -55,12 +55,12 @@ def test_what_lies_in_the_lists_does_not_matter() -> None:
     module = Keeps()
     module.plain.append(torch.ones(2))
     step = capture_step(module, torch.ones(4, 3))
-    assert AttributeCheck(module, step.attributes).changed() is None
+    assert changed_value(step.attributes) is None
     for record in step.appended:
         record.place.find(module).extend(record.items)
     assert len(module.plain) == 2
     module.plain = []
-    assert AttributeCheck(module, step.attributes).changed() is None
+    assert changed_value(step.attributes) is None
 
 
 def looks_at_length(module: Keeps) -> float:

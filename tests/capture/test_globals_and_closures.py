@@ -20,7 +20,7 @@ from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.guards import AttributeCheck
+from alpa_strategy.ir.guards import changed_value
 
 WEIGHT = 0.5
 NOT_READ = 7
@@ -65,7 +65,7 @@ class AddsAgain(ReadsGlobals):
 
 
 def changed(model: pl.LightningModule, step: Any) -> str | None:
-    return AttributeCheck(model, step.attributes).changed()
+    return changed_value(step.attributes)
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {
