@@ -18,8 +18,8 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
-from alpa_strategy.intra_op.solver.elimination import Factor, Network, best_values, join, network_of, order_within
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_shared_arrays
+from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, order_within
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -131,22 +131,18 @@ def _by_elimination(
     order: list[int] | None = None
     found: list[Pairs] = []
     for problem in problems:
-        reduced = presolve(problem, untouched=kept) if drops_dominated else None
+        reduced = presolve(with_shared_arrays(problem), untouched=kept) if drops_dominated else None
         network = network_of(reduced.problem if reduced else problem)
         if network is not None and (reduced or order is None):  # unreduced ones differ in prices alone
-            order = _small_order(network, kept)
+            scopes = [factor.scope for factor in network.factors]
+            order = order_within(MAX_TABLE_ENTRIES, MAX_ENTRIES, network.sizes, scopes, kept)
         if network is None or order is None:
             return None if drops_dominated else _by_elimination(problems, kept, drops_dominated=True)
-        objective, values = _eliminate_onto(network, kept, order)
+        objective, values = eliminate(network, order, kept)  # [p, q]
         if reduced:
             values = [own[value] for own, value in zip(reduced.kept, values, strict=False)]
         found.append((objective, values))
     return found
-
-
-def _small_order(network: Network, kept: tuple[int, int]) -> list[int] | None:
-    """An order of elimination; None where a table, or all together, would be too large."""
-    return order_within(MAX_TABLE_ENTRIES, MAX_ENTRIES, network.sizes, [f.scope for f in network.factors], kept)
 
 
 @dataclass(frozen=True)
@@ -239,35 +235,6 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
     if not price.price:
         return seconds
     return [s + price.price * b for s, b in zip(seconds, num_bytes, strict=True)]
-
-
-def _eliminate_onto(
-    network: Network, kept: tuple[int, int], order: Sequence[int]
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """([p, q] minimum, per variable [p, q] the minimising value)."""
-    position = {v: i for i, v in enumerate((*order, *kept))}
-    buckets: list[list[Factor]] = [[] for _ in network.sizes]
-    for factor in network.factors:
-        buckets[min(factor.scope, key=position.__getitem__)].append(factor)
-    last: list[Factor] = []
-    constant = 0.0
-    for v in order:
-        rest = tuple(sorted({u for f in buckets[v] for u in f.scope} - {v}, key=position.__getitem__))
-        message = join(buckets[v], (v, *rest), network.sizes).min(axis=0)
-        if not rest:
-            constant += float(message)
-        elif rest[0] in kept:
-            last.append(Factor(rest, message))
-        else:
-            buckets[rest[0]].append(Factor(rest, message))
-    last += [factor for v in kept for factor in buckets[v]]
-    minimum = join(last, kept, network.sizes) + constant  # [p, q]
-    values: list[np.ndarray] = [np.zeros(0, dtype=int)] * len(network.sizes)
-    grid: np.ndarray = np.indices(minimum.shape)
-    values[kept[0]], values[kept[1]] = grid
-    for v in reversed(order):
-        values[v] = np.broadcast_to(best_values(buckets[v], v, values), minimum.shape)
-    return minimum, values
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

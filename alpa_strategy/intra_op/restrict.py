@@ -20,7 +20,7 @@ from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage, modes_text
+from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"
@@ -40,7 +40,8 @@ def restrict(
     Raises:
         PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
     """
-    names = axis_presets(options, len(intra.mesh.shape))
+    parallel = options.parallel
+    names = (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel  # of every mesh axis
     modes = pinned_modes(intra, options, pinned or {})
     if not modes and set(names) == {"auto"} and optimizer.element_wise:
         return intra
@@ -102,18 +103,6 @@ def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
     return found
 
 
-def axis_presets(options: PlanOptions, num_axes: int) -> tuple[str, ...]:
-    """The named plan of every mesh axis."""
-    if isinstance(options.parallel, str):
-        return (options.parallel,) * num_axes
-    if len(options.parallel) != num_axes:
-        raise OptionError(
-            f"parallel={options.parallel!r} names {len(options.parallel)} axes, the logical mesh has {num_axes}",
-            "give one name, or one per axis of logical_mesh",
-        )
-    return options.parallel
-
-
 def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
     if not optimizer.element_wise:
         return PlanError(
@@ -145,13 +134,7 @@ def pinned_modes(
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
         matched = matching(pattern, names)
-        wanted = tuple(read_mode(mode, f"placements[{pattern!r}]") for mode in text.split())
-        if len(wanted) != len(intra.mesh.shape):
-            raise OptionError(
-                f"placements[{pattern!r}] = {text!r} has {len(wanted)} modes, the logical mesh {intra.mesh.shape} has "
-                f"{len(intra.mesh.shape)} axes",
-                "give one mode per mesh axis, and fix logical_mesh so that the axes are known",
-            )
+        wanted = parse_modes(text)  # as many as the mesh has axes (`is_allowed`)
         for name in matched:
             in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"
@@ -174,16 +157,6 @@ def matching(pattern: str, names: Mapping[str, str]) -> list[str]:
     return matched
 
 
-def read_mode(text: str, where: str) -> ParameterMode:
-    """The mode that a user wrote; OptionError where it is not R, R*, S<dim> or G<dim>."""
-    try:
-        return ParameterMode.parse(text)
-    except ValueError:
-        raise OptionError(
-            f"{where}: {text!r} is not a parameter mode", "write R, R*, S<dim> or G<dim>, for example S0"
-        ) from None
-
-
 def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float) -> np.ndarray:
     """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
     letters = [plan.modes[axis].storage.value[0] for plan in own.plans]
@@ -197,13 +170,11 @@ def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int,
             wanted = "G" if can_shard and meta.requires_grad else "R"
         case "zero3":
             wanted = "S" if can_shard else "R"
-        case "tensor":
+        case _:  # tensor
             if len(meta.shape) < 2 or not can_shard:
                 return np.array([np.inf if letter == "G" else 0.0 for letter in letters])
             # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
             return np.array([{"S": 0.0, "R": penalty, "G": np.inf}[letter] for letter in letters])
-        case _:
-            raise PlanError(f"parallel={name!r} is unknown", "use auto, data, zero1, zero2, zero3 or tensor")
     return np.array([0.0 if letter == wanted else np.inf for letter in letters])
 
 

@@ -23,11 +23,11 @@ from alpa_strategy.ir.stage_plan import (
     FORMAT_VERSION,
     Collective,
     Fingerprint,
-    ParameterMode,
     ParameterPlan,
     Predicted,
     StagePlan,
     modes_text,
+    parse_modes,
 )
 
 AS_WRITTEN = "as written"  # the schedule of a plan whose steps are not captured
@@ -161,14 +161,6 @@ _KIND_NAMES = {
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
 
-def _read_modes(text: str, where: str) -> tuple[ParameterMode, ...]:
-    """`"R* S0"` -> its modes; PlanError at anything but R, R*, S<dim>, G<dim>."""
-    try:
-        return tuple(map(ParameterMode.parse, text.split()))
-    except ValueError as error:
-        raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
-
-
 class _Fields:
     """Typed access to one object of the file; every complaint names the path of the field."""
 
@@ -243,21 +235,11 @@ def _check(value: Any, kind: type, where: str) -> Any:
 
 
 def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
-    return {
-        "submesh": list(stage.submesh),
-        "first_device": stage.first_device,
-        "logical_mesh": list(stage.logical_mesh),
-        **({"devices": list(stage.devices)} if stage.devices else {}),
-        "ops": list(stage.ops),
-        "layers": stage.layers,
-        "remat": stage.remat,
-        "remat_cuts": list(stage.remat_cuts),
-        "recomputed": list(stage.recomputed),
-        "steps_in_backward": stage.steps_in_backward,
-        "derives_again": stage.derives_again,
-        "forward_seconds": stage.forward_seconds,
-        "backward_seconds": stage.backward_seconds,
-        "boundary_seconds": stage.boundary_seconds,
+    large = ("parameter_plans", "shapes", "collectives", "strategies", "received", "sent")  # come after the others
+    first = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(stage).items() if name not in large}
+    if not stage.devices:
+        del first["devices"]
+    return first | {
         "predicted": dict(vars(stage.predicted)),
         "parameters": {
             name: modes_text(plan.module_modes) + f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
@@ -317,7 +299,10 @@ def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, Parameter
     for name, text in fields.get("parameters", dict).items():
         where = f"{fields.path('parameters')}[{name!r}]"
         shown, _, segments_text = _check(text, str, where).partition(_IN)
-        modes = _read_modes(shown, where)
+        try:
+            modes = parse_modes(shown)
+        except ValueError as error:
+            raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
         if len(modes) != num_axes:
             raise PlanError(f"{where} has {len(modes)} entries for {num_axes} mesh axes", _FIX)
         match = _SEGMENTS.fullmatch(segments_text)

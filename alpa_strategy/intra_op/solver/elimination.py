@@ -71,11 +71,14 @@ def plan_order(network: Network) -> list[int] | None:
     return order_within(MAX_TABLE_ENTRIES, MAX_TOTAL_ENTRIES, network.sizes, scopes)
 
 
-def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]:
-    """The minimising value of every choice and the minimum (inf when every assignment is forbidden)."""
-    position = {v: i for i, v in enumerate(order)}
+def eliminate(
+    network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The minimum for all values of the variables `kept` (inf where every assignment is forbidden), and the minimising
+    value of every variable there: tables over `kept`."""
+    position = {v: i for i, v in enumerate((*order, *kept))}
     holding = _buckets(network, position)
-    minimum = 0.0
+    constant = 0.0
     known: dict[tuple, np.ndarray] = {}
     for v in order:
         rest = _others(holding[v], v, position)
@@ -85,14 +88,17 @@ def eliminate(network: Network, order: Sequence[int]) -> tuple[list[int], float]
         if rest:
             holding[rest[0]].append(Factor(rest, known[key]))
         else:
-            minimum += float(known[key])
-    values = [np.zeros((), dtype=int)] * len(network.sizes)
+            constant += float(known[key])
+    minimum = join([factor for v in kept for factor in holding[v]], kept, network.sizes) + constant
+    values: list[np.ndarray] = [np.zeros((), dtype=int)] * len(network.sizes)
+    for axis, v in enumerate(kept):
+        values[v] = np.indices(minimum.shape)[axis]
     for v in reversed(order):
-        values[v] = best_values(holding[v], v, values)
-    return [int(value) for value in values[: network.num_choices]], minimum
+        values[v] = np.broadcast_to(_best_values(holding[v], v, values), minimum.shape)
+    return minimum, values
 
 
-def best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]) -> np.ndarray:
+def _best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]) -> np.ndarray:
     """The minimising value of `v`, given (arrays of) those of the other variables in its factors.
 
     Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked for.

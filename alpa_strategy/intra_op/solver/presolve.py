@@ -44,8 +44,8 @@ class Presolved:
 def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] = ()) -> Presolved:
     """Drop what no optimal assignment needs, whatever the choices `untouched` take, which keep all their strategies.
 
-    With `memory_limit` inf, bytes only break ties. A choice that is left with no strategy means that no assignment has
-    a finite cost.
+    Fast where equal arrays are one object (`with_shared_arrays`). With `memory_limit` inf, bytes only break ties. A
+    choice that is left with no strategy means that no assignment has a finite cost.
     """
     finite = {id(x.cost): np.flatnonzero(np.isfinite(x.cost)) for x in problem.choices}
     live = [finite[id(choice.cost)] for choice in problem.choices]
@@ -55,7 +55,6 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
     for t, transfer in enumerate(problem.transfers):
         for c in set() if not transfer.uses else {transfer.producer, *(use.choice for use in transfer.uses)}:
             incident[c].append(t)
-    arrays = _Arrays()
     known: dict[tuple, np.ndarray] = {}  # by what a choice and its neighbours look like: equal layers share it
     touched = set(range(len(live)))
     for _ in range(max_rounds):
@@ -63,7 +62,7 @@ def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] =
         for c in sorted(touched):
             if len(live[c]) <= 1 or c in untouched:
                 continue
-            key = _signature(problem, c, incident[c], live, arrays)
+            key = _signature(problem, c, incident[c], live)
             if key not in known:
                 known[key] = _undominated(problem, c, incident[c], live)
             keep = known[key]
@@ -122,30 +121,15 @@ def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restr
     return source, [np.searchsorted(targets, layout) for layout in asked], cost, memory
 
 
-class _Arrays:
-    """A small number per array, the same for equal arrays."""
-
-    def __init__(self) -> None:
-        self.by_object: dict[int, int] = {}
-        self.by_content: dict[tuple, int] = {}
-
-    def number(self, array: np.ndarray) -> int:
-        if id(array) not in self.by_object:
-            content = (array.shape, array.dtype.str, array.tobytes())
-            self.by_object[id(array)] = self.by_content.setdefault(content, len(self.by_content))
-        return self.by_object[id(array)]
-
-
-def _signature(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray], arrays: _Arrays) -> tuple:
-    """Equal for choices with equal tables around them: identical layers are then worked out once."""
-    parts: list[object] = [arrays.number(problem.choices[c].cost), arrays.number(problem.choices[c].memory)]
-    parts.append(live[c].tobytes())
+def _signature(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray]) -> tuple:
+    """Equal for choices that share the tables around them: identical layers are then worked out once."""
+    parts: list[object] = [id(problem.choices[c].cost), id(problem.choices[c].memory), live[c].tobytes()]
     for t in incident:
         transfer = problem.transfers[t]
-        parts += [arrays.number(transfer.cost), arrays.number(transfer.memory), arrays.number(transfer.source)]
+        parts += [id(transfer.cost), id(transfer.memory), id(transfer.source)]
         parts += [transfer.producer == c, live[transfer.producer].tobytes()]
         for use in transfer.uses:
-            parts += [arrays.number(use.layout), use.choice == c, live[use.choice].tobytes()]
+            parts += [id(use.layout), use.choice == c, live[use.choice].tobytes()]
         parts.append(None)
     return tuple(parts)
 

@@ -116,8 +116,9 @@ def _by_elimination(problem: Problem) -> _Found | None:
     order = plan_order(network) if network else None
     if network is None or order is None:
         return None
-    assignment, minimum = eliminate(network, order)
-    return _Found(assignment if np.isfinite(minimum) else None, minimum, "elimination")
+    minimum, values = eliminate(network, order)
+    assignment = [int(value) for value in values[: network.num_choices]]
+    return _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
 
 
 def _least(problem: Problem, deadline: float) -> tuple[Point | None, _Found]:
