@@ -149,10 +149,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     overrides, console = [*to_recipe, *to_options], Console()
-    if arguments.tune:
-        plan, options = _tuned(arguments, cluster, overrides, console)
-    else:
-        plan, options = _planned(arguments, cluster, overrides)
+    options = plan_options(load_recipe(arguments.recipe, overrides))
+    plan = _tuned(arguments, cluster, overrides, console) if arguments.tune else _planned(arguments, cluster, overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
@@ -162,8 +160,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> tuple[Plan, PlanOptions]:
-    """The recipe's plan, and the options that it was made with."""
+def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> Plan:
+    """The recipe's plan."""
     from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
@@ -186,30 +184,23 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     with _rare_collections():
         plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store, choose=choose)
     store.done()
-    return plan, options
+    return plan
 
 
-def _tuned(
-    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
-) -> tuple[Plan, PlanOptions]:
+def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console) -> Plan:
     """The plan of the best batch size around the recipe's; a table of all that were planned is printed.
 
     A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
     """
-    from alpa_strategy.planner.tune import best_batch, tune_batch
+    from alpa_strategy.planner.planner import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
     given = recipe.data.get("batch_size")
     if not isinstance(given, int) or given < 1:
         raise OptionError(f"{recipe.path}: data.batch_size={given!r} cannot be tuned", "give a whole number, such as 8")
-    options = plan_options(recipe)
-    found = tune_batch(
-        lambda n: _planned(arguments, cluster, ["strategy.num_microbatches=null", *overrides, f"data.batch_size={n}"])[
-            0
-        ],
-        given,
-    )
-    ranks = 1 if options.rows == "global" else cluster.num_devices
+    free = ["strategy.num_microbatches=null", *overrides]
+    found = tune_batch(lambda n: _planned(arguments, cluster, [*free, f"data.batch_size={n}"]), given)
+    ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
     best = best_batch(found)
     console.print(tune_table(found, best, ranks))
     if best is None:
@@ -218,7 +209,7 @@ def _tuned(
         raise error
     plan = found[best]
     assert not isinstance(plan, AlpaError)
-    return plan, options
+    return plan
 
 
 @contextmanager

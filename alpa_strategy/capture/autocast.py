@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alpa_strategy.capture.graph_builder import Builder, run_fake
+from alpa_strategy.capture.graph_builder import Builder, map_refs, run_fake
 from alpa_strategy.capture.ops import FUNCTIONS
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import CaptureError
@@ -41,23 +41,6 @@ class AutocastState:
         return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False, enabled=enabled)
 
 
-class _CastWatcher(TorchDispatchMode):
-    """Notes dtype conversions: of the operands (by position), the rest does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operands: list[Tensor] = []
-        self.casts: dict[int, torch.dtype] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
-            position = next((i for i, t in enumerate(self.operands) if t is args[0]), None)
-            dtype = (kwargs or {}).get("dtype")
-            if position is not None and dtype is not None:
-                self.casts.setdefault(position, dtype)
-        return func(*args, **(kwargs or {}))
-
-
 def has_policy(target: Any, device_type: str) -> bool:
     """True when autocast treats this op itself (and not only the ops that it is made of)."""
     # A kernel for the autocast key is what a policy is: see ATen/autocast_mode.h.
@@ -69,15 +52,22 @@ def has_policy(target: Any, device_type: str) -> bool:
 @lru_cache(maxsize=4096)
 def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | None, ...]:
     """The dtype that autocast gives each operand of `call`; None for those left alone."""
-    watcher = _CastWatcher()
+    casts: dict[int, torch.dtype] = {}
 
     def run(operands: list[Tensor]) -> None:
-        watcher.operands = operands
-        with state.region(), watcher:
+        class Watcher(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
+                    position = next((i for i, t in enumerate(operands) if t is args[0]), None)
+                    dtype = (kwargs or {}).get("dtype")
+                    if position is not None and dtype is not None:
+                        casts.setdefault(position, dtype)
+                return func(*args, **(kwargs or {}))
+
+        with state.region(), Watcher():
             call.call(*operands)
 
     run_fake(call, run, state.device_type)
-    casts = watcher.casts
     if state.dtype in casts.values():  # other casts are of the op's own making: attention adds up in fp32
         casts = {i: dtype for i, dtype in casts.items() if dtype == state.dtype}
     elif casts and _is_same_without(call, state):
@@ -248,14 +238,7 @@ class Autocast:
                 return args, kwargs | {"dtype": given}
             dtypes = tuple(given if m.dtype.is_floating_point else None for m in call.operands)  # norm
         rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
-
-        def swap(arg: Any) -> Any:
-            if isinstance(arg, ValueRef):
-                return next(rest)
-            return type(arg)(swap(a) for a in arg) if isinstance(arg, list | tuple) else arg
-
-        new_args = tuple(swap(a) for a in args)
-        return new_args, {k: swap(v) for k, v in sorted(kwargs.items())}
+        return map_refs((args, dict(sorted(kwargs.items()))), lambda _: next(rest))  # in the order of `call_of`
 
     def _is_composite(self, target: OpOverload) -> bool:
         """Whether autocast has no policy for the op, and may treat the ops that it is made of."""

@@ -126,7 +126,7 @@ def register_batch_types(batch: Any) -> None:
     """Register the types of containers in `batch` that torch takes for leaves."""
     while unknown := {type(leaf) for leaf in pytree.tree_leaves(batch) if _is_container(leaf)}:
         for kind in unknown:
-            _register_dataclass(kind) if is_dataclass(kind) else _register_mapping(kind)
+            _register(kind)
 
 
 def _is_container(leaf: Any) -> bool:
@@ -135,27 +135,26 @@ def _is_container(leaf: Any) -> bool:
     return is_dataclass(leaf) or isinstance(leaf, Mapping)
 
 
-def _register_dataclass(kind: type) -> None:
-    names = tuple(field.name for field in fields(kind))
+def _register(kind: Any) -> None:
+    """Make a dataclass or a mapping known to torch."""
+    is_record = is_dataclass(kind)
 
-    def rebuilt(values: Any, _: Any) -> Any:
+    def items(value: Any) -> dict[Any, Any]:
+        return {f.name: getattr(value, f.name) for f in fields(kind)} if is_record else dict(value)
+
+    def rebuilt(values: Any, names: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        if not is_record:
+            return kind(given)
         made: Any = object.__new__(kind)
-        for name, value in zip(names, values, strict=True):
+        for name, value in given.items():
             object.__setattr__(made, name, value)  # also of a frozen one
         return made
 
+    key_of: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
     pytree.register_pytree_node(
         kind,
-        lambda value: ([getattr(value, name) for name in names], None),
+        lambda value: (list(items(value).values()), tuple(items(value))),
         rebuilt,
-        flatten_with_keys_fn=lambda value: ([(pytree.GetAttrKey(n), getattr(value, n)) for n in names], None),
-    )
-
-
-def _register_mapping(kind: type) -> None:
-    pytree.register_pytree_node(
-        kind,
-        lambda value: ([value[key] for key in value], tuple(value)),
-        lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-        flatten_with_keys_fn=lambda value: ([(pytree.MappingKey(key), value[key]) for key in value], tuple(value)),
+        flatten_with_keys_fn=lambda value: ([(key_of(n), v) for n, v in items(value).items()], tuple(items(value))),
     )

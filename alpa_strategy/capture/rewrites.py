@@ -172,7 +172,6 @@ class _FusedLinears:
 
     def __init__(self, step: StepGraph) -> None:
         self.step = step
-        self.producers = {value: index for index, op in enumerate(step.ops) for value in op.results}
         self.parameters = {p.value for p in step.parameters}
         self.metas: dict[int, TensorMeta] = {}
         self.replaced: dict[int, Op] = {}
@@ -206,7 +205,7 @@ class _FusedLinears:
                 return None
             if chain[-1] in self.parameters:
                 return tuple(chain)
-            producer = self.producers.get(chain[-1])
+            producer = self.step.makers.get(chain[-1])
             if producer is None or self.step.ops[producer].call.target not in _CASTS:
                 return None
             chain.append(self.step.ops[producer].operands[0])

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +122,7 @@ class LogicalMesh:
 
     @property
     def num_devices(self) -> int:
-        result = 1
-        for size in self.shape:
-            result *= size
-        return result
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -507,17 +503,12 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     """
     sizes = [size for size, _ in points]
     seconds = _never_decreasing([value for _, value in points])
-    if num_bytes <= sizes[0]:
-        return seconds[0]
-    if num_bytes > sizes[-1]:
-        slope = seconds[-1] / sizes[-1]
-        if len(points) > 1 and seconds[-1] > seconds[-2]:
-            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        return seconds[-1] + slope * (num_bytes - sizes[-1])
-    right = bisect_left(sizes, num_bytes)
-    left = right - 1
-    share = (num_bytes - sizes[left]) / (sizes[right] - sizes[left])
-    return seconds[left] + share * (seconds[right] - seconds[left])
+    if num_bytes <= sizes[-1]:
+        return float(np.interp(num_bytes, sizes, seconds))
+    slope = seconds[-1] / sizes[-1]
+    if len(points) > 1 and seconds[-1] > seconds[-2]:
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    return seconds[-1] + slope * (num_bytes - sizes[-1])
 
 
 def without_outliers(points: Sequence[tuple[int, float]], slack: float = 1.5) -> tuple[tuple[int, float], ...]:
@@ -534,10 +525,7 @@ def without_outliers(points: Sequence[tuple[int, float]], slack: float = 1.5) ->
 
 def _never_decreasing(seconds: Sequence[float]) -> list[float]:
     """Each time lowered to the least of those after it."""
-    result = list(seconds)
-    for i in range(len(result) - 2, -1, -1):
-        result[i] = min(result[i], result[i + 1])
-    return result
+    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     if not 0 <= first < last <= len(step.ops):
         raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")
     ops = step.ops[first:last]
-    maker = makers(step)
+    maker = step.makers
     is_end = last == len(step.ops)
 
     def is_home(values: Sequence[int]) -> bool:
@@ -66,7 +65,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         checks=checks,
         appended=appended,
         received=tuple(sorted(read & handed_in)),
-        sent=tuple(sorted(v for v in here if v in step.sent or last_readers(step)[v] >= last)),
+        sent=tuple(sorted(v for v in here if v in step.sent or step.last_readers[v] >= last)),
     )
 
 
@@ -82,8 +81,7 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
     """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
-    last = last_readers(step)
-    return tuple(v for v, op in sorted(makers(step).items()) if op < position <= last[v])
+    return tuple(v for v, op in sorted(step.makers.items()) if op < position <= step.last_readers[v])
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
@@ -96,47 +94,6 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
         kept = [_keep(item, wanted) for item in node if not isinstance(item, ValueRef) or wanted(item.index)]
         return tuple(kept) if isinstance(node, tuple) else kept
     return node
-
-
-@lru_cache(maxsize=8)
-def _tables(key: _ById) -> tuple[dict[int, int], dict[int, int]]:
-    step = key.step
-    maker = {value: index for index, op in enumerate(step.ops) for value in op.results}
-    last = dict.fromkeys(maker, -1)
-    for index, op in enumerate(step.ops):
-        for value in op.operands:
-            if value in last:
-                last[value] = index
-    records = [values_of(record) for record in (*step.logs, *step.metrics, *step.appended)]
-    for values in records:  # read where the record's last value is made
-        homes = [maker[v] for v in values if v in maker]
-        for value in values:
-            if value in last:
-                last[value] = max(last[value], *homes)
-    return maker, last
-
-
-class _ById:
-    """A step as a cache key: by identity (graphs are frozen, and hashing one would visit all of it)."""
-
-    def __init__(self, step: StepGraph) -> None:
-        self.step = step
-
-    def __hash__(self) -> int:
-        return id(self.step)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.step is other.step
-
-
-def makers(step: StepGraph) -> dict[int, int]:
-    """Value -> index of the op that makes it."""
-    return _tables(_ById(step))[0]
-
-
-def last_readers(step: StepGraph) -> dict[int, int]:
-    """Op-made value -> index of the last op (or record's home) that reads it; -1 when none does."""
-    return _tables(_ById(step))[1]
 
 
 # --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa, section 5.2, equation
@@ -206,8 +163,8 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int, epsilon
 def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
     """[position]: bytes of the values (and their gradients) that cross a cut before op `position`; 0 at both ends."""
     change = np.zeros(len(step.ops) + 2)
-    last = last_readers(step)
-    for value, op in makers(step).items():
+    last = step.last_readers
+    for value, op in step.makers.items():
         if last[value] > op:
             meta = step.values[value]
             num_bytes = meta.num_bytes * (2 if with_gradients and meta.requires_grad else 1)

@@ -4,7 +4,7 @@ as casts, transposed copies and weight norm. Planner and lowering both ask here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,8 +95,7 @@ def per_step(graph: StepGraph) -> PerStep:
         if not all(is_view(graph.ops[index].call) for index in group.ops)
     ]
     moved = _with_own_constants(graph, {index for group in found for index in group.ops}, constant)
-    maker = {value: index for index, op in enumerate(graph.ops) for value in op.results}
-    return PerStep(tuple(_derivation(graph, group, moved, maker) for group in found), frozenset(moved))
+    return PerStep(tuple(_derivation(graph, group, moved) for group in found), frozenset(moved))
 
 
 class _Group:
@@ -128,8 +127,8 @@ def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -
     return moved
 
 
-def _derivation(graph: StepGraph, group: _Group, moved: set[int], maker: Mapping[int, int]) -> Derivation:
-    leaving = {*graph.escaping, *graph.sent}
+def _derivation(graph: StepGraph, group: _Group, moved: set[int]) -> Derivation:
+    leaving, maker = {*graph.escaping, *graph.sent}, graph.makers
     values = tuple(
         value
         for value in sorted(group.values)

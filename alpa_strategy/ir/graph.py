@@ -276,6 +276,21 @@ class StepGraph:
         return {value: tuple(uses) for value, uses in found.items()}
 
     @cached_property
+    def makers(self) -> dict[int, int]:
+        """Value -> index of the op that makes it."""
+        return {value: index for index, op in enumerate(self.ops) for value in op.results}
+
+    @cached_property
+    def last_readers(self) -> dict[int, int]:
+        """Op-made value -> index of the last op that reads it, or that a record with it has to wait for; -1: none."""
+        maker = self.makers
+        last = {value: max((op for op, _ in self.consumers.get(value, ())), default=-1) for value in maker}
+        for record in (*self.logs, *self.metrics, *self.appended):  # read where the record's last value is made
+            made = [value for value in values_of(record) if value in maker]
+            last |= {value: max(last[value], *(maker[v] for v in made)) for value in made}
+        return last
+
+    @cached_property
     def escaping(self) -> tuple[int, ...]:
         """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
         (each once, ascending)."""

@@ -132,12 +132,8 @@ class DualPlacement:
     @cache
     def parse(cls, text: str) -> DualPlacement:
         """Read `R`, `R*`, `P`, `S<d>`."""
-        if text == "R*":
-            return REPLICATE
-        if text == "P":
-            return PARTIAL
-        if text == "R":
-            return INVARIANT
+        if (named := {"R": INVARIANT, "R*": REPLICATE, "P": PARTIAL}.get(text)) is not None:
+            return named
         placement = placement_from_str(text)
         assert isinstance(placement, Shard)
         return shard(placement.dim)

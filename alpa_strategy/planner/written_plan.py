@@ -49,13 +49,10 @@ def plan_as_written(
     """
     num_devices = devices[0] * devices[1]
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
-    plans, peak = _stored(parameters, "data", num_devices, state_bytes)
-    ways = (options.parallel,) if options.parallel != "auto" else ("data", "zero2", "zero3")
-    may_cut = all(info.element_wise for info in optimizers)
-    for way in ways if may_cut or options.parallel != "auto" else ("data",):
-        plans, peak = _stored(parameters, str(way), num_devices, state_bytes)
-        if peak <= limit:
-            break
+    ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
+    ways = ways if options.parallel == "auto" else (str(options.parallel),)
+    stored = [_stored(parameters, way, num_devices, state_bytes) for way in ways]
+    plans, peak = next((found for found in stored if found[1] <= limit), stored[-1])
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
     stage = StagePlan(
         submesh=devices,

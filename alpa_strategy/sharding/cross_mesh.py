@@ -158,11 +158,8 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
     for axis, (placement, size) in enumerate(zip(placements, target.shape, strict=True)):
         if size == 1 or not isinstance(placement, Replicate):
             continue
-        if any(isinstance(later, Shard) for later in placements[axis + 1 :]):
-            # A cut by this axis comes before those of later axes: it must not change what they hold.
-            taken = {later.dim for later in placements[axis + 1 :] if isinstance(later, Shard)}
-        else:
-            taken = set()
+        # A cut by this axis comes before those of later axes: it must not change what they hold.
+        taken = {later.dim for later in placements[axis + 1 :] if isinstance(later, Shard)}
         possible = [dim for dim, rows in enumerate(smallest) if rows >= size and dim not in taken]
         if not possible:
             continue
@@ -175,8 +172,6 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
 
 def _intersection(a: Box, b: Box) -> Box | None:
     """The common box, None when it is empty."""
-    if len(a) != len(b):
-        return None
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 

@@ -17,25 +17,16 @@ def cross_entropy(call: OpCall) -> Found:
     logits, target = bound["logits"].index, bound["target"].index
     shape = call.operands[logits].shape
     probabilities = call.operands[target].dtype.is_floating_point
-    if len(shape) == 1:
-        splits: tuple[Split | None, ...] = ()
-    elif probabilities:
-        splits = read("[n, c!, *d], [n, c!, *d], [c!]? -> []", call) or ()
-    else:
-        splits = read("[n, c!, *d], [n, *d], [c!]? -> []", call) or ()
+    splits: tuple[Split | None, ...] = ()
+    if len(shape) > 1:
+        splits = read(f"[n, c!, *d], {'[n, c!, *d]' if probabilities else '[n, *d]'}, [c!]? -> []", call) or ()
     weight = bound["weight"]
     if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
         class_dim = 0 if len(shape) == 1 else 1
         num_rows = call.operands[logits].num_elements // shape[class_dim]
         collective = InnerCollective("all_reduce", 4 * num_rows, "forward")  # [rows] in fp32
-        split = split_from_dims(
-            call,
-            [(logits, class_dim)],
-            [WHOLE],
-            implementation="vocab_cross_entropy",
-            collectives=(collective,) * 3,
-        )
-        splits += (split,)
+        how = {"implementation": "vocab_cross_entropy", "collectives": (collective,) * 3}
+        splits += (split_from_dims(call, [(logits, class_dim)], [WHOLE], **how),)
     return Found(splits)
 
 
@@ -52,21 +43,9 @@ def batch_norm_train(call: OpCall) -> Found:
         InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
         InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
     )
-    rows = split_from_dims(
-        call,
-        [(present["x"], 0)],
-        [0, *[WHOLE for _ in statistics]],
-        implementation="batch_norm_sync",
-        collectives=collectives,
-    )
+    how = {"implementation": "batch_norm_sync", "collectives": collectives}
+    rows = split_from_dims(call, [(present["x"], 0)], [0, *[WHOLE for _ in statistics]], **how)
     return Found((channels, rows))
-
-
-def batch_norm(call: OpCall) -> Found:
-    """aten.batch_norm: with given statistics everything is parallel, with batch statistics the channels are."""
-    if bind(call)["training"]:
-        return Found(read("[n!, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n!, c, *s!]", call) or ())
-    return Found(read("[n, c, *s!], [c]?, [c]?, [c]?, [c]? -> [n, c, *s!]", call) or ())
 
 
 def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[Split | None]:
@@ -117,12 +96,8 @@ def adding(call: OpCall) -> Found:
         return found
     dim, index = bound["dim"] % rank, bound["index"].index
     along_index = dim if "scatter" in call.target_name else 0  # the dim of the index that runs along the indexed one
-    along = split_from_dims(
-        call,
-        [(bound["self"].index, None), (index, along_index), (given.index, dim)],
-        [SUM],
-        implementation="added_on_first",
-    )
+    cut = [(bound["self"].index, None), (index, along_index), (given.index, dim)]
+    along = split_from_dims(call, cut, [SUM], implementation="added_on_first")
     cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_index:][:1]
     return replace(found, splits=(*found.splits, along if cuts_alike else None))
 

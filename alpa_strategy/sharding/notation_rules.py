@@ -299,10 +299,12 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
     return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
 
 
-def _instance_norm(call: OpCall, axis_size: int) -> str:
-    """Samples are independent, unless running statistics average over them."""
-    row = "n!" if bind(call)["running_mean"] is not None else "n"
-    return f"[{row}, c, *s!], [c]?, [c]?, [c]?, [c]? -> [{row}, c, *s!]"
+def _channel_norm(call: OpCall, axis_size: int) -> str:
+    """batch_norm, instance_norm: samples are independent, unless statistics are of all of them; all is, of given ones."""
+    bound = bind(call)
+    row = "n!" if bound.get("training", bound["running_mean"] is not None) else "n"
+    places = "*s" if bound.get("training") is False else "*s!"
+    return f"[{row}, c, {places}], [c]?, [c]?, [c]?, [c]? -> [{row}, c, {places}]"
 
 
 def _embedding(call: OpCall, axis_size: int) -> str:
@@ -433,7 +435,7 @@ NOTATION: dict[str, Notation] = {
     "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
     "aten.group_norm": Notation(_group_norm),
     "aten.native_group_norm": Notation("[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"),
-    "aten.instance_norm": Notation(_instance_norm),
+    **{f"aten.{kind}_norm": Notation(_channel_norm) for kind in ("batch", "instance")},
     "aten.scaled_dot_product_attention": Notation(_attention, more=_ring),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},

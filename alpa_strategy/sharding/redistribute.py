@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,9 +80,7 @@ def reshard_steps(
 
 def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tuple[tuple[str, int, str], ...]:
     """(kind, bytes of the full tensor on the axis, phase) per collective; `backward` ones only when differentiable."""
-    num_bytes = itemsize
-    for size in step.shape:
-        num_bytes *= size
+    num_bytes = itemsize * math.prod(step.shape)
     forward = placement_collective(step.src.value, step.dst.value)
     # The gradient goes the other way: from where the result's lies to where the operand's is wanted.
     backward = placement_collective(step.dst.grad, step.src.grad) if differentiable else None

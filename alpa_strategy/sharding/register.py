@@ -13,7 +13,7 @@ import torch
 
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import call_on, target_name
-from alpa_strategy.sharding.notation import Signature, Term, parse
+from alpa_strategy.sharding.notation import Signature, parse
 from alpa_strategy.sharding.proof import runs_on_random_data, whole_run
 from alpa_strategy.sharding.rule_table import REGISTERED, RegisteredRule, forget_cached, registered_rule
 from alpa_strategy.sharding.strategies import axis_strategies
@@ -148,13 +148,8 @@ def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:
 
 def _bad_indices(signature: Signature) -> str:
     known = {index.name for term in signature.operands for index in term.indices}
-    terms = (*signature.operands, *signature.results)
-    return next((problem for term in terms if (problem := _bad_index(term, known))), "")
-
-
-def _bad_index(term: Term, known: set[str]) -> str:
-    names = [index.name for index in term.indices]
-    for index in term.indices:
+    for term, index in ((each, i) for each in (*signature.operands, *signature.results) for i in each.indices):
+        names = [each.name for each in term.indices]
         if index.implementation:
             return f"@{index.implementation}: local implementations are the package's own"
         if names.count(index.name) > 1:

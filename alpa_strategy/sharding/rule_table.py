@@ -162,7 +162,6 @@ FAMILIES: dict[str, Family] = {
     **_of("index_select", indexing.index_select),
     **_of("index.Tensor", indexing.index),
     **_of("histogram.bins_tensor", indexing.histogram),
-    **_of("batch_norm", indexing.batch_norm),
     **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", indexing.constant),
     **_of("full zeros ones empty.memory_format rand randn normal.float_float", indexing.factory),
     **_of("new_zeros new_ones new_empty new_full", indexing.new_factory),

@@ -37,11 +37,12 @@ _SIZE_ARGUMENT = frozenset(
 
 
 def _local_metas(
-    metas: Sequence[TensorMeta], layouts: Sequence[DualLayout], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    metas: Sequence[TensorMeta], by_axis: Sequence[DualLayout], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[TensorMeta, ...]:
+    """`by_axis`: the placements of all tensors, one mesh axis after the other."""
     return tuple(
         m.with_shape(value_layout(layout).local_shape(m.shape, mesh_shape, coordinate))
-        for m, layout in zip(metas, layouts, strict=True)
+        for m, layout in zip(metas, zip(*by_axis, strict=True), strict=True)
     )
 
 
@@ -49,24 +50,15 @@ def localize(
     call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> LocalCall:
     """The op that the device at `coordinate` runs when mesh axis i follows `strategies[i]`."""
-    operands = _local_metas(
-        call.operands, list(zip(*(s.inputs for s in strategies), strict=True)), mesh_shape, coordinate
-    )
-    results = _local_metas(
-        call.results, list(zip(*(s.outputs for s in strategies), strict=True)), mesh_shape, coordinate
-    )
+    operands = _local_metas(call.operands, [s.inputs for s in strategies], mesh_shape, coordinate)
+    results = _local_metas(call.results, [s.outputs for s in strategies], mesh_shape, coordinate)
     axes = tuple(axis for axis, s in enumerate(strategies) if s.implementation is not None)
     implementation = strategies[axes[0]].implementation if axes else None
     random_axes = None
     if is_random(call):
         # On axes that shard no result the devices repeat the draw, so they must draw the same.
         random_axes = tuple(a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs))
-    return LocalCall(
-        _local_call(call, operands, results),
-        implementation,
-        axes,
-        random_axes,
-    )
+    return LocalCall(_local_call(call, operands, results), implementation, axes, random_axes)
 
 
 def priced_call(

@@ -87,11 +87,12 @@ def solve(
         raise NotCheaper
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
-    least, least_found = _least(problem, deadline)
-    if least is None:
+    found = _least(problem, deadline)
+    if found.assignment is None:
         raise _out_of_time(time_limit)
+    least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
-        raise _too_big(problem, least.num_bytes, least_found.bound >= least.num_bytes * (1 - PROVED))
+        raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
     return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target, cutoff))
 
 
@@ -104,11 +105,9 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
     found = _by_elimination(reduced.problem)
     if found is None and not only_elimination:
         found = _by_program(reduced.problem, deadline)
-    return (
-        found
-        if found is None or found.assignment is None
-        else replace(found, assignment=reduced.expand(found.assignment))
-    )
+    if found is None or found.assignment is None:
+        return found
+    return replace(found, assignment=reduced.expand(found.assignment))
 
 
 def _by_elimination(problem: Problem) -> _Found | None:
@@ -121,16 +120,14 @@ def _by_elimination(problem: Problem) -> _Found | None:
     return _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
 
 
-def _least(problem: Problem, deadline: float) -> tuple[Point | None, _Found]:
-    """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds), and how it was found."""
+def _least(problem: Problem, deadline: float) -> _Found:
+    """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
     bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
     found = _minimise(bytes_first, deadline)
     assert found is not None
-    if found.assignment is None:
-        return None, found
-    return point(problem, found.assignment), found
+    return found
 
 
 def _solve_limited(
