@@ -286,12 +286,11 @@ class RooflineCosts:
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
-        found = self._seconds.get(call)
-        if found is None:
+        if call not in self._seconds:
             forward, backward = self._op_seconds(call)
             slowdown = self.device.slowdown  # measured times and the device's rates are those of one device alone
-            found = self._seconds[call] = (slowdown * forward, slowdown * backward)
-        return found
+            self._seconds[call] = slowdown * forward, slowdown * backward
+        return self._seconds[call]
 
     def saved(self, call: OpCall) -> Saved:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""

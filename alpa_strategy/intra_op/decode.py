@@ -20,7 +20,7 @@ from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.recompute import recomputed
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
+from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, waiting_limit
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
@@ -29,23 +29,14 @@ OPTIMIZER_TEMPORARIES = 2  # Adam's denominator, before and after it is scaled
 
 
 def decode(
-    intra: IntraOp,
-    assignment: Sequence[int],
-    costs: OpCosts,
-    optimizer: OptimizerInfo,
-    submesh: tuple[int, int],
+    intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo, submesh: tuple[int, int]
 ) -> StagePlan:
     """The stage that an assignment (strategy index per choice of `intra.problem`) stands for."""
-    step = intra.step
-    num_parameters = len(intra.parameters)
+    step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
-        p.name: options.plans[assignment[i]]
-        for i, (p, options) in enumerate(zip(step.parameters, intra.parameters, strict=True))
+        p.name: options.plans[k] for p, options, k in zip(step.parameters, intra.parameters, assignment, strict=False)
     }
-    strategies = {
-        op.name: options.strategies[assignment[num_parameters + i]]
-        for i, (op, options) in enumerate(zip(step.ops, intra.ops, strict=True))
-    }
+    strategies = {op.name: o.strategies[k] for op, o, k in zip(step.ops, intra.ops, of_ops, strict=False)}
     return StagePlan(
         submesh=submesh,
         first_device=0,
@@ -154,17 +145,12 @@ def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta)
 
 def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo) -> Predicted:
     """Step seconds and peak bytes of an assignment, without the penalties of named plans."""
-    offset = len(intra.parameters)
-    chosen = [assignment[offset + i] for i in range(len(intra.ops))]
-    compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, chosen, strict=True))
+    of_ops = assignment[len(intra.parameters) :]
+    compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, of_ops, strict=False))
     optimizer_seconds = 0.0
-    origin = (0,) * len(intra.mesh.shape)
-    for i, (parameter, options) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
-        if parameter.meta.requires_grad:
-            layout = options.plans[assignment[i]].layout
-            local = parameter.meta.with_shape(layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin))
-            update = costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
-            optimizer_seconds += update / intra.steps_per_update
+    for _, local in _trained(intra, assignment):
+        update = costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
+        optimizer_seconds += update / intra.steps_per_update
     seconds, num_bytes = evaluate(intra.unrestricted or intra.problem, assignment)
     return Predicted(
         step_seconds=seconds,
@@ -177,9 +163,8 @@ def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
-    offset = len(intra.parameters)
-    largest_op = max((float(o.temporary_bytes[assignment[offset + i]]) for i, o in enumerate(intra.ops)), default=0.0)
-    gathered_again = intra.gathered_again
+    of_ops, gathered_again = assignment[len(intra.parameters) :], intra.gathered_again
+    largest_op = max((float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)), default=0.0)
     largest_gather = max(
         (
             local_bytes(intra.step.values[value], target, intra.mesh.shape)
@@ -201,15 +186,18 @@ def stepping_bytes(intra: IntraOp, assignment: Sequence[int]) -> int:
     """
     if not intra.steps_in_backward:
         return 0
-    origin = (0,) * len(intra.mesh.shape)
-    sizes = [0]
-    for parameter, options, choice in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
-        plan = options.plans[choice]
-        if parameter.meta.requires_grad and is_complete_at_once(plan):
-            shape = plan.layout.local_shape(parameter.meta.shape, intra.mesh.shape, origin)
-            sizes.append(parameter.meta.with_shape(shape).num_bytes)
+    sizes = [0, *(local.num_bytes for plan, local in _trained(intra, assignment) if is_complete_at_once(plan))]
     # One gradient more than the limit may wait: the one that reaches it.
     return min(sum(sizes), waiting_limit(sum(sizes)) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
+
+
+def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[ParameterPlan, TensorMeta]]:
+    """Of every parameter with a gradient: its plan, and what the first device stores of it."""
+    origin = (0,) * len(intra.mesh.shape)
+    for parameter, options, choice in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
+        if (meta := parameter.meta).requires_grad:
+            layout = options.plans[choice].layout
+            yield options.plans[choice], meta.with_shape(layout.local_shape(meta.shape, intra.mesh.shape, origin))
 
 
 def _saved_values(intra: IntraOp) -> set[int]:

@@ -50,7 +50,7 @@ class OpOptions:
     Attributes:
         strategies: one AxisStrategy per mesh axis, per option.
         inputs, outputs: dual layout per operand or result, per option.
-        seconds: compute (forward and backward) plus the collectives inside local implementations.
+        compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations.
         num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
         saved: which operands autograd keeps.
         temporary_bytes: largest short-lived memory of an option: gradients of operands and results, and those of them
@@ -194,15 +194,10 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
         around += ring_bytes(call, strategy, local)
         temporary.append(around + grads + saved.temporary_bytes * divided)
-    num_operands, num_results = len(call.operands), len(call.results)
     return OpOptions(
         strategies=strategies,
-        inputs=tuple(
-            tuple(tuple(s.inputs[i] for s in strategy) for i in range(num_operands)) for strategy in strategies
-        ),
-        outputs=tuple(
-            tuple(tuple(s.outputs[i] for s in strategy) for i in range(num_results)) for strategy in strategies
-        ),
+        inputs=tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies),
+        outputs=tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies),
         compute_seconds=np.array(compute, dtype=float),
         comm_seconds=np.array(comm, dtype=float),
         num_bytes=np.array(kept, dtype=float),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 
 import numpy as np
 
@@ -188,13 +189,10 @@ def _use_penalty(
 ) -> np.ndarray:
     """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
     extra = np.zeros((len(sources), len(targets)))
-    if name == "auto":
-        return extra
-    for p, source in enumerate(sources):
-        for q, target in enumerate(targets):
-            stored, used = source[axis].shard_dim, target[axis].shard_dim
-            if name != "tensor" and used is not None:
-                extra[p, q] = penalty  # data parallel and ZeRO use parameters whole
-            if name == "tensor" and used != stored and (len(meta.shape) >= 2 or stored is None):
-                extra[p, q] = penalty  # tensor parallel uses the shard as it is stored
+    for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
+        stored, used = source[axis].shard_dim, target[axis].shard_dim
+        if name not in ("auto", "tensor") and used is not None:
+            extra[p, q] = penalty  # data parallel and ZeRO use parameters whole
+        if name == "tensor" and used != stored and (len(meta.shape) >= 2 or stored is None):
+            extra[p, q] = penalty  # tensor parallel uses the shard as it is stored
     return extra

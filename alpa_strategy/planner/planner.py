@@ -53,8 +53,8 @@ def make_plan(
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
             gradient scaler (`optimizer_info_of` takes those into account).
+        progress, store: as of `PlanTask`.
         context: what surrounds the step, such as autocast (see `capture_step`).
-        store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes.
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
 
@@ -128,9 +128,8 @@ def _choose(
     one = _or_data_parallel(one, task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
-    waiting = max(
-        0.0, 1 - divided_seconds(task.step, task.cluster, task.op_costs) / hidden_seconds(one, task.cluster.overlap)
-    )
+    ideal = divided_seconds(task.step, task.cluster, task.op_costs)
+    waiting = max(0.0, 1 - ideal / hidden_seconds(one, task.cluster.overlap))
     if waiting < SCREEN:
         return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
     return _faster(one, of_stages())
@@ -231,11 +230,9 @@ def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
 
 def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:
     """Bytes per device of parameters, gradients and optimizer state if nothing is held twice: the least possible."""
-    total = 0.0
-    for parameter in step.parameters:
-        meta = parameter.meta
-        total += meta.num_bytes * (2 if meta.requires_grad else 1)
-        total += meta.num_elements * optimizer.state_bytes if meta.requires_grad else 0.0
+    total: float = sum(parameter.meta.num_bytes for parameter in step.parameters)
+    trained = [parameter.meta for parameter in step.parameters if parameter.meta.requires_grad]
+    total += sum(meta.num_bytes + meta.num_elements * optimizer.state_bytes for meta in trained)
     return total / cluster.num_devices
 
 

@@ -140,7 +140,7 @@ def _alive(running: Plan, count: int) -> list[int]:
     """(micro-batch, stage) pairs alive on each stage's mesh."""
     stages = running.stages
     if len(stages) == 1:
-        return [1] * len(stages)
+        return [1]
     meshes = len({stage.first_device for stage in stages})
     pairs = in_flight(running.schedule, meshes, count, len(stages) // meshes)
     return [pairs[mesh_of(running.schedule, meshes, index)] for index in range(len(stages))]

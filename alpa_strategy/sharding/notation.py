@@ -1,17 +1,10 @@
-"""Index notation: the language in which sharding rules are written, and how a rule is read for one call.
+"""Index notation, how a rule is read for one call. What it says is explained to users by `register_sharding`.
 
     "[*b, k], [n, k], +[n]? -> [*b, n]"
 
-One bracket per tensor argument of the op's schema, in order (lists flattened), then one per result. An index that a
-result has is parallel: it is cut wherever it occurs. An index that no result has is contracted: operands are cut, the
-result is a partial sum. A tensor that lacks a cut index is needed whole by every device, and a result that lacks one
-which another result has does not depend on it.
-
-- `*b`: any number of dims, broadcast and aligned to the right; its length is that of the argument of the same name, if
-  there is one (`*normalized_shape`), else found from the operands' ranks.
-- `k!`: never cut.  `h=`: cut only into equal chunks (lengths may then differ between tensors).
-- `v@name`: cutting this index needs the local implementation `name`.
-- `[...]?`: the tensor may be absent.  `+[...]`: added to the result, so a contraction must add it only once.
+Beyond that: arguments that are lists are flattened; a result that lacks an index which another result has does not
+depend on it; the length of `*b` is that of the argument of the same name, if there is one (`*normalized_shape`), else
+found from the operands' ranks; cutting `v@name` needs the local implementation `name`.
 """
 
 from __future__ import annotations
