@@ -51,15 +51,11 @@ def infer(call: OpCall) -> Inferred:
     """Infer what `call` (with empty `results`) returns, requires_grad included."""
     out = run_fake(call)
     returned = list(out) if isinstance(out, tuple | list) else [out]
-    metas: list[TensorMeta] = []
-    items: list[int | None] = []
-    for item in returned:
-        if isinstance(item, Tensor):
-            items.append(len(metas))
-            metas.append(TensorMeta(tuple(item.shape), item.dtype, item.requires_grad))  # strides do not matter
-        else:
-            items.append(None)
-    return Inferred(tuple(metas), isinstance(out, tuple | list), tuple(items))
+    tensors = [item for item in returned if isinstance(item, Tensor)]
+    metas = tuple(TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)  # strides do not matter
+    number = iter(range(len(tensors)))
+    items = tuple(next(number) if isinstance(item, Tensor) else None for item in returned)
+    return Inferred(metas, isinstance(out, tuple | list), items)
 
 
 class Builder:

@@ -25,13 +25,7 @@ from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
-from alpa_strategy.capture.symbolic_scalars import (
-    StepCounter,
-    TraceNumbers,
-    as_tensor,
-    functions_of_counters,
-    made_of,
-)
+from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ListPlace, MetricRef
 from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard

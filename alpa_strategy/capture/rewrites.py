@@ -23,7 +23,7 @@ from alpa_strategy.capture.graph_builder import Builder, map_refs
 from alpa_strategy.capture.ops import segmented_linear
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bound_arguments
+from alpa_strategy.ir.op import Slot, TensorMeta, bind, bound_arguments
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -212,14 +212,8 @@ class _FusedLinears:
 
     def _pieces(self, user: Op, dim: int) -> int | None:
         """Number of equal pieces, when `user` splits its operand along `dim` into equal pieces."""
-        call = user.call
-        rank = len(call.operands[0].shape)
-        arguments = [*call.args[1:], *[value for _, value in call.kwargs]]
-        split_dim = arguments[1] if len(arguments) > 1 else 0
-        sizes = {meta.shape[dim] for meta in call.results}
-        if split_dim % rank != dim or len(sizes) != 1 or len(call.results) < 2:
-            return None
-        return len(call.results)
+        sizes = [meta.shape[dim] for meta in user.call.results]
+        return len(sizes) if _works_along(user, dim) and len(set(sizes)) == 1 < len(sizes) else None
 
     def _picked_apart(self, value: int, dim: int) -> bool:
         """True when every use of `value` (through one permutation) takes it apart along `dim`."""
@@ -230,16 +224,8 @@ class _FusedLinears:
             dim = list(uses[0].call.call(marker).shape).index(2)
             value = uses[0].results[0]
             uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
-        rank = len(self.step.values[value].shape)
-
-        def taken(op: Op) -> bool:
-            if op.call.target not in _PICKS:
-                return False
-            position = 1 if op.call.target in (aten.unbind.int, aten.select.int) else 2
-            picked = op.call.args[position] if len(op.call.args) > position else dict(op.call.kwargs).get("dim", 0)
-            return picked % rank == dim
-
-        return bool(uses) and value not in self.step.escaping and all(map(taken, uses))
+        taken = all(op.call.target in _PICKS and _works_along(op, dim) for op in uses)
+        return bool(uses) and value not in self.step.escaping and taken
 
     def segment(self, index: int, num_segments: int) -> None:
         """Give weight, bias and output of linear `index` their segment dim; splits of the output become unbinds, and
@@ -276,6 +262,11 @@ class _FusedLinears:
         return replace(self.step, values=values, parameters=parameters, ops=ops)
 
 
+def _works_along(op: Op, dim: int) -> bool:
+    """Whether this dim of its first operand is the one that the op's `dim` names."""
+    return bind(op.call)["dim"] % len(op.call.operands[0].shape) == dim
+
+
 def _segmented(meta: TensorMeta, num_segments: int, dim: int) -> TensorMeta:
     shape = meta.shape
     return meta.with_shape((*shape[:dim], num_segments, shape[dim] // num_segments, *shape[dim + 1 :]))
@@ -283,9 +274,5 @@ def _segmented(meta: TensorMeta, num_segments: int, dim: int) -> TensorMeta:
 
 def _with_metas(op: Op, values: Sequence[TensorMeta]) -> Op:
     """The op with its call's metadata read from `values`."""
-    call: OpCall = op.call
-    operands = tuple(values[v] for v in op.operands)
-    results = tuple(values[v] for v in op.results)
-    if operands == call.operands and results == call.results:
-        return op
-    return replace(op, call=replace(call, operands=operands, results=results))
+    operands, results = (tuple(values[v] for v in ends) for ends in (op.operands, op.results))
+    return replace(op, call=replace(op.call, operands=operands, results=results))

@@ -127,10 +127,8 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
 
 def _set_operators() -> None:
     """Python's operators and roundings give a StepCounter, its comparisons are guards."""
-    for name in ["ne", "lt", "le", "gt", "ge"]:
-        function = getattr(operator, name)
-        setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
+    arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    for name in ["ne", "lt", "le", "gt", "ge", *arithmetic]:  # nobody asks for `__rlt__` and its like
         # `and` and `or` are keywords: `operator` has them with an underscore.
         function = getattr(operator, name, None) or getattr(operator, f"{name}_")
         setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))

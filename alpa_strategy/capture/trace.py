@@ -20,11 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -161,9 +157,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
                 output = module.training_step(*arguments)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
+        appended = [each._items for each in record.appended.values()]
         result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
-        result["checks"] = record.checks
-        result["appended"] = [each._items for each in record.appended.values()]
+        result |= {"checks": record.checks, "appended": appended}
         result_leaves, made["spec"] = pytree.tree_flatten(result)
         made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
         return [x for x in result_leaves if is_tensor(x)]
@@ -292,11 +288,8 @@ def _capture_device(module: nn.Module, context: Callable[[], AbstractContextMana
         return device
     with context():
         for_gpu = torch.is_autocast_enabled("cuda")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if for_gpu and torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    is_cuda = for_gpu and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,7 +29,10 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
     Raises:
         ClusterError: no such file, or not a YAML mapping.
     """
-    file = find_cluster_file(path)
+    file = find_named(path, CLUSTERS)
+    if file is None:
+        known = ", ".join(shipped_names(CLUSTERS))
+        raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
     try:
         check_yaml(file)
         content = OmegaConf.load(file)
@@ -39,24 +43,13 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
         data = OmegaConf.to_container(content, resolve=True)
     except (OmegaConfBaseException, OSError, ValueError) as error:
         raise ClusterError(f"cluster file {file} cannot be read: {error}", "correct the file") from error
-    except Exception as error:  # yaml's own errors share no base with the above
-        if type(error).__module__.split(".")[0] != "yaml":
-            raise
+    except yaml.YAMLError as error:
         raise ClusterError(f"cluster file {file} is not YAML: {error}", "correct the line that it names") from error
     if not isinstance(data, dict):
         raise ClusterError(
             f"cluster file {file} holds no fields", "write name:, num_nodes:, ... as in configs/clusters"
         )
     return {str(key): value for key, value in data.items()}, str(file)
-
-
-def find_cluster_file(path: str | Path) -> Path:
-    """The file that `path` names, looked for as given and then in `configs/clusters`."""
-    found = find_named(path, CLUSTERS)
-    if found is None:
-        known = ", ".join(shipped_names(CLUSTERS))
-        raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
-    return found
 
 
 # Of a number in a cluster file: beyond, costs that are made of several are no numbers, and tables of them no tables.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -340,14 +340,9 @@ class RooflineCosts:
             points = self._corrections[family] = self._family_points(family, reached_flops(self.device, call))
         if not points or seconds <= 0:
             return 1.0, 1.0
-        right = bisect_left(points, (math.log(seconds), 0.0, 0.0))
-        if right == 0 or right == len(points):
-            _, forward, backward = points[min(right, len(points) - 1)]
-        else:
-            (x0, f0, b0), (x1, f1, b1) = points[right - 1], points[right]
-            share = (math.log(seconds) - x0) / (x1 - x0) if x1 > x0 else 0.5
-            forward, backward = f0 + share * (f1 - f0), b0 + share * (b1 - b0)
-        return math.exp(forward), math.exp(backward)
+        sizes, *ratios = zip(*points, strict=True)
+        forward, backward = (math.exp(np.interp(math.log(seconds), sizes, ratio)) for ratio in ratios)
+        return forward, backward
 
     def _family_points(self, family: str, rate: float) -> list[tuple[float, float, float]]:
         """(log roofline seconds, log ratio forward, log ratio backward) of every measured call, ascending."""

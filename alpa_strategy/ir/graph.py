@@ -312,11 +312,13 @@ class StepGraph:
     @cached_property
     def parameter_digest(self) -> str:
         """Hash of parameter names, shapes, dtypes and trainability."""
-        rows = [(p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad) for p in self.parameters]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        return _digest([(p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad) for p in self.parameters])
 
     @cached_property
     def batch_digest(self) -> str:
         """Hash of the global batch's shapes and dtypes."""
-        rows = [(b.leaf, b.meta.shape, str(b.meta.dtype), b.batch_dim) for b in self.batch]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        return _digest([(b.leaf, b.meta.shape, str(b.meta.dtype), b.batch_dim) for b in self.batch])
+
+
+def _digest(rows: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

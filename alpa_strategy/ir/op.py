@@ -199,12 +199,7 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
             for a in target._schema.arguments
         )
     return tuple(
-        (
-            p.name,
-            "Tensor" in str(p.annotation),
-            None if p.default is inspect.Parameter.empty else p.default,
-            p.kind is inspect.Parameter.KEYWORD_ONLY,
-        )
+        (p.name, "Tensor" in str(p.annotation), None if p.default is p.empty else p.default, p.kind is p.KEYWORD_ONLY)
         for p in inspect.signature(target).parameters.values()
     )
 
@@ -282,10 +277,7 @@ def dims_of(value: Any, rank: int) -> tuple[int, ...]:
 
 
 def rebuild(
-    call: OpCall,
-    operands: tuple[TensorMeta, ...],
-    results: tuple[TensorMeta, ...],
-    changes: Mapping[str, Any],
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...], changes: Mapping[str, Any]
 ) -> OpCall:
     """The same call on other operands, with the arguments named in `changes` replaced where they were given."""
     args, kwargs = list(call.args), dict(call.kwargs)

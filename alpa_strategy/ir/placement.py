@@ -25,8 +25,7 @@ def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
     """Sizes of all chunks, in order; they sum to `size`."""
-    base, extra = divmod(size, num_chunks)
-    return tuple(base + (1 if i < extra else 0) for i in range(num_chunks))
+    return tuple(stop - start for start, stop in (chunk_range(size, num_chunks, i) for i in range(num_chunks)))
 
 
 def placement_to_str(placement: Placement) -> str:

@@ -83,23 +83,13 @@ def experiment(optimizer: Optimizer) -> OptimizerInfo:
         start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
         grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
         whole = _trained(rebuild, start, grads)
-        element_wise = all(
-            torch.allclose(
-                torch.cat(
-                    [
-                        _trained(rebuild, part, shard_grads)
-                        for part, *shard_grads in zip(
-                            start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True
-                        )
-                    ],
-                    dim,
-                ),
-                whole,
-                rtol=1e-12,
-                atol=1e-14,
-            )
-            for dim, size in ((0, 3), (0, 1), (1, 2), (1, 4))
-        )
+
+        def in_shards(dim: int, size: int) -> Tensor:
+            shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
+            return torch.cat([_trained(rebuild, part, own_grads) for part, *own_grads in shards], dim)
+
+        cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
+        element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
         others = [g * 3.0 for g in grads]
         both = _trained_together(rebuild, [start, -start], [grads, others])
         parameter_wise = torch.allclose(both[0], whole) and torch.allclose(both[1], _trained(rebuild, -start, others))

@@ -92,11 +92,7 @@ class TransferPlan:
 
 
 def plan_transfer(
-    shape: Sequence[int],
-    itemsize: int,
-    source: MeshSide,
-    target: MeshSide,
-    local_gather: bool = False,
+    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, local_gather: bool = False
 ) -> TransferPlan:
     """Plan a transfer; deterministic, hence the same on all ranks.
 

@@ -84,24 +84,14 @@ def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
     return len(set(sizes)) == 1 and sizes[0] >= axis_size
 
 
-def has_elements(call: OpCall, strategy: AxisStrategy, axis_size: int) -> bool:
-    """Every sharded dim has an element for each device."""
-    pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
-    return all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs)
-
-
 def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool:
     """False when summands would be rounded to a narrower type on the way, or cut to integers."""
-    targets = tuple(targets)
-    for source in sources:
-        if not source.dtype.is_floating_point and not source.dtype.is_complex:
-            continue
-        for target in targets:
-            if not target.dtype.is_floating_point and not target.dtype.is_complex:
-                return False
-            if torch.finfo(target.dtype).eps > torch.finfo(source.dtype).eps:
-                return False
-    return True
+    # Of a dtype, the distance of its numbers around 1; of whole numbers and booleans none.
+    before, after = (
+        [torch.finfo(m.dtype).eps if m.dtype.is_floating_point or m.dtype.is_complex else None for m in metas]
+        for metas in (sources, targets)
+    )
+    return all(b is not None and b <= a for a in before if a is not None for b in after)
 
 
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
@@ -144,7 +134,10 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
                 continue  # booleans have no sum
             inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
             strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
-    strategies += [s for s in found.extra if has_elements(call, s, axis_size)]
+    for strategy in found.extra:  # every sharded dim has an element for each device
+        pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
+        if all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs):
+            strategies.append(strategy)
     return tuple(dict.fromkeys(strategies))
 
 

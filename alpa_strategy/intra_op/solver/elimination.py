@@ -76,19 +76,7 @@ def eliminate(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """The minimum for all values of the variables `kept` (inf where every assignment is forbidden), and the minimising
     value of every variable there: tables over `kept`."""
-    position = {v: i for i, v in enumerate((*order, *kept))}
-    holding = _buckets(network, position)
-    constant = 0.0
-    known: dict[tuple, np.ndarray] = {}
-    for v in order:
-        rest = _others(holding[v], v, position)
-        key = _signature(holding[v], (v, *rest))
-        if key not in known:  # layers of one kind make equal tables: worked out for the first of them
-            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
-        if rest:
-            holding[rest[0]].append(Factor(rest, known[key]))
-        else:
-            constant += float(known[key])
+    holding, _, constant = _passed_on(network, order, kept)
     minimum = join([factor for v in kept for factor in holding[v]], kept, network.sizes) + constant
     values: list[np.ndarray] = [np.zeros((), dtype=int)] * len(network.sizes)
     for axis, v in enumerate(kept):
@@ -113,39 +101,49 @@ def _best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the bucket tree)."""
-    position = {v: i for i, v in enumerate(order)}
-    holding = _buckets(network, position)
-    scopes: dict[int, tuple[int, ...]] = {}
-    inward: dict[int, np.ndarray] = {}  # per bucket, the minimum below it, over scopes[v]
+    holding, inward, total = _passed_on(network, order)
     children: dict[int, list[int]] = {v: [] for v in order}
-    total = 0.0
-    known: dict[tuple, np.ndarray] = {}
-    for v in order:
-        rest = scopes[v] = _others(holding[v], v, position)
-        key = _signature(holding[v], (*rest, v))
-        if key not in known:
-            known[key] = join(holding[v], (*rest, v), network.sizes).min(axis=-1)
-        inward[v] = known[key]
-        if rest:
-            holding[rest[0]].append(Factor(rest, inward[v]))
-            children[rest[0]].append(v)
-        else:
-            total += float(inward[v])
+    for v, message in inward.items():
+        for parent in message.scope[:1]:
+            children[parent].append(v)
     if not np.isfinite(total):
         return [np.full(size, np.inf) for size in network.sizes[: network.num_choices]]
     # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v itself told it.
-    outside = {v: np.array(total - float(inward[v])) for v in order if not scopes[v]}
+    outside = {v: np.array(total - float(message.table)) for v, message in inward.items() if not message.scope}
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
-        scope = (*scopes[v], v)
+        scope = (*inward[v].scope, v)
         belief = join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
         marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
         for child in children[v]:
-            finite = np.isfinite(inward[child])
-            seen = _minimum_onto(belief, scope, scopes[child])
-            outside[child] = np.where(finite, seen - np.where(finite, inward[child], 0.0), 0.0)
+            finite = np.isfinite(inward[child].table)
+            seen = _minimum_onto(belief, scope, inward[child].scope)
+            outside[child] = np.where(finite, seen - np.where(finite, inward[child].table, 0.0), 0.0)
         holding[v] = []
     return marginals[: network.num_choices]
+
+
+def _passed_on(
+    network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
+) -> tuple[list[list[Factor]], dict[int, Factor], float]:
+    """The first pass: the factors of every bucket, what each passes on (its minimum, over the variables that it shares
+    with later ones), and the sum of what goes to none."""
+    position = {v: i for i, v in enumerate((*order, *kept))}
+    holding = _buckets(network, position)
+    messages: dict[int, Factor] = {}
+    constant = 0.0
+    known: dict[tuple, np.ndarray] = {}
+    for v in order:
+        rest = tuple(sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__))
+        key = _signature(holding[v], (v, *rest))
+        if key not in known:  # layers of one kind make equal tables: worked out for the first of them
+            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
+        messages[v] = Factor(rest, known[key])
+        if rest:
+            holding[rest[0]].append(messages[v])
+        else:
+            constant += float(known[key])
+    return holding, messages, constant
 
 
 def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
@@ -166,10 +164,6 @@ def _signature(factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple:
     """Equal for buckets that join the same tables in the same way: identical layers are then worked out once."""
     axis = {v: i for i, v in enumerate(scope)}
     return tuple(sorted((id(f.table), *(axis[v] for v in f.scope)) for f in factors))
-
-
-def _others(factors: Sequence[Factor], v: int, position: dict[int, int]) -> tuple[int, ...]:
-    return tuple(sorted({u for f in factors for u in f.scope} - {v}, key=position.__getitem__))
 
 
 def _minimum_onto(table: np.ndarray, scope: tuple[int, ...], onto: tuple[int, ...]) -> np.ndarray:

@@ -27,13 +27,8 @@ class Presolved:
 
     def contract(self, assignment: Sequence[int]) -> list[int] | None:
         """An assignment of the original in this problem's indices; None where it takes a strategy that was dropped."""
-        found = []
-        for kept, k in zip(self.kept, assignment, strict=True):
-            at = int(np.searchsorted(kept, k))
-            if at == len(kept) or kept[at] != k:
-                return None
-            found.append(at)
-        return found
+        places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
+        return [int(place[0]) for place in places] if all(map(len, places)) else None
 
     def restrict(self, live: Sequence[np.ndarray]) -> Presolved:
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
