@@ -6,7 +6,7 @@ Identical calls (same target, arguments and operand metadata) are inferred once,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,17 +18,6 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, ValueRef
 from alpa_strategy.ir.op import OpCall, TensorMeta, with_slots
-
-
-@dataclass(frozen=True)
-class Inferred:
-    """Results of a call: metadata of its tensors, whether it returns a tuple, and per returned item its tensor's
-    number (None where the op returned no tensor).
-    """
-
-    results: tuple[TensorMeta, ...]
-    returns_tuple: bool
-    items: tuple[int | None, ...]
 
 
 @lru_cache(maxsize=1)
@@ -47,15 +36,16 @@ def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, dev
 
 
 @lru_cache(maxsize=4096)
-def infer(call: OpCall) -> Inferred:
-    """Infer what `call` (with empty `results`) returns, requires_grad included."""
+def infer(call: OpCall) -> tuple[OpCall, tuple[int | None, ...]]:
+    """The call with its results, requires_grad included; and per item that it returns its tensor's number, None where
+    that is no tensor."""
     out = run_fake(call)
     returned = list(out) if isinstance(out, tuple | list) else [out]
     tensors = [item for item in returned if isinstance(item, Tensor)]
     metas = tuple(TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)  # strides do not matter
     number = iter(range(len(tensors)))
     items = tuple(next(number) if isinstance(item, Tensor) else None for item in returned)
-    return Inferred(metas, isinstance(out, tuple | list), items)
+    return replace(call, results=metas, returns_tuple=isinstance(out, tuple | list)), items
 
 
 class Builder:
@@ -85,15 +75,14 @@ class Builder:
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add an op; a ValueRef, or a tuple of ValueRefs and Nones when the op returns a tuple."""
-        call, operands = self.call_of(target, args, kwargs)
-        inferred = infer(call)
-        refs = [self.add_value(meta) for meta in inferred.results]
-        call = OpCall(call.target, call.args, call.kwargs, call.operands, inferred.results, inferred.returns_tuple)
+        without_results, operands = self.call_of(target, args, kwargs)
+        call, numbers = infer(without_results)
+        refs = [self.add_value(meta) for meta in call.results]
         self.ops.append(
             Op("", call, tuple(o.index for o in operands), tuple(r.index for r in refs), self.module, self.source)
         )
-        items = tuple(None if i is None else refs[i] for i in inferred.items)
-        return items if inferred.returns_tuple else items[0]
+        items = tuple(None if i is None else refs[i] for i in numbers)
+        return items if call.returns_tuple else items[0]
 
 
 def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:

@@ -267,10 +267,7 @@ def _recording_class(
     original = type(module)
     trainer_property: Any = original.trainer
     trainer = module._trainer
-    counters = {
-        "global_step": record.counter(int(trainer.global_step) if trainer is not None else 0, "global_step"),
-        "current_epoch": record.counter(int(trainer.current_epoch) if trainer is not None else 0, "current_epoch"),
-    }
+    counters = {n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")}
     view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
 
     def get_trainer(self: LightningModule) -> Any:

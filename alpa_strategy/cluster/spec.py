@@ -334,7 +334,7 @@ class ClusterSpec:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON or YAML; inverse of `from_dict`. Read again, it is the same cluster."""
+        """Plain data for JSON or YAML; inverse of `from_dict`."""
         data = _data(self, "tables", "measured")
         device = _data(self.device, "efficiency") | {"peak_flops": dict(self.device.peak_flops)}
         if self.device.efficiencies:

@@ -249,17 +249,13 @@ def call_on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return call, tuple(operands)
 
 
-def tensor_arguments(call: OpCall) -> tuple[Any, ...]:
-    """Values of the tensor arguments in schema order: a Slot, None, a tuple of those, or a scalar in their place."""
-    bound = bind(call)
-    return tuple(bound[name] for name, is_tensor, _, _ in _parameters(call.target) if is_tensor)
-
-
 def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
-    """`tensor_arguments` with lists of tensors flattened."""
+    """Values of the tensor arguments in schema order, lists flattened: a Slot, None, or a scalar in their place."""
     flat: list[Any] = []
-    for value in tensor_arguments(call):
-        flat += value if isinstance(value, tuple) else (value,)
+    for name, is_tensor, _, _ in _parameters(call.target):
+        if is_tensor:
+            value = bind(call)[name]
+            flat += value if isinstance(value, tuple) else (value,)
     return tuple(flat)
 
 

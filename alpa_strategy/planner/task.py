@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,17 +139,12 @@ class PlanStore:
         """Why `find` gives no plan: for example `"graph, batch changed"` against the closest stored plan."""
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
             return f"the stored plan {self.path(fingerprint)} cannot be used"
-        stored: list[list[str]] = [plan.fingerprint.differences(fingerprint) for plan in self._plans()]
+        plans = filter(None, map(self._load, sorted(self.folder.glob("*.json"))))
+        stored: list[list[str]] = [plan.fingerprint.differences(fingerprint) for plan in plans]
         if not stored:
             return f"no plan is stored in {self.folder}"
         closest: list[str] = min(stored, key=len)
         return f"{', '.join(closest)} changed"
-
-    def _plans(self) -> Iterator[Plan]:
-        for path in sorted(self.folder.glob("*.json")):
-            plan = self._load(path)
-            if plan is not None:
-                yield plan
 
     def _load(self, path: Path) -> Plan | None:
         try:

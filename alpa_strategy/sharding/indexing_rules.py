@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, slots, tensor_arguments
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, slots
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import aligned, along, broadcast_dim
@@ -165,8 +165,8 @@ def index_select(call: OpCall) -> Found:
 
 def index(call: OpCall) -> Found:
     """x[i, :, j]: dims of x that are not indexed are parallel, and so are the dims of the (broadcast) index tensors."""
-    source, indices = tensor_arguments(call)
-    indexed = _indexed(call, source, indices)
+    source = bind(call)["self"]
+    indexed = _indexed(call, source, bind(call)["indices"])
     if indexed is None:
         return Found()
     splits = [split_from_dims(call, [(source.index, d)], [at]) for at, d in enumerate(indexed.order) if d is not None]

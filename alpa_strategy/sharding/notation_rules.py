@@ -300,7 +300,7 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _channel_norm(call: OpCall, axis_size: int) -> str:
-    """batch_norm, instance_norm: rows are independent unless statistics are of all; places are where they are given."""
+    """batch_norm, instance_norm: samples are independent unless they share statistics; places where those are given."""
     bound = bind(call)
     row = "n!" if bound.get("training", bound["running_mean"] is not None) else "n"
     places = "*s" if bound.get("training") is False else "*s!"

@@ -104,8 +104,8 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     holding, inward, total = _passed_on(network, order)
     children: dict[int, list[int]] = {v: [] for v in order}
     for v, message in inward.items():
-        for parent in message.scope[:1]:
-            children[parent].append(v)
+        if message.scope:
+            children[message.scope[0]].append(v)
     if not np.isfinite(total):
         return [np.full(size, np.inf) for size in network.sizes[: network.num_choices]]
     # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v itself told it.

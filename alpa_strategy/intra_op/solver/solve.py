@@ -77,10 +77,8 @@ def solve(
     problem = with_shared_arrays(problem)
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
-    if unlimited is None:
-        free = _minimise(problem, deadline)
-    else:
-        free = _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
+    known = unlimited and _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
+    free = known or _minimise(problem, deadline)
     if free is None or free.assignment is None:
         raise _forbidden(problem) if free is None or np.isposinf(free.bound) else _out_of_time(time_limit)
     if free.bound >= cutoff:
@@ -148,12 +146,12 @@ def _solve_limited(
     mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
     best = min((*starts, *mixed), key=lambda x: x.seconds)
     found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
-    if _gap(problem, found) <= PROVED or np.isinf(found.bound):
+    if _solution(problem, found).gap <= PROVED or np.isinf(found.bound):
         return found
     if time.process_time() > deadline:
         return found
     reduced = presolve(problem)
-    if _gap(problem, found) <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
+    if _solution(problem, found).gap <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
         return found
     excess = _excess(reduced.problem, dual)
     for fraction in CORES if excess is not None else (1.0,):
@@ -164,9 +162,9 @@ def _solve_limited(
         if num_columns(core.problem) > MAX_COLUMNS:
             break
         left = deadline - time.process_time()
-        if left <= 0 or (_gap(problem, found) <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
+        if left <= 0 or (_solution(problem, found).gap <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
             break
-        patience = PATIENCE if _gap(problem, found) <= POOR else left
+        patience = PATIENCE if _solution(problem, found).gap <= POOR else left
         until = time.process_time() + min(left, patience)
         exact = _by_program(core.problem, until, core.contract(best.assignment))
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
@@ -174,7 +172,7 @@ def _solve_limited(
         if exact.assignment is not None:
             best = min(best, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
         found = _Found(list(best.assignment), max(found.bound, min(bound, best.seconds)), exact.method)
-        if _gap(problem, found) <= PROVED:
+        if _solution(problem, found).gap <= PROVED:
             break
     return found
 
@@ -197,8 +195,9 @@ def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None =
         return _Found(None, np.inf, "lp")
     near = Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
-    if incumbent is not None and _gap(problem, _Found(incumbent, relaxed.bound, "lp")) <= PROVED:
-        return _Found(incumbent, relaxed.bound, "lp")
+    found = _Found(incumbent, relaxed.bound, "lp")
+    if incumbent is not None and _solution(problem, found).gap <= PROVED:
+        return found
     left = deadline - time.process_time()
     if left <= 0.2 and incumbent is not None:
         return _Found(incumbent, relaxed.bound, "lp")
@@ -223,12 +222,6 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
     measured = [(*evaluate(problem, c), c) for c in candidates if c is not None]
     fitting = [(s, b, c) for s, b, c in measured if np.isfinite(s) and b <= problem.memory_limit]
     return min(fitting, default=(0.0, 0.0, None))[2]
-
-
-def _gap(problem: Problem, found: _Found) -> float:
-    assert found.assignment is not None
-    seconds = evaluate(problem, found.assignment)[0]
-    return (seconds - found.bound) / seconds if seconds > 0 else 0.0
 
 
 def _solution(problem: Problem, found: _Found) -> Solution:
