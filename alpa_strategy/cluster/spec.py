@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -535,18 +535,11 @@ def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: 
     """
     if num_devices <= devices_per_node:
         return 0, size
-    members: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for rank in range(num_devices):
-        group = (rank // (stride * size), rank % stride)
-        members[group][rank // devices_per_node] += 1
-    crossing: dict[int, int] = defaultdict(int)
-    for nodes in members.values():
-        if len(nodes) > 1:
-            for node in nodes:
-                crossing[node] += 1
-    if not crossing:
-        return 0, size
-    return max(crossing.values()), max(max(nodes.values()) for nodes in members.values())
+    places = (((r // (stride * size), r % stride), r // devices_per_node) for r in range(num_devices))
+    members = Counter(places)  # (group, node) -> devices
+    nodes_of = Counter(group for group, _ in members)
+    crossing = Counter(node for group, node in members if nodes_of[group] > 1)
+    return (max(crossing.values()), max(members.values())) if crossing else (0, size)
 
 
 def factorisations(num_devices: int) -> list[tuple[int, ...]]:

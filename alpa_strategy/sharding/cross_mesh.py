@@ -264,10 +264,8 @@ def boundary_seconds(
     if crosses_nodes is None:
         together = source_submesh[1] + target_submesh[1]
         crosses_nodes = max(source_submesh[0], target_submesh[0]) > 1 or together > cluster.devices_per_node
-    if crosses_nodes:
-        link, parallel = cluster.inter_node, min(source_submesh[0], target_submesh[0])
-        return link.latency + num_bytes / (link.bandwidth * parallel)
-    link, parallel = cluster.intra_node, min(source_submesh[1], target_submesh[1])
+    link, ends = (cluster.inter_node, 0) if crosses_nodes else (cluster.intra_node, 1)
+    parallel = min(source_submesh[ends], target_submesh[ends])
     return link.latency + num_bytes / (link.bandwidth * parallel)
 
 

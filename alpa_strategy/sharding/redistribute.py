@@ -155,12 +155,10 @@ def _collectives(
     current = list(src)
     forward, backward = [], []
     for axis, placement in _axis_changes(src, dst, mesh_shape):
-        share = _share(current, mesh_shape, axis)
-        kind = placement_collective(current[axis].value, placement.value)
-        if kind is not None:
+        share, before = _share(current, mesh_shape, axis), current[axis]
+        if (kind := placement_collective(before.value, placement.value)) is not None:
             forward.append((kind, axis, share))
-        kind = placement_collective(placement.grad, current[axis].grad)
-        if kind is not None:
+        if (kind := placement_collective(placement.grad, before.grad)) is not None:
             backward.append((kind, axis, share))
         current[axis] = placement
     return tuple(forward), tuple(backward)

@@ -8,9 +8,11 @@ cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,29 +155,15 @@ def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGro
 
     Both shapes must have the same number of elements (> 0), else ValueError.
     """
-    left = [d for d, size in enumerate(source) if size != 1]
-    right = [d for d, size in enumerate(target) if size != 1]
-    groups: list[DimGroup] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        first_i, first_j = i, j
-        count_left, count_right = source[left[i]], target[right[j]]
-        while count_left != count_right:
-            if count_left < count_right:
-                i += 1
-                if i == len(left):
-                    raise ValueError(f"{source} cannot be viewed as {target}")
-                count_left *= source[left[i]]
-            else:
-                j += 1
-                if j == len(right):
-                    raise ValueError(f"{source} cannot be viewed as {target}")
-                count_right *= target[right[j]]
-        i, j = i + 1, j + 1
-        groups.append((tuple(left[first_i:i]), tuple(right[first_j:j])))
-    if i < len(left) or j < len(right):
+    if math.prod(source) != math.prod(target):
         raise ValueError(f"{source} cannot be viewed as {target}")
-    return tuple(groups)
+    left, right = ([d for d, size in enumerate(shape) if size != 1] for shape in (source, target))
+    # Elements up to each dim, ascending: a group ends where both shapes have as many.
+    up_to_left = [math.prod(source[: d + 1]) for d in left]
+    up_to_right = [math.prod(target[: d + 1]) for d in right]
+    both = [count for count in up_to_left if count in up_to_right]
+    ends = [(up_to_left.index(count) + 1, up_to_right.index(count) + 1) for count in both]
+    return tuple((tuple(left[i:k]), tuple(right[j:m])) for (i, j), (k, m) in pairwise([(0, 0), *ends]))
 
 
 def _model(call: OpCall, dim: int) -> list[tuple[int, int | None]]:
