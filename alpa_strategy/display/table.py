@@ -98,7 +98,9 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
 
 
 def _headline(plan: Plan) -> Text:
-    text = Text.assemble(("Alpa plan", "bold"), f"  {whereabouts(plan)}")
+    count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
+    text = Text.assemble(("Alpa plan", "bold"), f"  {count} device{'s' * (count != 1)}")
+    text.append(f" on {plan.cluster_name}" if plan.cluster_name else "")
     if len(plan.stages) == 1:
         text.append(f", mesh {mesh_text(plan.stages[0].logical_mesh)}")
         text.append(f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else "")
@@ -134,11 +136,13 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
 
 
 def _baselines(plan: Plan) -> Text:
-    lines = []
-    for name, seconds, ratio in beaten(plan):
-        if seconds is None:
+    """The named plans that were priced, and how many times the plan's seconds they take."""
+    step, lines = plan.predicted.step_seconds, []
+    for name, seconds in plan.baselines.items():
+        if seconds is None or not math.isfinite(seconds):
             lines.append(Text.assemble(f"{name} ", ("does not fit", "red")))
         else:
+            ratio = seconds / step if step > 0 else 1.0
             lines.append(Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim")))
     return Text(", ").join(lines)
 
@@ -241,7 +245,9 @@ def _add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> Non
 
 def _legend(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
-    for kind in used_modes(plan):
+    plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
+    used = {mode.storage.value for parameter in plans for mode in parameter.modes}
+    for kind in (kind for kind in MODE_MEANINGS if kind in used):
         letter = kind + ("n" if kind in "SG" else "")
         table.add_row(Text(letter, style=MODE_STYLES[kind]), Text(MODE_MEANINGS[kind], style="dim"))
     return table
@@ -333,29 +339,9 @@ def step_parts(plan: Plan) -> dict[str, float]:
     return parts if any(parts.values()) else {}
 
 
-def beaten(plan: Plan) -> list[tuple[str, float | None, float]]:
-    """(name, seconds, how many times the plan's) of the named plans that were priced; None: it does not fit."""
-    step = plan.predicted.step_seconds
-    fits = {name: s if s is not None and math.isfinite(s) else None for name, s in plan.baselines.items()}
-    return [(name, s, s / step if s is not None and step > 0 else 1.0) for name, s in fits.items()]
-
-
-def whereabouts(plan: Plan) -> str:
-    """`8 devices on p3_16xlarge_x8`."""
-    count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
-    return f"{count} device{'s' * (count != 1)}" + (f" on {plan.cluster_name}" if plan.cluster_name else "")
-
-
 def mesh_text(shape: Sequence[int]) -> str:
     """`2 x 4`."""
     return " x ".join(map(str, shape))
-
-
-def used_modes(plan: Plan) -> list[str]:
-    """The kinds of modes (`R`, `R*`, `S`, `G`) that parameters of the plan have, in the order of the legend."""
-    plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
-    used = {mode.storage.value for parameter in plans for mode in parameter.modes}
-    return [kind for kind in MODE_MEANINGS if kind in used]
 
 
 def device_range(stage: StagePlan) -> str:

@@ -40,10 +40,6 @@ class ScheduleTimeline:
         busy = sum(done.end - done.start for done in self.timed if done.mesh == mesh)
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
 
-    def kinds(self) -> list[str]:
-        """The kinds of actions that are drawn, in the order of the legend."""
-        return [kind for kind in MEANINGS if any(done.kind == kind for done in self.timed)]
-
     def title(self) -> str:
         """What is drawn: all of the step or its shape with fewer micro-batches."""
         if self.num_drawn == self.num_microbatches:
@@ -116,7 +112,8 @@ def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
         # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
         whole = drawn.num_drawn == drawn.num_microbatches
         text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n" if whole else "\n", style="dim")
-    for kind in drawn.kinds():
+    drawn_kinds = {done.kind for done in drawn.timed}
+    for kind in (kind for kind in MEANINGS if kind in drawn_kinds):
         text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
     text.append("· waiting", style="dim")
     if max(map(len, drawn.stages)) > 1:
