@@ -113,7 +113,7 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
         for leaf, tensor in zip(step.batch, case.batch, strict=True):
             layout = Layout.parse(" ".join(["S0" if leaf.batch_dim == 0 else "R"] * len(mesh_shape)))
             batch.append(cut(tensor, layout, mesh))
-        outputs = program(parameters, case.buffers, batch)
+        outputs, _, _ = program(parameters, case.buffers, batch)
         outputs[step.loss].backward()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
         for p in step.parameters:  # what the once-per-step reduction does

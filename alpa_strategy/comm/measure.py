@@ -1,4 +1,4 @@
-"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and a store that keeps the findings.
+"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and files that keep the findings.
 
 All ranks go through the same loops in the same order: every count is a constant or agreed on by a maximum over the
 ranks, never by one rank's clock. What comes out is therefore the same on all ranks.
@@ -89,19 +89,21 @@ def measure_cluster(
     make_mesh: Callable[[tuple[int, ...]], MeshComm],
     device: torch.device | str = "cpu",
     budget_seconds: float = 1.5,
-    store: ClusterStore | None = None,
+    folder: Path | None = None,
     backend: str = "gloo",
 ) -> ClusterSpec:
-    """The running job's cluster as a measured ClusterSpec, equal on all ranks; from `store` where every rank finds it.
+    """The running job's cluster as a measured ClusterSpec, equal on all ranks.
 
     Args:
         make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape on all ranks alike.
         budget_seconds: per mesh axis.
+        folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it, else written.
     """
     device = torch.device(device)
     shapes = factorisations(num_nodes * devices_per_node)
     whole = make_mesh(shapes[0])
-    found = store.load(name, device_name(device), num_nodes, devices_per_node, backend) if store else None
+    path = None if folder is None else stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
+    found = None if path is None else load_stored(path, name)
     if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:
         assert found is not None
         return found
@@ -126,46 +128,31 @@ def measure_cluster(
         tables=tuple(tables),
         measured=True,
     )
-    if store is not None:
-        store.save(cluster, backend)
+    if path is not None:
+        try:
+            write_json(path, cluster.to_dict())
+        except OSError as error:  # costs the next job its time, not this one
+            logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
     return cluster
 
 
-class ClusterStore:
-    """Measured clusters in a folder (`.alpa/costs`), one JSON file per device model, counts, backend, torch version.
+def stored_path(folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:
+    """The file of such a cluster. Host names are no part of the key: the next job on the same kind of machines need not
+    measure again."""
+    key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
 
-    Host names are no part of the key: the next job on the same kind of machines need not measure again.
-    """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-
-    def path(self, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:
-        """The file that holds such a cluster."""
-        key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
-        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        return self.folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
-
-    def load(
-        self, name: str, device: str, num_nodes: int, devices_per_node: int, backend: str = "gloo"
-    ) -> ClusterSpec | None:
-        """The stored cluster under the name `name`; None when there is none that can be read."""
-        path = self.path(device, num_nodes, devices_per_node, backend)
-        if not path.exists():
-            return None
-        try:
-            return replace(ClusterSpec.from_dict(read_json(path), str(path)), name=name)
-        except (OSError, ValueError, ClusterError) as error:
-            logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
-            return None
-
-    def save(self, cluster: ClusterSpec, backend: str = "gloo") -> None:
-        """Keep a measured cluster. A folder that cannot be written to costs the next job its time, not this one."""
-        path = self.path(cluster.device.name, cluster.num_nodes, cluster.devices_per_node, backend)
-        try:
-            write_json(path, cluster.to_dict())
-        except OSError as error:
-            logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
+def load_stored(path: Path, name: str) -> ClusterSpec | None:
+    """The measured cluster in a file, under the name `name`; None when there is none that can be read."""
+    if not path.exists():
+        return None
+    try:
+        return replace(ClusterSpec.from_dict(read_json(path), str(path)), name=name)
+    except (OSError, ValueError, ClusterError) as error:
+        logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
+        return None
 
 
 def _exact_bytes(n: int, size: int) -> int:

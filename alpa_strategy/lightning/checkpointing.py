@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -46,7 +47,6 @@ from alpa_strategy.lightning.dataloader_state import (
     Pass,
     ResumableLoader,
     Resume,
-    keeps_own_state,
     put_states,
     rank_state,
     take_up,
@@ -163,20 +163,13 @@ class Checkpoints:
         """`PlacedModule.state_dict` of the training that is taken up, empty where none is."""
         return {} if self._resume is None else self._resume.run or {}
 
-    def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> bool:
-        """The run is sharded: read this rank's parts, and continue its random streams. Collective.
-
-        Returns:
-            False when a checkpoint was taken up whose random streams mean nothing under this plan.
-        """
+    def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
+        """The run is sharded: read this rank's parts, and continue its random streams. Collective."""
         self._run = run
         self.restore_parameters(run.store)
         for optimizer in optimizers:
             self._restore_optimizer(optimizer)
-        resume = self._resume
-        if resume is None:
-            return True
-        return resume.run is not None and run.load_state_dict(resume.run)
+        run.load_state_dict(self.resumed)
 
     def restore_parameters(self, store: ParameterStore) -> None:
         """Read this rank's parts of the parameters that wait for it. Collective."""
@@ -199,7 +192,7 @@ class Checkpoints:
         resume = self._resume
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
         taken_up = resume.passes[index] if resume is not None and index < len(resume.passes) else None
-        if taken_up is not None and keeps_own_state(loader):
+        if taken_up is not None and isinstance(loader, _Stateful):
             taken_up = Pass(epoch=taken_up.epoch, now=taken_up.now)  # it finds its position by itself
         elif taken_up is not None:
             # Lightning warns that the loader cannot resume: it does.
@@ -236,7 +229,7 @@ class Checkpoints:
         if self._left_alone:
             return False
         if self._run is not None:
-            self._run.copies.now("at a checkpoint")
+            self._run.copies.compare("at a checkpoint")
         self._add_rank_states(checkpoint)
         if not self._is_sharded(checkpoint_io):
             if self._trainer.is_global_zero:

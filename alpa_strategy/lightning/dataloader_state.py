@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 
@@ -121,7 +122,7 @@ class _Iteration:
 
     def __init__(self, loader: Any, epoch: int, resume: Pass | None) -> None:
         self._resume = resume
-        self._is_sized = _is_sized(loader)
+        self._is_sized = sized_len(loader) is not None
         self.num_drawn, self.epoch = 0, epoch
         self.before_last: dict[str, Any] | None = None
         self._go_on: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ class _Iteration:
             if resume.epoch is not None:
                 # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
                 self.epoch = resume.epoch
-                _set_epoch(loader, resume.epoch)
+                _set_sampler_epoch(loader, resume.epoch)
             state = resume.now if middle is None else middle.start
             if state is not None:
                 set_random_state(state)
@@ -170,26 +171,6 @@ class _Iteration:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_iterator"], name)
-
-
-def keeps_own_state(loader: Any) -> bool:
-    """Whether a loader can continue by itself (Lightning's protocol)."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _is_sized(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except (TypeError, NotImplementedError):
-        return False
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 KEY = "alpa"

@@ -22,7 +22,7 @@ from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks, on_al
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder, uninitialised
-from alpa_strategy.runtime.host_memory import Freed, set_freed
+from alpa_strategy.runtime.host_memory import keep_freed
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -52,7 +52,7 @@ class DeferredInit:
         if self._recorder is None:
             if device.type == "cpu":
                 # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
-                set_freed(Freed.GIVEN_BACK)
+                keep_freed(False)
             self._device, self._recorder = device, Recorder(device)
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks, world_size
 from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, StepGraph
-from alpa_strategy.pipeline.step_programs import resolve
 from alpa_strategy.runtime.parameters import ParameterStore
 
 REPLICA = (
@@ -130,7 +130,6 @@ class CopyCheck:
         self, tensors: Callable[[], Mapping[str, Tensor | None]], place: Callable[[str], str], every: int, device: Any
     ) -> None:
         self._tensors, self._every, self._device = tensors, every, device
-        self._under_way: tuple[str, Tensor, Any] | None = None
         self._first = torch.empty(0)
         if every and world_size() > 1:
             self.names = tuple(tensors())
@@ -144,27 +143,14 @@ class CopyCheck:
             return False
         return step % self._every == 0 or (step < self._every and step & (step - 1) == 0)  # 1, 2, 4, 8, ...
 
-    def begin(self, when: str) -> None:
-        """Ask the other ranks for their digests; nothing is waited for."""
-        self.finish()
+    def compare(self, when: str) -> None:
+        """RuntimeMismatchError, on all ranks, that names what differs."""
         if self._first.numel() == 0:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         own = torch.stack([nothing if x is None else digest(x).to(self._device) for x in self._tensors().values()])
         found = own.new_empty(world_size(), len(own))
-        self._under_way = when, found, dist.all_gather(list(found), own, async_op=True)
-
-    def now(self, when: str) -> None:
-        """`begin` and `finish`."""
-        self.begin(when)
-        self.finish()
-
-    def finish(self) -> None:
-        """RuntimeMismatchError, on all ranks, that names what differed when `begin` was called."""
-        if self._under_way is None:
-            return
-        (when, found, work), self._under_way = self._under_way, None
-        work.wait()
+        dist.all_gather(list(found), own)
         unequal = found != found.gather(0, self._first)
         if not bool(unequal.any()):
             return
@@ -192,7 +178,7 @@ def copies_of(
     def tensors() -> dict[str, Tensor | None]:
         own = {n: p.grad if of else p for n, p in names.items()}
         held: dict[str, Tensor | None] = {of + n: own[n] if store.holds(p) else None for n, p in names.items()}
-        return held | {buffer.name: resolve(module, buffer.name) for buffer in buffers}
+        return held | {buffer.name: attrgetter(buffer.name)(module) for buffer in buffers}
 
     def place(name: str) -> str:
         name = name.removeprefix(of)
@@ -260,7 +246,7 @@ class GradientCheck:
             self._was_finite = False
         else:
             self._was_finite = True
-            self.copies.now(f"at step {step}")
+            self.copies.compare(f"at step {step}")
         self.forget()
 
     def forget(self) -> None:

@@ -47,36 +47,35 @@ class FullParameters:
     @property
     def is_active(self) -> bool:
         """Whether the module holds whole parameters now."""
-        return self._depth > 0 or self._is_on_use
-
-    @property
-    def _is_on_use(self) -> bool:
-        return self.on_use is not None and self.on_use.is_active
-
-    def __enter__(self) -> FullParameters:
-        """Collective, unless the module is whole already."""
-        self._enter(False)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._leave(error[0] is not None, False)
+        return self._depth > 0 or (self.on_use is not None and self.on_use.is_active)
 
     @contextmanager
-    def with_gradients(self) -> Iterator[None]:
-        """The same with whole gradients; where the module is whole already, gradients are left as they are."""
-        with_gradients = not self.is_active
-        self._enter(with_gradients)
+    def entered(self, with_gradients: bool = False) -> Iterator[None]:
+        """The context. Collective, unless the module is whole already.
+
+        Args:
+            with_gradients: gradients are whole in it as well, unless the module is whole already.
+        """
+        with_gradients = with_gradients and not self.is_active
+        if not self.is_active:
+            self._gather(with_gradients)
+        self._depth += 1
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._leave(failed, with_gradients)
+            self._depth -= 1
+            if not failed:
+                self._take_changes(with_gradients)
+            if self._depth == 0:
+                _put(self._parts)
+                self._parts = []
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """As outside of this context, what was changed so far included: for a checkpoint that is saved inside."""
-        if self.on_use is not None and self._is_on_use:
+        if self.on_use is not None and self.on_use.is_active:
             with self.on_use.suspended():
                 yield
             return
@@ -94,11 +93,6 @@ class FullParameters:
             self._depth, self._parts = depth, parts
             _put(whole)
 
-    def _enter(self, with_gradients: bool) -> None:
-        if self._depth == 0 and not self._is_on_use:
-            self._gather(with_gradients)
-        self._depth += 1
-
     def _gather(self, with_gradients: bool) -> None:
         store = self._store
         # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
@@ -113,14 +107,6 @@ class FullParameters:
                 parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
         self._parts = parts
-
-    def _leave(self, failed: bool, with_gradients: bool) -> None:
-        self._depth -= 1
-        if not failed:
-            self._take_changes(with_gradients)
-        if self._depth == 0:
-            _put(self._parts)
-            self._parts = []
 
     def _take_changes(self, with_gradients: bool) -> None:
         """Bring what was changed in the whole tensors into the parts. No communication."""
@@ -235,7 +221,7 @@ def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., An
 
     @functools.wraps(hook)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with whole.with_gradients() if name in _GRADIENT_HOOKS else whole:
+        with whole.entered(with_gradients=name in _GRADIENT_HOOKS):
             return hook(*args, **kwargs)
 
     return call

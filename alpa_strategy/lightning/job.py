@@ -54,10 +54,6 @@ class Job:
     context: Callable[[], AbstractContextManager[None]]
     progress: Progress
 
-    def say(self, what: Any) -> None:
-        """Print a line or a table."""
-        self.progress.say(what)
-
     @property
     def may_run_as_written(self) -> bool:
         """Whether a step that cannot be captured runs as it is written instead."""
@@ -87,13 +83,12 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
 
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
-    return min(on_all_ranks(lambda: _limit(job), lambda limit: limit)[1])
 
+    def own() -> float:
+        """By option, by the declared cluster, or of the device as it is."""
+        if job.cluster is None:
+            return job.options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
+        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
+        return job.options.usable_bytes(spec.device.memory_bytes)
 
-def _limit(job: Job) -> float:
-    """Bytes: by option, by the declared cluster, or of the device as it is."""
-    options = job.options
-    if job.cluster is None:
-        return options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
-    spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-    return options.usable_bytes(spec.device.memory_bytes)
+    return min(on_all_ranks(own, lambda limit: limit)[1])

@@ -6,7 +6,7 @@ How steps run is said by its two kinds: `Run` has them captured and planned, `Wr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
@@ -60,7 +60,7 @@ class PlacedModule(ABC):
         check: GradientCheck | None = None,
     ) -> None:
         self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
-        self._job, self.say = job, job.say
+        self._job, self.say = job, job.progress.say
         self.whole = FullParameters(store)
         self.on_use: GatherOnUse | None = None
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
@@ -92,9 +92,9 @@ class PlacedModule(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, if that was on the same meshes."""
+        return
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""
@@ -133,7 +133,6 @@ class PlacedModule(ABC):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around an optimizer's step. Collective at the steps at which copies are compared."""
-        self.copies.finish()
         if self.store.awaits_finish:  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
@@ -145,7 +144,7 @@ class PlacedModule(ABC):
                 self.on_use.drop()
             self._num_updates += 1
             if self.copies.due(self._num_updates):
-                self.copies.begin(f"after step {self._num_updates}")
+                self.copies.compare(f"after step {self._num_updates}")
 
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
         """Where gradients are checked: what the step under way computes them from."""
@@ -190,7 +189,7 @@ class PlacedModule(ABC):
             self._evaluation.callback(self.whole.on_use.remove)
             self._evaluation.enter_context(self.whole.on_use.in_use())
         else:
-            self._evaluation.enter_context(self.whole)
+            self._evaluation.enter_context(self.whole.entered())
 
     def evaluation_step(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
         """What `as_written` returns, a step on this rank's batch.
@@ -234,7 +233,6 @@ class PlacedModule(ABC):
 
     def release(self) -> None:
         """Give the module and the optimizers their whole tensors back, for good. Collective."""
-        self.copies.finish()
         self.metrics.make_local()
         for optimizer in self.optimizers:
             unshard_state(optimizer, self.store)

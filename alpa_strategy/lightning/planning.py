@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
-from alpa_strategy.comm.measure import ClusterStore, measure_cluster
+from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
@@ -46,7 +45,6 @@ from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
-from alpa_strategy.runtime.host_memory import PAGE_FAULTS, TIGHT, is_tight
 from alpa_strategy.sharding import localize, op_strategies
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
@@ -153,7 +151,7 @@ def job_cluster(job: Job) -> ClusterSpec:
             job.devices_per_node,
             build_mesh,
             job.device,
-            store=ClusterStore(job.folder / "costs"),
+            folder=job.folder / "costs",
             backend="nccl" if job.device.type == "cuda" else "gloo",
         )
 
@@ -219,17 +217,17 @@ def _stored(
     if plan is not None:
         try:
             _check_computes(plan, step, job)
-            job.say(f"alpa: plan {store.path(plan.fingerprint)}")
+            job.progress.say(f"alpa: plan {store.path(plan.fingerprint)}")
             return plan
         except PlanError as error:  # somebody edited it, or a rule has changed since
             why = f"the stored one cannot be used: {error.problem}"
-    job.say(f"alpa: making a plan: {why}")
+    job.progress.say(f"alpa: making a plan: {why}")
     plan = make()
     _check_computes(plan, step, job)  # the planner's own are held to it, too
     try:
-        job.say(f"alpa: plan stored in {store.put(plan)}")
+        job.progress.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:
-        job.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
+        job.progress.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
     return plan
 
 
@@ -269,28 +267,9 @@ def _plan_on_rank_zero(
             with job.progress("time ops of stages"):
                 return measured_stage_costs(task, job, STAGES_BUDGET)
 
-        priced = replace(task, costs=costs)
-        plan = choose_plan(priced, pinned, stage_costs)
-        if job.device.type != "cpu" or pinned is not None or not is_tight(plan, task.memory_limit):
-            return plan
-        roomy = _with_room(priced, stage_costs, plan) or plan
-        return replace(roomy, fingerprint=early if roomy.stages[0].steps_in_backward else wanted)
+        return choose_plan(replace(task, costs=costs), pinned, stage_costs)
 
     return _stored(wanted, task.step, job, make, early if against is None else None)
-
-
-def _with_room(task: PlanTask, stage_costs: Callable[[], OpCosts], plan: Plan) -> Plan | None:
-    """A plan for half of the limit, of which freed host memory can be kept; None where `plan`, a tight one, is better.
-
-    A tight plan's freed memory goes back to the system at every step: many page faults, which no plan prices.
-    """
-    half = replace(task.options, memory_limit=TIGHT * task.memory_limit)
-    with suppress(PlanError):
-        second = choose_plan(replace(task, options=half), None, stage_costs)
-        if second.predicted.step_seconds <= PAGE_FAULTS * plan.predicted.step_seconds:
-            note = "planned for half of the limit, so that freed memory can be kept: page faults cost more"
-            return replace(second, notes=(*second.notes, note))
-    return None
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
@@ -351,7 +330,7 @@ def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: f
         try:
             table.save()
         except OSError as error:
-            job.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
+            job.progress.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
     return RooflineCosts(cluster.device, table)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
@@ -32,17 +33,12 @@ from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
-from alpa_strategy.lightning.planning import (
-    capture,
-    check_optimizer,
-    find_or_make_plan,
-    job_cluster,
-)
+from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.lightning.step_effects import (
     append_to_lists,
+    fill,
     leave_logs,
-    output_of,
     own_rows_of,
     update_metrics_and_log,
     verify,
@@ -149,7 +145,8 @@ class Run(PlacedModule):
             self._unfinished = finish
         else:
             finish()
-        return output_of(captured.step, own_rows_of(values, captured.own_rows), batch, counters)
+        own = own_rows_of(values, captured.own_rows)
+        return fill(captured.step.output, own, pytree.tree_leaves(batch), counters)
 
     @override
     def finish_backward(self) -> None:
@@ -270,13 +267,11 @@ class Run(PlacedModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
         return {**self._placed.state_dict(), "plan": self.plan.to_dict() if self._rank_zero.is_rank_zero else None}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
-        return self._placed.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._placed.load_state_dict(state)
 
     @override
     def leave_steps(self) -> None:
@@ -296,7 +291,7 @@ class Run(PlacedModule):
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
             if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
-            self._job.say(measured_line(self.plan, seconds))
+            self._job.progress.say(measured_line(self.plan, seconds))
 
 
 # The backward need not wait for the sum of the loss over the devices, where nobody reads it before

@@ -211,11 +211,7 @@ class Session:
         return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(self._make_job())
 
     def evaluate(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
-        """What `as_written`, an evaluation step, returns.
-
-        Args:
-            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
-        """
+        """What `as_written`, an evaluation step, returns; see `PlacedModule.evaluation_step`."""
         output = as_written() if self.run is None else self.run.evaluation_step(args, as_written)
         if self._loop is not None:
             self._loop.after_step(*args[1:])
@@ -254,7 +250,7 @@ class Session:
 
     def whole_parameters(self) -> AbstractContextManager[Any]:
         """Context in which the module's parameters are whole; changes are kept."""
-        return nullcontext() if self.run is None else self.run.whole
+        return nullcontext() if self.run is None else self.run.whole.entered()
 
     def as_training_holds_it(self) -> AbstractContextManager[Any]:
         """Context: parameters in parts, also within a hook that sees them whole and saves."""
@@ -282,4 +278,4 @@ def _own_randomness(job: Job) -> AbstractContextManager[None]:
 
 def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
-        job.say(plan_table(run.plan, process_bytes=process_bytes))
+        job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.microbatch.microstep import Cut, cut
-from alpa_strategy.pipeline.step_programs import resolve
 
 GLOBAL = "global"  # in the place of a group of ranks: the value is that of all of them already, nothing is reduced
 
@@ -41,11 +41,6 @@ def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, Cut]) -> di
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that hooks see."""
     rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
     return {v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x for v, x in values.items()}
-
-
-def output_of(step: StepGraph, values: Mapping[int, Tensor], batch: Any, counters: Mapping[str, int]) -> Any:
-    """What the step returned."""
-    return fill(step.output, values, pytree.tree_leaves(batch), counters)
 
 
 def append_to_lists(
@@ -76,7 +71,7 @@ def write_buffers(module: torch.nn.Module, step: StepGraph, values: Mapping[int,
     with torch.no_grad():
         for buffer in step.buffers:
             if buffer.update is not None:
-                resolve(module, buffer.name).copy_(values[buffer.update])
+                attrgetter(buffer.name)(module).copy_(values[buffer.update])
 
 
 def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:

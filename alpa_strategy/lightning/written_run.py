@@ -198,7 +198,3 @@ class WrittenRun(PlacedModule):
     def state_dict(self) -> dict[str, Any]:
         is_first = world_size() == 1 or dist.get_rank() == 0
         return {"as_written": True, "plan": self.plan.to_dict() if is_first else None}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        return bool(state.get("as_written", False))

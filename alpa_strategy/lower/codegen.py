@@ -20,7 +20,6 @@ from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
@@ -48,9 +47,10 @@ class LoweredStep:
     buffers: name -> whole tensor (buffers are replicated); the counters under `COUNTERS`.
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
-    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); `run` gives
-    that and the same for `step.sent`, in the layouts of `StagePlan.sent`, and for the values `made` for later spans of
-    the stage, in the layouts in which they are made.
+    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); the same for
+    `step.sent`, in the layouts of `StagePlan.sent`, and for the values `made` for later spans of the stage, in the
+    layouts in which they are made. Those of `step.escaping` may be on their way still where `pending` is given: it gets
+    what to wait for before they are read.
     """
 
     source: str
@@ -61,16 +61,6 @@ class LoweredStep:
     made: tuple[int, ...] = ()
 
     def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Any],
-        batch: Sequence[Tensor],
-        pending: list[Pending] | None = None,
-    ) -> dict[int, Tensor]:
-        """Values may be on their way still where `pending` is given: it gets what to wait for before they are read."""
-        return self.run(parameters, buffers, batch, pending=pending)[0]
-
-    def run(
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Any],
@@ -95,11 +85,7 @@ def lower(
     random: ShardedRandom,
     compiler: Compiler | None = None,
 ) -> LoweredStep:
-    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
-
-    Raises:
-        PlanError: the stage has no strategy for one of the step's ops (it is another graph's plan).
-    """
+    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments."""
     return _Writer(step, stage, mesh, device, random, prefetched=prefetchable(step), compiler=compiler).program()
 
 
@@ -109,7 +95,7 @@ class LoweredStage:
 
     Attributes:
         per_step: what of it is made of the parameters alone, once per step.
-        per_step_programs: one per derivation of `per_step`; each gives its values as `run` gives what is `made`.
+        per_step_programs: one per derivation of `per_step`; each gives its values as what is `made`.
         spans: what it runs for every micro-batch, one after the other, each with its graph: one, or those that it
             recomputes one by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes
             the per-step values as parameters of the name `per_step_name(value)`.
@@ -133,11 +119,7 @@ def lower_stage(
     random: ShardedRandom,
     compiler: Compiler | None = None,
 ) -> LoweredStage:
-    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled.
-
-    Raises:
-        PlanError: see `lower`.
-    """
+    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled."""
     whole = slice_stage(step, *stage.ops)
     once_per_step = PerStep() if stage.derives_again else per_step(whole)
     programs: list[LoweredStep] = []
@@ -167,32 +149,29 @@ def _without(graph: StepGraph, names: Collection[str], per_step_values: Collecti
     return replace(graph, ops=ops, received=tuple(value for value in graph.received if value in read))
 
 
+@dataclass
 class _Writer:
     """Emits the program line by line and binds what the lines refer to."""
 
-    def __init__(
-        self,
-        step: StepGraph,
-        stage: StagePlan,
-        mesh: MeshComm,
-        device: torch.device,
-        random: ShardedRandom,
-        made_before: Mapping[int, DualLayout] | None = None,
-        per_step_values: Collection[int] = (),
-        prefetched: Collection[int] = (),
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.compiler = compiler
+    step: StepGraph
+    stage: StagePlan
+    mesh: MeshComm
+    device: torch.device
+    random: ShardedRandom
+    made_before: Mapping[int, DualLayout] = field(default_factory=dict)
+    per_step_values: Collection[int] = ()
+    prefetched: Collection[int] = ()  # values whose resharding starts before the forward
+    compiler: Compiler | None = None
+
+    def __post_init__(self) -> None:
+        step, stage = self.step, self.stage
         self.module = ""  # whose op is being written
-        self.per_step_values = per_step_values
-        self.prefetched = prefetched  # values whose resharding starts before the forward
-        self.step, self.stage, self.mesh, self.device, self.random = step, stage, mesh, device, random
         self.lines: list[Line] = []
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
         self.prefetches: dict[str, list[Line]] = {}  # variable -> lines that start to reshard it
-        num_axes = len(mesh.shape)
+        num_axes = len(self.mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
             self.layouts[parameter.value] = plan.step_layout(parameter.meta.requires_grad)
@@ -200,19 +179,13 @@ class _Writer:
             self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
         for given in step.constant_inputs:
             self.layouts[given.value] = (INVARIANT,) * num_axes
-        self.layouts.update(made_before or {})
-        for value in step.received:
-            if value in stage.received:
-                self.layouts[value] = stage.received[value]
-            elif value not in self.layouts:
-                raise PlanError(f"the plan has no layout for received value {value}", "plan this step again")
+        self.layouts.update(self.made_before)
+        self.layouts |= {value: stage.received[value] for value in step.received if value in stage.received}
         for constant in step.constants:
-            self.namespace[f"v{constant.value}"] = constant.tensor.to(device)
+            self.namespace[f"v{constant.value}"] = constant.tensor.to(self.device)
 
     def op(self, op: Op) -> None:
         """One op: its operands in the layouts that its strategy takes, then its call."""
-        if op.name not in self.stage.strategies:
-            raise PlanError(f"the plan has no strategy for op {op.name!r}", "plan this step again")
         strategies = self.stage.strategies[op.name]
         self.module = op.module
         operands = [
@@ -295,11 +268,7 @@ class _Writer:
         return self.copies[key]
 
     def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
-        """All ops, results in their layouts (`made`: as they are), unpacking of the inputs, and the compiled function.
-
-        Raises:
-            PlanError: see `lower`.
-        """
+        """All ops, results in their layouts (`made`: as they are), the inputs unpacked, as a compiled function."""
         for op in self.step.ops:
             self.op(op)
         self.module = ""

@@ -1,6 +1,6 @@
 """From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
 
-`stage_meshes`, then a `ParameterStore` (the caller shards it), then `build_pipeline`; a second pipeline for another
+The stages' meshes, then a `ParameterStore` (the caller shards it), then `build_pipeline`; a second pipeline for another
 shape of batch takes the same meshes and parameters.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.mesh import TorchMesh, build_stage_meshes
+from alpa_strategy.comm.mesh import TorchMesh
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
@@ -45,17 +45,12 @@ from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
-def stage_meshes(stages: Sequence[StagePlan], backend: str = "auto") -> list[TorchMesh | None]:
-    """This rank's mesh per stage, None for stages of others. Collective over the whole job."""
-    return build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend)
-
-
 @dataclass(frozen=True)
 class StagePlaces:
     """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for.
 
     Attributes:
-        meshes: per stage this rank's mesh, None for stages of others (`stage_meshes`).
+        meshes: per stage this rank's mesh, None for stages of others.
         randoms: this rank's stages -> random streams (`stage_randoms`).
         device: this rank's.
         cluster: where given, cross-mesh transfers are chosen by its links.
@@ -186,7 +181,7 @@ def _span_program(
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
         with store.regather_hooks() if gathers_at_use else nullcontext():
-            return lowered.run(parameters, inputs.buffers, rows, received)
+            return lowered(parameters, inputs.buffers, rows, received)
 
     return run
 

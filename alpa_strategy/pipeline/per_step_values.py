@@ -66,9 +66,9 @@ class PerStepValues:
             leaf = parameters[name].detach()
             leaves[name] = leaf.requires_grad_(parameters[name].requires_grad)
         # What its backward needs is kept as it is, not gathered again for each micro-batch.
-        as_it_is = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with torch.enable_grad(), as_it_is:
-            made = program.run(leaves, buffers, ())[2]
+            made = program(leaves, buffers, ())[2]
         return _Made(leaves, {per_step_name(value): tensor for value, tensor in made.items()})
 
 
@@ -97,7 +97,3 @@ class _Derived(torch.autograd.Function):
             return (None,) * (1 + len(leaves))
         values, given = zip(*pairs, strict=True)
         return None, *torch.autograd.grad(values, leaves, given, retain_graph=True, allow_unused=True)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

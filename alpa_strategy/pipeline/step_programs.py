@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import Pending, TorchMesh, build_mesh
+from alpa_strategy.comm.mesh import Pending, TorchMesh, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, dtypes_read, lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import Values
 from alpa_strategy.runtime.parameters import MeshParameters, ParameterStore
@@ -113,7 +115,7 @@ class PlacedPlan:
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
         self.random = JobRandom(seed)
         stages = plan.stages
-        meshes = stage_meshes(stages, backend=backend)
+        meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend)
         self._places = StagePlaces(
             meshes,
             stage_randoms(stages, meshes, seed),
@@ -162,51 +164,47 @@ class PlacedPlan:
             "randoms": randoms,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue where `state_dict` was taken; False (and nothing is done) when that was on other meshes."""
-        if state["devices"] != self._devices():
-            return False
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or of another kind."""
+        if state.get("devices") != self._devices():
+            return
         self.random.seed, self.random.num_steps = state["seed"], state.get("num_steps", 0)
         for stage, random in self._places.randoms.items():
             random.load_state_dict(state["randoms"][str(stage)])
-        return True
 
     def _devices(self) -> list[list[int]]:
         """Where every stage runs: the streams of one place mean nothing in another."""
         return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
 
 
+@dataclass(frozen=True)
 class DirectStep(StepProgram):
-    """See the file's docstring."""
+    """See the file's docstring. `regathers`: what its forward gathers is gathered again in the backward."""
 
     makes_gradients = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: StepGraph,
-        lowered: LoweredStep,
-        parameters: MeshParameters,
-        regathers: bool,
-        mesh: TorchMesh,
-    ) -> None:
-        self._module, self._step, self._lowered = module, step, lowered
-        self._parameters, self._regathers, self._mesh = parameters, regathers, mesh
+    module: nn.Module
+    step: StepGraph
+    lowered: LoweredStep
+    parameters: MeshParameters
+    regathers: bool
+    mesh: TorchMesh
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`."""
-        buffers = step_buffers(self._module, self._step, counters)
-        with self._parameters.regather_hooks() if self._regathers else nullcontext():
-            return self._lowered(self._parameters.step_inputs(), buffers, self._rows(batch), pending)
+        buffers = step_buffers(self.module, self.step, counters)
+        with self.parameters.regather_hooks() if self.regathers else nullcontext():
+            inputs = self.parameters.step_inputs()
+            return self.lowered(inputs, buffers, self._rows(batch), pending=pending)[0]
 
     def _rows(self, batch: Any) -> list[Tensor]:
         """The rows of this rank's place in the mesh: of another rank where devices lie in an order of their own."""
-        rows = batch_rows(self._step, batch)
-        if self._step.batch_scope == "global":
+        rows = batch_rows(self.step, batch)
+        if self.step.batch_scope == "global":
             return rows
         return [
-            own if leaf.batch_dim is None else self._mesh.exchange_rows(own)
-            for leaf, own in zip(self._step.batch, rows, strict=True)
+            own if leaf.batch_dim is None else self.mesh.exchange_rows(own)
+            for leaf, own in zip(self.step.batch, rows, strict=True)
         ]
 
 
@@ -302,13 +300,7 @@ class _HandOver(torch.autograd.Function):
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
     """What a program of `step` takes as buffers: the module's by name, and the counters."""
-    return {**{b.name: resolve(module, b.name) for b in step.buffers}, COUNTERS: counters}
-
-
-def resolve(module: nn.Module, name: str) -> Any:
-    """The attribute at dotted path `name`; a buffer may be a plain attribute."""
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)
+    return {**{b.name: attrgetter(b.name)(module) for b in step.buffers}, COUNTERS: counters}
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:

@@ -12,7 +12,6 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 
 import psutil
 import torch
@@ -22,20 +21,10 @@ from torch.optim import Optimizer
 from alpa_strategy.ir.plan import Plan
 
 TIGHT = 0.5  # of the limit: kept blocks were seen to hold up to twice what is alive
-PAGE_FAULTS = 1.3  # a step whose freed memory is given back takes longer than predicted: seen 1.5 x, on few cores
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
-class Freed(Enum):
-    """What becomes of freed memory: (bytes from which blocks are given back, bytes that are kept at a heap's end).
-
-    glibc allows no more than 32 MB of the first.
-    """
-
-    GIVEN_BACK = 2**20, 2**25
-    LARGE_GIVEN_BACK = 2**22, 2**27
-    KEPT = 2**25, 2**30
+# Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a heap's end.
+GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
 
 
 @contextmanager
@@ -47,7 +36,7 @@ def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[
         limit_bytes: what the plan may use of a device.
     """
     if device.type == "cpu":
-        set_freed(freed_under(plan, limit_bytes))
+        keep_freed(_may_keep(plan, limit_bytes))
     yield
     if device.type == "cpu":
         trim()
@@ -55,44 +44,31 @@ def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[
         torch.cuda.empty_cache()  # its blocks have other sizes than training wants
 
 
-def is_tight(plan: Plan, limit_bytes: float) -> bool:
-    """Whether the limit leaves no room for freed blocks that are kept."""
-    return plan.predicted.peak_bytes > TIGHT * limit_bytes
-
-
-def freed_under(plan: Plan, limit_bytes: float) -> Freed:
-    """Given back where the plan is tight, or large and such that blocks of many sizes come and go."""
-    if is_tight(plan, limit_bytes):
-        return Freed.GIVEN_BACK
+def _may_keep(plan: Plan, limit_bytes: float) -> bool:
+    """Not where the limit leaves no room for it, nor under a large plan in which blocks of many sizes come and go."""
+    if plan.predicted.peak_bytes > TIGHT * limit_bytes:
+        return False
     is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
-    if plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole):
-        return Freed.KEPT
-    return Freed.GIVEN_BACK if plan.is_pipelined else Freed.LARGE_GIVEN_BACK
+    return plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole)
 
 
-def set_freed(freed: Freed) -> bool:
-    """Treat freed memory so from now on, in this process; False where nothing could be set.
+def keep_freed(keep: bool) -> None:
+    """Whether freed blocks are kept from now on, in this process; nothing is done without glibc.
 
     The user's `MALLOC_MMAP_THRESHOLD_` in the environment wins.
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return False
-    from_bytes, kept_bytes = freed.value
-    return bool(mallopt(M_MMAP_THRESHOLD, from_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, kept_bytes))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        from_bytes, kept_bytes = KEPT if keep else GIVEN_BACK
+        mallopt(M_MMAP_THRESHOLD, from_bytes)
+        mallopt(M_TRIM_THRESHOLD, kept_bytes)
 
 
-def trim() -> bool:
-    """Give back all free memory that the C library holds; False without glibc."""
-    try:
-        malloc_trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return False
-    malloc_trim(0)
-    return True
+def trim() -> None:
+    """Give back all free memory that glibc holds."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:

@@ -77,6 +77,20 @@ def test_a_chain_of_resumptions(pool, tmp_path: Path) -> None:
     assert pool.run(2, resume_in_a_chain, str(tmp_path), PIPELINE) == [True, True]
 
 
+def resume_as_the_other_kind(root: str, kinds: tuple[str, str]) -> bool:
+    """A training whose steps ran as written goes on captured, and the other way round."""
+    before, after = ({"capture": kind} for kind in kinds)
+    fit(root, before, 2, 2, callbacks=[Keep(f"{root}/kept", 2)])
+    trainer, _, steps = fit(root, after, 2, 4, ckpt_path=checkpoint_at(root, 2))
+    assert sorted(steps) == [3, 4]
+    return trainer.strategy.plan.is_as_written
+
+
+@pytest.mark.parametrize("kinds", [("never", "require"), ("require", "never")])
+def test_a_training_goes_on_as_the_other_kind(pool, tmp_path: Path, kinds: tuple[str, str]) -> None:
+    assert pool.run(2, resume_as_the_other_kind, str(tmp_path), kinds) == [kinds[1] == "never"] * 2
+
+
 def resume_the_others(root: str) -> bool:
     """Saves that a Trainer makes at other moments, in one kind of run."""
     options = ONE_STAGE["zero3"]

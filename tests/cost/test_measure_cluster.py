@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.measure import ClusterStore, measure_cluster, measure_collectives, measure_slowdown
+from alpa_strategy.comm.measure import load_stored, measure_cluster, measure_collectives, measure_slowdown, stored_path
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 QUICK = {"sizes_bytes": (1024, 65536), "budget_seconds": 0.05}
@@ -81,9 +82,9 @@ class Meshes:
         return run_on_threads((self.world,), lambda mesh: fn(make(mesh.axes[0].index)))
 
 
-def measure(meshes: Meshes, store: ClusterStore | None = None, nodes: int = 1) -> list[ClusterSpec]:
+def measure(meshes: Meshes, folder: Path | None = None, nodes: int = 1) -> list[ClusterSpec]:
     per_node = meshes.world // nodes
-    return meshes.run(lambda make: measure_cluster("here", nodes, per_node, make, budget_seconds=0.02, store=store))
+    return meshes.run(lambda make: measure_cluster("here", nodes, per_node, make, budget_seconds=0.02, folder=folder))
 
 
 def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh():
@@ -99,37 +100,36 @@ def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh(
 
 
 def test_a_stored_cluster_is_not_measured_again(tmp_path):
-    store = ClusterStore(tmp_path / "costs")
-    first = measure(Meshes(2), store)[0]
+    folder = tmp_path / "costs"
+    first = measure(Meshes(2), folder)[0]
     again = Meshes(2)
-    assert measure(again, store) == [first, first]
+    assert measure(again, folder) == [first, first]
     assert again.asked == [(2,)]  # only to agree that all ranks have it
-    assert store.load("other", first.device.name, 1, 2) is not None
-    assert store.load("other", first.device.name, 1, 4) is None
-    assert store.load("other", first.device.name, 1, 2, "nccl") is None
+    assert load_stored(stored_path(folder, first.device.name, 1, 2, "gloo"), "other") is not None
+    assert load_stored(stored_path(folder, first.device.name, 1, 4, "gloo"), "other") is None
+    assert load_stored(stored_path(folder, first.device.name, 1, 2, "nccl"), "other") is None
 
 
 def test_a_rank_without_the_file_makes_all_measure(tmp_path):
-    full, empty = ClusterStore(tmp_path / "full"), ClusterStore(tmp_path / "empty")
+    full, empty = tmp_path / "full", tmp_path / "empty"
     measure(Meshes(2), full)
 
     def run(make):
         mesh = make((2,))
-        store = full if mesh.axes[0].index == 0 else empty
-        return measure_cluster("here", 1, 2, make, budget_seconds=0.02, store=store)
+        folder = full if mesh.axes[0].index == 0 else empty
+        return measure_cluster("here", 1, 2, make, budget_seconds=0.02, folder=folder)
 
     one, other = Meshes(2).run(run)
     assert one == other
-    assert list((tmp_path / "empty").iterdir())
+    assert list(empty.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"name": "x"}', "[]", "3"])
 def test_a_broken_file_is_reported_and_measured_again(text: str, tmp_path, caplog):
-    store = ClusterStore(tmp_path)
-    path = store.path("cpu", 1, 2, "gloo")
+    path = stored_path(tmp_path, "cpu", 1, 2, "gloo")
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert store.load("here", "cpu", 1, 2) is None
+        assert load_stored(path, "here") is None
     assert str(path) in caplog.text
 
 

@@ -156,7 +156,7 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                     tensor, layout = handed[value]
                     target = plan.received[value]
                     received.append(Reshard(layout, target, step.values[value].shape, mesh)(tensor))
-                escaping, sent, _ = program.run(own, buffers, rows, received)
+                escaping, sent, _ = program(own, buffers, rows, received)
                 found.update(escaping)
                 handed.update({value: (tensor, plan.sent[value]) for value, tensor in sent.items()})
                 if stage.loss >= 0:

@@ -39,7 +39,7 @@ def test_a_lowered_program_stays_on_its_device(name):
                 cut(tensor, Layout.parse("S0" if leaf.batch_dim == 0 else "R"), mesh).to(META)
                 for leaf, tensor in zip(case.step.batch, case.batch, strict=True)
             ]
-            outputs = program(parameters, buffers, batch)
+            outputs, _, _ = program(parameters, buffers, batch)
             outputs[case.step.loss].backward()
             return [*outputs.values(), *(p.grad for p in parameters.values() if p.grad is not None)]
 

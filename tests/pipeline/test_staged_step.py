@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_object
-from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.ir.stage_plan import ParameterPlan, stage_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_meshes, stage_randoms
+from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -106,7 +106,7 @@ def sharded(module, micro, stages, meshes):
 
 def prepare(module, micro, stages, schedule):
     """(pipeline, this rank's parameters per mesh), ready to step."""
-    meshes = stage_meshes(stages)
+    meshes = build_stage_meshes([(stage.logical_mesh, stage_ranks(stage)) for stage in stages])
     stores = sharded(module, micro, stages, meshes)
     distinct = list({id(s): s for s in stores.values()}.values())
     places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
@@ -241,7 +241,7 @@ def run_in_half(places, remat):
     step = capture_step(module, mine, world_size=2, context=lambda: torch.autocast("cpu", torch.bfloat16))
     micro = microbatch(step, 4, 2)
     stages = random_stages(micro.graph, places, python_random.Random(3), remat)
-    meshes = stage_meshes(stages)
+    meshes = build_stage_meshes([(stage.logical_mesh, stage_ranks(stage)) for stage in stages])
     stores = sharded(module, micro, stages, meshes)
     leaves = torch.utils._pytree.tree_leaves(mine)
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
