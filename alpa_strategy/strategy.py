@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -389,7 +388,7 @@ class AlpaStrategy(ParallelJob):
             return tensor
         if group is None:
             self._session.meet()
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -398,9 +397,9 @@ class AlpaStrategy(ParallelJob):
         return super().all_gather(tensor, group, sync_grads)
 
     @override
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._session.meet()
-        super().barrier(name)
+        super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -18,20 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
+from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from typing_extensions import override
 
 from alpa_strategy.checkpoint.directory import discard_unfinished
-from alpa_strategy.comm.collectives import any_rank, broadcast_object, of_all_ranks
+from alpa_strategy.comm.collectives import any_rank, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.lightning.signals import JobSignals
@@ -129,8 +123,8 @@ def _say_once(error: AlpaError, rank: int) -> None:
     sys.excepthook = show
 
 
-class ParallelJob(ParallelStrategy):
-    """A `ParallelStrategy` of which every rank holds the whole module, or a part of it that others decide upon.
+class ParallelJob(DDPStrategy):
+    """Lightning's DDP strategy without DDP's module around the user's: what a rank holds of it others decide upon.
 
     Args:
         timeout_seconds: of the process group's collectives.
@@ -138,33 +132,10 @@ class ParallelJob(ParallelStrategy):
     """
 
     def __init__(self, timeout_seconds: float, **given: Any) -> None:
-        super().__init__(**given)
-        self.num_nodes = 1
+        super().__init__(timeout=timedelta(seconds=timeout_seconds), **given)
         self.interrupted = False
-        self._timeout_seconds = timeout_seconds
         self._watch: FailureWatch | None = None
         self._signals: JobSignals | None = None
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks of this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Without it the Trainer neither replaces samplers nor lets `sync_dist` do anything."""
-        return True
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     # Before the module is set up
 
@@ -176,14 +147,6 @@ class ParallelJob(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def set_world_ranks(self) -> None:
-        """Which rank this process is. The Trainer calls it when it is made: `rank_zero_only` holds before fit, too."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Lightning's own strategies set both: what is logged and saved asks one or the other.
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     @override
     def setup_environment(self) -> None:
         # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would share one, where a
@@ -191,23 +154,25 @@ class ParallelJob(ParallelStrategy):
         if self.root_device.type == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Join the job's process group, and watch the other ranks."""
         reset_seed()
         self.set_world_ranks()
         self.interrupted = False
-        if self.world_size > 1:
-            self._connect()
-
-    def _connect(self) -> None:
-        """Join the job's process group, and watch the other ranks."""
+        if self.world_size == 1:
+            return
         assert self.cluster_environment is not None
+        assert self._timeout is not None
         store: dict[str, Any] = {}
         if store_is_reused() and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-            store = {"store": fresh_store(*place, self._timeout_seconds)}
+            store = {"store": fresh_store(*place, self._timeout.total_seconds())}
         _init_dist_connection(
             self.cluster_environment,
-            _get_default_process_group_backend_for_device(self.root_device),
-            timeout=timedelta(seconds=self._timeout_seconds),
+            self._get_process_group_backend(),
+            timeout=self._timeout,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
             **store,
         )
@@ -235,13 +200,9 @@ class ParallelJob(ParallelStrategy):
         return not any_rank([not decision])[0] if all else any_rank([bool(decision)])[0]
 
     @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self.interrupted:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(obj, src)
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.interrupted:
+            super().barrier(*args, **kwargs)
 
     # The end
 
