@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.optimizer_state import numbers_of
@@ -46,26 +46,13 @@ class Sharing:
 
 def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
-    with _parameters_as_shards(module, sharing):
-        return module.state_dict()
-
-
-@contextmanager
-def _parameters_as_shards(module: nn.Module, sharing: Sharing) -> Iterator[None]:
     places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
         (m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items() if p is not None
     ]
-    shards: dict[nn.Parameter, LocalShards] = {}
-    for _, _, parameter in places:
-        if parameter not in shards:  # tied ones are written once
-            shards[parameter] = sharing.shards(parameter, parameter.detach())
-    try:
-        for parameters, key, parameter in places:
-            parameters[key] = shards[parameter]
-        yield
-    finally:
-        for parameters, key, parameter in places:
-            parameters[key] = parameter
+    distinct = dict.fromkeys(parameter for _, _, parameter in places)  # tied ones are written once
+    shards = {parameter: sharing.shards(parameter, parameter.detach()) for parameter in distinct}
+    with patched((parameters, key, shards[p]) for parameters, key, p in places):
+        return module.state_dict()
 
 
 @torch.no_grad()

@@ -180,17 +180,18 @@ def shared(value: Any, source: int, device: torch.device) -> Any:
 
 def broadcast_states(module: torch.nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, as DDP does, except those without memory. Collective."""
-    _broadcast([t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta])
+    broadcast_tensors([t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta])
 
 
 def broadcast_buffers(module: torch.nn.Module) -> None:
     """Give every rank rank 0's buffers, as DDP does. Collective."""
-    _broadcast([buffer.detach() for buffer in module.buffers()])
+    broadcast_tensors([buffer.detach() for buffer in module.buffers()])
 
 
-def _broadcast(tensors: list[torch.Tensor]) -> None:
+def broadcast_tensors(tensors: list[torch.Tensor], source: int = 0) -> None:
+    """Write rank `source`'s values into every rank's tensors, those of a dtype in one message. Collective."""
     if world_size() > 1 and tensors:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, 0)
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, source)
 
 
 def _to_data(error: AlpaError) -> tuple[str, str, str]:

@@ -139,9 +139,6 @@ def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = Fa
     Args:
         backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
         own_group: whether its collectives may come in any order among those of others.
-
-    Raises:
-        RuntimeMismatchError: the job has not as many ranks.
     """
     ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
     (mesh,) = build_stage_meshes([(shape, ranks)], backend, own_group)
@@ -161,11 +158,6 @@ def build_stage_meshes(
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
     for shape, ranks in meshes:
         key = (tuple(shape), tuple(ranks))
-        if math.prod(shape) != len(key[1]) or len(ranks) != len(set(ranks)):
-            raise RuntimeMismatchError(
-                f"a mesh of shape {key[0]} cannot lie on ranks {key[1]}",
-                "give as many ranks as the mesh has devices, each once",
-            )
         if key not in made:
             made[key] = _build_one(*key, rank, chosen, own_groups)
     return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]

@@ -91,18 +91,6 @@ class _View:
     is_conj: bool
     is_neg: bool
 
-    @classmethod
-    def of(cls, gathered: _Gathered | _Made, tensor: Tensor) -> _View:
-        return cls(
-            gathered,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
     def again(self) -> Tensor:
         """The view, of the parameter gathered again."""
         whole = self.gathered.whole()
@@ -182,7 +170,8 @@ class Regather:
             return tensor
         if isinstance(gathered, _Made):
             gathered.uses += 1
-        return _View.of(gathered, tensor)
+        lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _View(gathered, tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())
 
 
 @functools.cache

@@ -34,16 +34,9 @@ def build_local_op(call: OpCall, strategies: tuple[AxisStrategy, ...], local: Lo
         local: the op at this device's shapes; its implementation works over the mesh axes `local.axes`.
         mesh: this device's place and collectives.
 
-    Returns a function of the local operands in `Slot` order, which returns what the op returns. ShardingError when the
-    implementation is not known.
+    Returns a function of the local operands in `Slot` order, which returns what the op returns.
     """
-    builder = _BUILDERS.get(local.implementation or "")
-    if builder is None:
-        raise ShardingError(
-            f"no local implementation {local.implementation!r} (op {call.target_name})",
-            f"a strategy may name one of {', '.join(sorted(_BUILDERS))}",
-        )
-    return builder(call, strategies, local, mesh)
+    return _BUILDERS[local.implementation or ""](call, strategies, local, mesh)
 
 
 def _with_target(call: OpCall, target: Callable[..., Any]) -> LocalOp:

@@ -74,10 +74,8 @@ class _RingAttention(torch.autograd.Function):
         for source in _sources(comm):
             coming = _pass_on(comm, pair) if source != _next(comm) else None
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
-            seen, merged = (
-                _seen(pair, own, columns),
-                (_cut(out, rows), lse[..., rows].contiguous()),
-            )  # kernels ask for it
+            merged = _cut(out, rows), lse[..., rows].contiguous()  # kernels ask for it
+            seen = _seen(pair, own, columns)
             parts = _attend_backward(_cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale)
             _cut(grad_query, rows).add_(parts[0])
             due = due if coming_due is None else coming_due.wait()
@@ -89,12 +87,8 @@ class _RingAttention(torch.autograd.Function):
         due = coming_due.wait()
         grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
         grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
-        return (
-            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)),
-            None,
-            None,
-            None,
-        )
+        needed = [g if is_needed else None for g, is_needed in zip(grads, ctx.needs_input_grad, strict=False)]
+        return *needed, None, None, None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -222,13 +216,10 @@ def _attend_backward(
 
 
 def _has_flash(query: Tensor) -> bool:
-    if (
-        query.device.type != "cuda"
-        or query.dtype not in _HALVES
-        or torch.cuda.get_device_capability(query.device) < (8, 0)
-    ):
+    if query.device.type != "cuda" or query.dtype not in _HALVES:
         return False
-    return query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return is_ampere and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
@@ -241,9 +232,8 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 def _as_heads(tensor: Tensor, query: Tensor) -> Tensor:
     """Heads that several query heads share, once for each of them."""
-    return (
-        tensor if tensor.shape[1] == query.shape[1] else tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
-    )
+    groups = query.shape[1] // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
 
 def _as_groups(grad: Tensor, groups: int) -> Tensor:

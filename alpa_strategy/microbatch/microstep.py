@@ -42,9 +42,8 @@ class MicroStep:
             are handed to `graph` or belong to the step's results, or None.
         given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
         combine: escaping value of `graph` -> how the micro-batches' values make up the step's: `sum`, `same` (equal in
-            all; the last is taken: updates of sequential buffers too), `cat` as `cuts` says, `mean` (of what each
-            micro-batch estimates: only where exactness was given up).
-        cuts: value -> how micro-batches have their parts of it (see `microbatch_run.cut`): every `cat` value of
+            all; the last is taken: updates of sequential buffers too), `cat` as `cuts` says.
+        cuts: value -> how micro-batches have their parts of it (see `cut`): every `cat` value of
             `combine`, and those of `given` that are handed in as rows, like a batch leaf. All others of `given` are
             handed in whole.
         sequential_buffers: buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.collectives import broadcast_tensors, world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError
@@ -265,31 +265,25 @@ class Pipeline:
                 return list(escaped.values())[-1][value]
 
     def _broadcast(self, stage: StageSpec, own: Values) -> Values:
-        """All of a stage's values in one message."""
+        """All of a stage's values together."""
         is_source = self._rank == stage.ranks[0]  # what escapes is whole on all of the stage's devices: one sends
-        pieces = []
+        results: Values = {}
         for value in stage.escaping:
             meta = self.spec.metas[value]
             shape = list(meta.shape)
             if self.spec.combine.get(value) == "cat":
                 shape[self.spec.cuts.get(value, Cut()).dim] *= self.spec.num_microbatches
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
-            pieces.append(tensor.contiguous())
-        flat = torch.cat([piece.view(-1).view(torch.uint8) for piece in pieces])  # of any dtypes
+            results[value] = tensor.contiguous()
         try:
-            dist.broadcast(flat, src=stage.ranks[0])
+            broadcast_tensors(list(results.values()), stage.ranks[0])
         except RuntimeError as error:
             raise LostRankError(
                 f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
                 f"({first_sentence(str(error))})",
                 "look at the output of the rank that ended first",
             ) from error
-        if own:
-            return own
-        sizes = [piece.numel() * piece.dtype.itemsize for piece in pieces]
-        for piece, part in zip(pieces, flat.split(sizes), strict=True):
-            piece.view(-1).view(torch.uint8).copy_(part)
-        return dict(zip(stage.escaping, pieces, strict=True))
+        return own or results
 
 
 # What all ranks exchange once per step: rows of the batch before it, shared gradients after it

@@ -47,7 +47,7 @@ class Kept:
 
 
 class Recompute:
-    """A stage as its spans, in order. Calling it runs the stage and keeps nothing (a `StageProgram`).
+    """A stage as its spans, in order.
 
     Args:
         bookmark: of the stage's random numbers (`ShardedRandom.bookmark`).
@@ -57,10 +57,7 @@ class Recompute:
     def __init__(self, spans: Sequence[Span], bookmark: Callable[[], Replay], loss: int | None) -> None:
         self.spans = tuple(spans)
         self._bookmark = bookmark
-        self._loss = loss
-
-    def __call__(self, inputs: StageInputs) -> tuple[Values, Values]:
-        return self.forward(inputs, ())[:2]
+        self.loss = loss
 
     def forward(self, inputs: StageInputs, wanted: Collection[int]) -> tuple[Values, Values, Kept]:
         """(escaping, sent, what its backward needs); `wanted`: received values that want a gradient."""
@@ -77,10 +74,6 @@ class Recompute:
                 kept.values |= made
         return escaping, sent, kept
 
-    def start_backward(self, kept: Kept, parameters: Mapping[str, Tensor]) -> RecomputedBackward:
-        """The backward of a micro-batch; the last span is recomputed at once, before any gradient is there."""
-        return RecomputedBackward(self.spans, kept, parameters, self._loss)
-
 
 @dataclass
 class _Open:
@@ -93,12 +86,12 @@ class _Open:
 
 
 class RecomputedBackward:
-    """One micro-batch's recomputation and backward."""
+    """One micro-batch's recomputation and backward; made before any gradient is there, it recomputes the last span."""
 
-    def __init__(self, spans: tuple[Span, ...], kept: Kept, parameters: Mapping[str, Tensor], loss: int | None) -> None:
-        self._spans, self._kept, self._parameters, self._loss = spans, kept, parameters, loss
-        self._differentiable = kept.wanted.union(*(span.differentiable for span in spans))
-        self._last: _Open | None = self._run(len(spans) - 1)
+    def __init__(self, stage: Recompute, kept: Kept, parameters: Mapping[str, Tensor]) -> None:
+        self._spans, self._kept, self._parameters, self._loss = stage.spans, kept, parameters, stage.loss
+        self._differentiable = kept.wanted.union(*(span.differentiable for span in stage.spans))
+        self._last: _Open | None = self._run(len(stage.spans) - 1)
 
     def backward(
         self, grads: Values, loss_scale: Tensor, hold: Callable[[Collection[str]], None]

@@ -70,7 +70,8 @@ class SplitBackward:
             if not edges:
                 continue
             # A start below another start of its group would get its gradient twice: by its own edge and from above.
-            below = [(node, self._caught[node]) for node in group.starts_below()]
+            starts = group.starts if len(group.starts) + len(group.roots) > 1 else ()
+            below = [(node, self._caught[node]) for node in starts]
             clamps = [node.register_prehook(lambda _, caught=caught: caught) for node, caught in below]
             try:
                 torch.autograd.backward(edges, grads, inputs=group.leaves, retain_graph=True)
@@ -88,9 +89,6 @@ class _Group:
         self.starts: dict[Node, None] = {}
         self.roots: list[int] = []
         self.leaves: list[Tensor] = []
-
-    def starts_below(self) -> list[Node]:
-        return list(self.starts) if len(self.starts) + len(self.roots) > 1 else []
 
 
 class _Graph:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
-from alpa_strategy.pipeline.recompute import Kept, Recompute
+from alpa_strategy.pipeline.recompute import Kept, Recompute, RecomputedBackward
 from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
 from alpa_strategy.runtime.parameters import MeshParameters
@@ -257,7 +257,7 @@ class StageWorker:
         assert kept is not None
         assert isinstance(self._own.program, Recompute)
         # The last span is recomputed while gradients are on their way.
-        recomputed = self._own.program.start_backward(kept, self._own.store.step_inputs())
+        recomputed = RecomputedBackward(self._own.program, kept, self._own.store.step_inputs())
         grads = recomputed.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
         self._send_grads(microbatch, grads)
 

@@ -61,27 +61,21 @@ def agree_on_overflow(scaler: torch.amp.GradScaler) -> None:
     scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
 
 
-def grad_norm(store: ParameterStore, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-    """Euclidean norm of all gradients taken as one vector, a scalar. Collective over the mesh.
+def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Scale gradients in place so that their norm, taken as one vector, is at most `max_norm` (as
+    `torch.nn.utils.clip_grad_norm_`). Collective over the mesh.
 
     Args:
-        parameters: whose gradients, the same on all devices (an optimizer's); by default all of the store's.
+        parameters: whose gradients, the same on all devices (an optimizer's).
+
+    Returns the norm before clipping.
     """
-    given = tuple(store.parameters if parameters is None else parameters)
+    given = tuple(parameters)
     counted = [p.grad.detach() for p in given if p.grad is not None and p.grad.numel() > 0 and store.counts_here(p)]
     precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
     squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
     device = given[0].device if given else torch.device("cpu")
     own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return all_reduce_over(store.mesh, own).sqrt()
-
-
-def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-    """Scale gradients in place so that their whole norm is at most `max_norm` (as `torch.nn.utils.clip_grad_norm_`).
-
-    Returns the norm before clipping. Collective over the mesh.
-    """
-    given = tuple(store.parameters if parameters is None else parameters)
-    norm = grad_norm(store, given)
+    norm = all_reduce_over(store.mesh, own).sqrt()
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm

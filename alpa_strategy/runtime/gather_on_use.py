@@ -132,12 +132,12 @@ def _units(said: list[tuple[int, int]]) -> list[int]:
 
 
 class GatherOnUse:
-    """See the file's docstring. Nothing happens between `leave` and `enter`: parameters are this device's parts.
+    """See the file's docstring. Outside of `in_use` parameters are this device's parts.
 
     Args:
         module: whose parameters `store` holds.
         group: see `Rounds`.
-        keeps: whether parameters stay whole from the first `enter` until `drop` (ZeRO-2), instead of while they are
+        keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), instead of while they are
             used.
     """
 
@@ -166,15 +166,40 @@ class GatherOnUse:
 
     # In and out
 
-    def enter(self, for_backward: bool = False) -> None:
-        """From here on parameters are gathered when they are used.
+    @contextmanager
+    def in_use(self, for_backward: bool = False) -> Iterator[None]:
+        """Context in which parameters are gathered when they are used. May be entered again inside.
 
         Args:
             for_backward: what autograd saves inside is gathered again in the backward.
         """
         self._depth += 1
-        if self._depth > 1:
+        if self._depth == 1:
+            self._begin(for_backward)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end(failed)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """As outside, within `in_use`."""
+        if not self.is_active:
+            yield
             return
+        depth, self._depth, regathers = self._depth, 0, self._regather is not None
+        self._end()
+        try:
+            yield
+        finally:
+            self._depth = depth
+            self._begin(regathers)
+
+    def _begin(self, for_backward: bool) -> None:
         self._parts = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._whole:  # all ranks are here together
             self._whole = {p: self._store.gather(p) for p in self._sharded}
@@ -183,11 +208,8 @@ class GatherOnUse:
             self._regather = Regather(())
             self._regather.__enter__()
 
-    def leave(self, failed: bool = False) -> None:
+    def _end(self, failed: bool = False) -> None:
         """Parameters are parts again; what was changed in whole ones is kept. See `Rounds.pause`."""
-        self._depth -= 1
-        if self._depth > 0:
-            return
         if failed:
             self.rounds.forget()
         else:
@@ -204,38 +226,13 @@ class GatherOnUse:
         set_data(self._parts.items())
         self._parts = {}
 
-    @contextmanager
-    def in_use(self, for_backward: bool = False) -> Iterator[None]:
-        """Between `enter` and `leave`."""
-        self.enter(for_backward)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self.leave(failed)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """As outside, within `enter` and `leave`."""
-        depth, self._depth = self._depth, min(self._depth, 1)
-        is_active, regathers = depth > 0, self._regather is not None
-        if is_active:
-            self.leave()
-        try:
-            yield
-        finally:
-            if is_active:
-                self.enter(regathers)
-                self._depth = depth
-
     def meet(self) -> None:
         """Before a collective of the step's own: serve the other ranks until all have come to theirs."""
         if self._depth and not self._keeps:
             self.rounds.finish()
 
     def drop(self) -> None:
-        """Parts have new values: whole copies are old. Not between `enter` and `leave`."""
+        """Parts have new values: whole copies are old. Not within `in_use`."""
         self._whole.clear()
 
     def remove(self) -> None:

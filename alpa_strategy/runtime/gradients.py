@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.comm.mesh import (
-    AxisComm,
-    MeshComm,
-    all_reduce_over,
-)
+from alpa_strategy.comm.mesh import AxisComm, MeshComm, all_reduce_over
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes

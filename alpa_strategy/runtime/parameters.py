@@ -63,14 +63,8 @@ class MeshParameters:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def add(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> ShardedParameter:
-        """A stage of this mesh has this parameter. PlanError when another one stores it otherwise."""
-        known = self._by_parameter.get(parameter)
-        if known is not None:
-            if known.plan != plan:
-                raise PlanError(
-                    f"two stages on the same devices store {given.name} differently",
-                    "give their logical meshes and this parameter's placement the same form",
-                )
+        """A stage of this mesh has this parameter; stages on the same devices store it alike."""
+        if (known := self._by_parameter.get(parameter)) is not None:
             return known
         sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
         self._sharded[given.name] = self._by_parameter[parameter] = sharded
@@ -250,7 +244,7 @@ class ParameterStore:
         of_stage: this rank's stages -> their parameters; stages on one mesh share them.
 
     Raises:
-        PlanError: no stage has one of the parameters, or stages on one mesh store it in different ways.
+        PlanError: no stage has one of the parameters.
     """
 
     def __init__(

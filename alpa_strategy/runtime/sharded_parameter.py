@@ -10,10 +10,9 @@ from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, Layout, shard, value_layout
-from alpa_strategy.ir.stage_plan import ParameterPlan, Storage, modes_text
+from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
 
 
 @dataclass(eq=False)
@@ -69,23 +68,9 @@ class ShardedParameter:
 
         Args:
             of_replica: each rank uses all of it, for a step of its own.
-
-        Raises:
-            PlanError: the plan is for a mesh of another number of axes.
-            RuntimeMismatchError: the parameter has another shape than the captured one.
         """
-        if len(plan.modes) != len(mesh.shape):
-            raise PlanError(
-                f"the plan of {given.name} has modes {modes_text(plan.modes)}, the mesh has {len(mesh.shape)} axes",
-                "plan again for this mesh",
-            )
         shape = torch.Size(given.meta.shape)
         module_shape = torch.Size(given.module_shape or shape)
-        if parameter.shape != module_shape:
-            raise RuntimeMismatchError(
-                f"{given.name} has shape {list(parameter.shape)}, the plan was made for {list(module_shape)}",
-                "plan again, or build the model as it was when it was planned",
-            )
         storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
         used = plan.step_layout()
         if of_replica:  # whole, its gradient a summand (of a parameter that does not train: nothing)

@@ -24,7 +24,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
 from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
-from alpa_strategy.runtime.clip import clip_by_norm, grad_norm
+from alpa_strategy.runtime.clip import clip_by_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 
 ROWS = 12
@@ -131,7 +131,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
         store.finish_backward()
         if (i + 1) % accumulate == 0:
             if max_norm is not None:
-                norms.append(clip_by_norm(store, max_norm).item())
+                norms.append(clip_by_norm(store, max_norm, store.parameters).item())
             optimizer.step()
             store.after_optimizer_step()
     assert identities == {n: id(p) for n, p in net.named_parameters()}
@@ -425,7 +425,7 @@ def test_gradients_of_subsets_and_other_values():
         for parameter in net.parameters():
             parameter.grad = torch.full_like(parameter, 2.0)
         subset = [net.first.weight, net.bias]
-        assert grad_norm(store, subset).item() == pytest.approx(math.sqrt(43 * 4))
+        assert clip_by_norm(store, math.inf, subset).item() == pytest.approx(math.sqrt(43 * 4))
         with torch.no_grad():
             whole = torch.arange(42.0, dtype=torch.float64).view(7, 6)
             store.take_whole(net.third.weight, whole, net.third.weight.data)  # the same as `first`
