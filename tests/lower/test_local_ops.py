@@ -12,7 +12,6 @@ from sharding.calls import call_and_operands
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops as capture_ops
-from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.lower.local_ops import build_local_op
@@ -355,9 +354,3 @@ def test_batch_norm_in_bfloat16():
         capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5
     )
     check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2)
-
-
-def test_unknown_implementation_is_named():
-    call, _ = call_and_operands(aten.mean.dim, rand(7, 4), [0])
-    with pytest.raises(ShardingError, match="no_such"):
-        build_local_op(call, (), LocalCall(call, "no_such", (0,)), None)
