@@ -28,6 +28,7 @@ LAZY_PACKAGES = {
     "deepspeed": "an extra; its import takes a second",
     "ortools": "half a second, and only where a plan needs the solver's proof",
     "torch._dynamo": "a second, and only where the step uses torch.compile",
+    "torch._inductor": "loads torch._dynamo",
     "transformers": "seconds, and only where a model comes from there",
 }
 LAZY_FILES = {

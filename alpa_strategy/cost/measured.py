@@ -21,9 +21,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.cost.flops import Work, is_view, op_work
+from alpa_strategy.cost.flops import Work, is_view, op_work, product_kind
 from alpa_strategy.files import read_json, write_json
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,16 @@ class OpTime:
 
 
 def call_family(call: OpCall) -> str:
-    """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something of each other."""
+    """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something of each other.
+
+    A convolution's says its kernel (`3x3`, `3x3 grouped`): kernels of one, of several elements and of few channels
+    run in other ways, at rates that differ severalfold.
+    """
     dtypes = [str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands]
-    return " ".join([call.target_name, *dtypes])
+    kind = []
+    if product_kind(call) == "convolution":
+        kind = ["x".join(map(str, call.operands[1].shape[2:])), *["grouped"] * (bind(call)["groups"] > 1)]
+    return " ".join([call.target_name, *dtypes, *kind])
 
 
 def call_key(call: OpCall) -> str:

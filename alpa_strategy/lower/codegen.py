@@ -29,7 +29,7 @@ from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.lower.lines import Line, before_first_use, drop_dead, prefetch_first, unpacked
-from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding import localize
 from alpa_strategy.sharding.strategies import is_random
@@ -196,13 +196,35 @@ class _Writer:
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
         results = tuple(f"v{value}" for value in op.results)
         targets = ", ".join(results) + "," * (op.call.returns_tuple and len(results) == 1)
-        code, plain = self.call(op, strategies, operands)
+        local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
+        plain: OpCall | None
+        if local.implementation == "batch_norm_sync" and self.compiler is not None and not is_symbolic(op.call):
+            shared, plain = self.exchanged(op, local, operands)
+            operands.append(shared)
+            code = self.written(f"f_{op.name}", plain.target, op, plain, operands)
+        else:
+            code, plain = self.call(op, local, strategies, operands)
         line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
         self.lines.append(line)
 
-    def call(self, op: Op, strategies: tuple[AxisStrategy, ...], operands: list[str]) -> tuple[str, OpCall | None]:
+    def exchanged(self, op: Op, local: LocalCall, operands: list[str]) -> tuple[str, OpCall]:
+        """The variable of what devices exchange in the midst of an op, and the call that makes the op's results of it.
+
+        So that what is before the exchange and what is after it are compiled, with the ops around them.
+        """
+        before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
+        part, shared = f"part_{op.name}", f"shared_{op.name}"
+        code = f"{part} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
+        reads, note = (operands[before.args[0].index],), op.source or op.module
+        self.namespace[f"exchange_{op.name}"] = exchange
+        self.lines.append(Line(code, (part,), reads, note, op.module, before))
+        self.lines.append(Line(f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module))
+        return shared, after
+
+    def call(
+        self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...], operands: list[str]
+    ) -> tuple[str, OpCall | None]:
         """The expression that calls the op on local operands, and the call itself where a compiler may have it."""
-        local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
         function = f"f_{op.name}"
         if local.implementation is not None and is_symbolic(op.call):
             self.namespace[function] = functools.partial(_run_at_counters, op.call, strategies, local, self.mesh)
@@ -216,12 +238,16 @@ class _Writer:
             target = _made_again(target)
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
+        is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
+        is_plain &= op.name not in self.stage.recomputed
+        return self.written(function, target, op, call, operands), call if is_plain else None
+
+    def written(self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]) -> str:
+        """A call of `target`, under the name `function`, with the call's arguments."""
         self.namespace[function] = target
         arguments = [self.argument(op, arg, operands) for arg in call.args]
         arguments += [f"{name}={self.argument(op, value, operands)}" for name, value in call.kwargs]
-        is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
-        is_plain &= op.name not in self.stage.recomputed
-        return f"{function}({', '.join(arguments)})", call if is_plain else None
+        return f"{function}({', '.join(arguments)})"
 
     def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
         """An argument as source text; what has no literal form is bound to a name."""

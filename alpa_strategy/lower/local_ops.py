@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from alpa_strategy.capture.ops import grouped_mm
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, bind, map_slots
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, bind, map_slots
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
 from alpa_strategy.lower.ring_attention import ring_attention
@@ -201,6 +202,86 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
 }
 
 
+def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple[OpCall, LocalOp, OpCall]:
+    """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
+
+    Returns (operand x -> this device's statistics [2 C + 1], these -> all devices', the op's operands and these -> its
+    results).
+    """
+    x, comms = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes)
+    before = replace(local.call, target=_statistics, args=(x,), kwargs=())
+    after = replace(local.call, target=_normalised, args=(Slot(len(call.operands)), *local.call.args))
+    return before, lambda part: _SharedStatistics.apply(part, comms), after
+
+
+def _statistics(x: Tensor) -> Tensor:
+    """This device's means, sums of squared deviations and number of values: [2 C + 1]. Autograd has its backward."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
+    if not count:
+        return x.to(dtype).sum() + x.new_zeros(2 * channels + 1, dtype=dtype)
+    variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
+    return torch.cat([mean, variance * count, mean.new_full((1,), count)])
+
+
+def _normalised(
+    statistics: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """`batch_norm_sync` with all devices' statistics."""
+    channels, shape = x.shape[1], [-1] + [1] * (x.dim() - 2)
+    mean, square, total = statistics.split([channels, channels, 1])
+    scale = (square / total + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    y = (x - mean.view(shape)) * scale.view(shape)
+    y = (y if bias is None else y + bias.view(shape)).to(x.dtype)
+    if running_mean is None or running_var is None:
+        return (y,)
+    return y, *_running(mean.detach(), square.detach(), total, running_mean, running_var, momentum)
+
+
+class _SharedStatistics(torch.autograd.Function):
+    """Statistics of all devices' values, of those of each's: `_statistics`, [2 C + 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
+        shared = _combined(part, comms)
+        ctx.save_for_backward(part, shared)
+        ctx.comms = comms
+        return shared
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        part, shared = ctx.saved_tensors
+        for comm in ctx.comms:
+            grad = comm.all_reduce(grad)
+        channels = len(part) // 2
+        count, total = part[-1], shared[-1]
+        grad_mean, grad_square, none = grad.split([channels, channels, 1])
+        # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i: the devices
+        apart = 2 * (part[:channels] - shared[:channels]) * grad_square
+        return torch.cat([count * (grad_mean / total + apart), grad_square, torch.zeros_like(none)]), None
+
+
+def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
+    """All devices' statistics [2 C + 1] of this one's, in one exchange an axis."""
+    channels = len(part) // 2
+    for comm in comms:
+        parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
+        means, squares, counts = parts.split([channels, channels, 1], dim=1)
+        total = counts.sum(0)  # clamped below: devices may hold no rows at all
+        mean = (means * counts).sum(0) / total.clamp(min=1.0)
+        square = squares.sum(0) + ((means - mean).square() * counts).sum(0)
+        part = torch.cat([mean, square, total])
+    return part
+
+
 class _BatchNormSync(torch.autograd.Function):
     """PyTorch's own kernels, each one pass over the memory, around the exchange of what the devices found."""
 
@@ -217,15 +298,7 @@ class _BatchNormSync(torch.autograd.Function):
             variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
         else:
             mean, variance = x.new_zeros(2, channels, dtype=dtype)
-        # One exchange for all three: [2 C + 1] holds the means, the sums of squared deviations, the number of values.
-        part = torch.cat([mean, variance * count, mean.new_tensor([count])])
-        for comm in comms:
-            parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
-            means, squares, counts = parts.split([channels, channels, 1], dim=1)
-            total = counts.sum(0)  # clamped below: devices may hold no rows at all
-            mean = (means * counts).sum(0) / total.clamp(min=1.0)
-            square = squares.sum(0) + ((means - mean).square() * counts).sum(0)
-            part = torch.cat([mean, square, total])
+        part = _combined(torch.cat([mean, variance * count, mean.new_tensor([count])]), comms)
         mean, square, total = part.split([channels, channels, 1])
         variance = square / total
         y = torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
@@ -281,7 +354,13 @@ def batch_norm_sync(
     y, mean, square, total = _BatchNormSync.apply(x, weight, bias, eps, tuple(comms))
     if running_mean is None or running_var is None:
         return (y,)
+    return y, *_running(mean, square, total, running_mean, running_var, momentum)
+
+
+def _running(
+    mean: Tensor, square: Tensor, total: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
     unbiased = square / (total - 1.0)  # as torch: running_var is unbiased, the variance that normalises is not
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
     new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
-    return y, new_mean, new_var
+    return new_mean, new_var

@@ -12,7 +12,7 @@ import ast
 import linecache
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -46,7 +46,7 @@ class Compiler:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
+        self._options = segment_options(options)
         self.segments: dict[Hashable, Segment] = {}
 
     def compiled(
@@ -60,7 +60,7 @@ class Compiler:
         """
         made_ahead = _made_ahead(lines, parameters)
         result: list[Line] = []
-        pieces = [piece for layer in _layers(lines[:-1], made_ahead) for piece in _pieces(layer)]
+        pieces = _joined(piece for layer in _layers(lines[:-1], made_ahead) for piece in _pieces(layer))
         read_later: list[set[str]] = [set(lines[-1].reads)]
         for piece in reversed(pieces):
             read_later.append(read_later[-1].union(*(line.reads for line in piece)))
@@ -88,6 +88,39 @@ class Compiler:
         arguments = tuple(renamed.arguments)
         code = f"{', '.join(results)}, = {name}({', '.join(arguments)})" if results else f"{name}()"
         return Line(code, results, arguments, f"{len(lines)} ops compiled, from {lines[0].note}")
+
+
+def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, and what Inductor is to do otherwise in a segment than in a whole net.
+
+    A segment's results keep the strides of eager PyTorch. Convolutions in another layout would be copied at each end,
+    and gradients in that layout slow down what runs between segments.
+    """
+    if options.get("backend", "inductor") != "inductor":
+        return dict(options)
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class MasksInBackward(CustomGraphPass):
+        """Masks of the backward (a ReLU's) are made there, of what eager PyTorch keeps as well.
+
+        Where its result leaves the segment, Inductor makes the mask in the forward to keep less, and on CPUs it stores
+        booleans one by one: 15 times the op's own time.
+        """
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
+                if is_mask and node.meta.get("partitioner_tag") == "is_backward":
+                    node.meta["partitioner_tag"] = "must_be_in_backward"
+
+        def uuid(self) -> str:
+            return "alpa_strategy: masks in the backward, 1"
+
+    own = {"layout_optimization": False, "joint_custom_post_pass": MasksInBackward()}
+    mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
+    others = {name: value for name, value in options.items() if name not in ("mode", "options")}
+    return {**others, "options": {**own, **mode, **(options.get("options") or {})}}
 
 
 class Segment:
@@ -183,14 +216,7 @@ def _layers(lines: Sequence[Line], made_ahead: Collection[int]) -> Iterator[list
     sizes = Counter(path for line in lines if line.call is not None for path in _numbered(line.module))
     own = [next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "") for line in lines]
     runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=own.__getitem__)]
-    layers: list[list[int]] = []
-    for run in runs:
-        both_small = layers and max(len(run), len(layers[-1])) < LEAST_OPS
-        if both_small:
-            layers[-1] += run
-        else:
-            layers.append(run)
-    for layer in layers:
+    for layer in runs:
         ahead = [replace(lines[number], call=None) for number in layer if number in made_ahead]
         yield [*ahead, *(lines[number] for number in layer if number not in made_ahead)]
 
@@ -208,3 +234,15 @@ def _pieces(lines: Sequence[Line]) -> Iterator[list[Line]]:
         step = MOST_OPS if can else len(piece)
         for start in range(0, len(piece), step):
             yield piece[start : start + step]
+
+
+def _joined(pieces: Iterable[list[Line]]) -> list[list[Line]]:
+    """Neighbours that can be compiled as one where both are small: ends of two layers as well."""
+    joined: list[list[Line]] = []
+    for piece in pieces:
+        compilable = all(line.call is not None for run in (piece, *joined[-1:]) for line in run)
+        if joined and compilable and max(len(piece), len(joined[-1])) < LEAST_OPS:
+            joined[-1] = [*joined[-1], *piece]
+        else:
+            joined.append(piece)
+    return joined

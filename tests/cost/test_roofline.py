@@ -229,6 +229,23 @@ def test_other_shapes_are_scaled_as_their_neighbours_were():
         assert 3 * low * (1 - 1e-9) <= found[1] / backward <= 3 * high * (1 + 1e-9)
 
 
+def test_a_convolution_is_scaled_as_those_of_its_kernel():
+    def convolution(rows, size):
+        return call(
+            aten.conv2d.default, tensor(rows, 8, 16, 16), tensor(8, 8, size, size), None, [1, 1], [size // 2] * 2
+        )
+
+    plain, table = RooflineCosts(DEVICE), OpTable()
+    for size, ratio in ((1, 8.0), (3, 2.0)):
+        table.put(
+            "toy", convolution(16, size), *(ratio * seconds for seconds in plain.op_seconds(convolution(16, size)))
+        )
+    costs = RooflineCosts(DEVICE, table)
+    for size, ratio in ((1, 8.0), (3, 2.0)):
+        forward, backward = plain.op_seconds(convolution(8, size))
+        assert costs.op_seconds(convolution(8, size)) == pytest.approx((ratio * forward, ratio * backward))
+
+
 def test_costs_are_cheap_to_ask():
     costs = RooflineCosts(DEVICE)
     calls = [linear(n, 64, 64) for n in range(1, 2001)]

@@ -17,6 +17,7 @@ from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.lower.segments import segment_options
 
 STEPS = 3
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
@@ -93,6 +94,18 @@ def test_inductor(pool, tmp_path):
     for said, graphs in compiled_runs(pool, tmp_path, "mlp", 1, PLANS["data"], "inductor"):
         assert said == []
         assert graphs
+
+
+def test_inductor_keeps_no_masks_in_segments_and_no_layout_of_its_own():
+    def segment(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.conv2d(x, weight).relu()
+
+    compiled = torch.compile(segment, **segment_options({"mode": "default"}))
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    result = compiled(x, torch.randn(8, 4, 1, 1, requires_grad=True))
+    assert all(kept.dtype != torch.bool for kept in result.grad_fn.saved_tensors)
+    (grad,) = torch.autograd.grad(result.sum(), [x])
+    assert grad.is_contiguous()
 
 
 def fit_what_the_user_compiled(how: str, folder: str) -> int:
