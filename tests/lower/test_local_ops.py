@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.capture import ops as capture_ops
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.lower.local_ops import build_local_op
+from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def backward_of(results):
     return names
 
 
-def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
+def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=build_local_op):
     """Run whole and sharded; compare results and gradients; return the ranks' collective records."""
     strategies = tuple(map(AxisStrategy.parse, texts))
     implementation = next(s.implementation for s in strategies if s.implementation)
@@ -89,7 +89,7 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = as_tuple(build_local_op(call, strategies, local, mesh)(*mine))
+            results = as_tuple(build(call, strategies, local, mesh)(*mine))
         nodes = backward_of(results)
         for axis in mesh.axes:
             axis.record.append(("backward", 0))
@@ -322,10 +322,17 @@ def test_cross_entropy_target_out_of_range():
 # batch_norm_sync ------------------------------------------------------------------------------------------------------
 
 
+def in_parts(call, strategies, local, mesh):
+    """As compiled programs run it."""
+    before, exchange, after = batch_norm_in_parts(call, local, mesh)
+    return lambda *operands: after.call(*operands, exchange(before.call(*operands)))
+
+
+@pytest.mark.parametrize("build", [build_local_op, in_parts])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("shape", [(7, 4), (7, 4, 5), (7, 4, 5, 3)])
-def test_batch_norm_over_the_whole_batch(affine, tracked, shape):
+def test_batch_norm_over_the_whole_batch(affine, tracked, shape, build):
     torch.manual_seed(0)
     x = (torch.randn(shape, dtype=torch.float64) * 3 + 20).requires_grad_()
     scale = [rand(4), rand(4)] if affine else [None, None]
@@ -337,20 +344,21 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape):
         return f"{','.join(inputs)}->{','.join([x_at] + [stat_at] * 2 * tracked)}{implementation}"
 
     batch, channel = text("S0", "R*", "R"), text("S1", "S0", "S0", "")
-    check(call, tensors, (2,), [batch], tolerance=1e-11)
-    check(call, tensors, (3,), [batch], tolerance=1e-11)
-    check(call, tensors, (2, 2), [batch, batch], tolerance=1e-11)
-    check(call, tensors, (2, 2), [channel, batch], tolerance=1e-11)
-    check(call, tensors, (4, 2), [batch, batch], tolerance=1e-11)  # one device has no rows at all
+    check(call, tensors, (2,), [batch], tolerance=1e-11, build=build)
+    check(call, tensors, (3,), [batch], tolerance=1e-11, build=build)
+    check(call, tensors, (2, 2), [batch, batch], tolerance=1e-11, build=build)
+    check(call, tensors, (2, 2), [channel, batch], tolerance=1e-11, build=build)
+    check(call, tensors, (4, 2), [batch, batch], tolerance=1e-11, build=build)  # one device has no rows at all
     if len(shape) > 2:
-        check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11)
+        check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11, build=build)
 
 
-def test_batch_norm_in_bfloat16():
+@pytest.mark.parametrize("build", [build_local_op, in_parts])
+def test_batch_norm_in_bfloat16(build):
     torch.manual_seed(0)
     x = torch.randn(6, 3, 4, dtype=torch.bfloat16).requires_grad_()
     weight, bias = torch.randn(3).requires_grad_(), torch.randn(3).requires_grad_()
     call, tensors = call_and_operands(
         capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5
     )
-    check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2)
+    check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2, build=build)
