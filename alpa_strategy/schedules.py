@@ -11,9 +11,12 @@ m and N - 1 - m on mesh m.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeVar
+
+import numpy as np
 
 from alpa_strategy.errors import OptionError, PlanError
 
@@ -30,6 +33,8 @@ class Action:
 
 
 Orders = Sequence[Sequence[Action]]  # per mesh, its actions in order
+Source = tuple[str, int, int]  # (F | B | W, stage, micro-batch) of what an action makes
+Seconds = TypeVar("Seconds", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -173,8 +178,7 @@ def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -
     found = tuple(tuple(order) for order in orders)
     if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
         _check_work(schedule, found, num_meshes, num_microbatches, v)
-        each = [1.0] * num_meshes * v
-        _timed(schedule, found, each, each)  # refuses what locks up
+        _topological(schedule, found, num_meshes * v)  # refuses what locks up
     return found
 
 
@@ -221,53 +225,56 @@ def timeline(
     """
     num_stages = len(forward)
     meshes = num_meshes or num_stages
-    orders = actions(schedule, meshes, num_microbatches, num_stages // meshes)
-    return _timed(schedule, orders, forward, backward, boundary)
+    order = _in_order(schedule, meshes, num_microbatches, num_stages // meshes)
+    timed = _timed(order, forward, backward, boundary, max)
+    return sorted((TimedAction(m, start, end, a.kind, a.microbatch, a.stage) for m, a, start, end in timed),
+                  key=lambda done: (done.mesh, done.start))  # fmt: skip
 
 
-def _timed(
+def seconds_of_many(
     schedule: str,
-    orders: tuple[tuple[Action, ...], ...],
-    forward: Sequence[float],
-    backward: Sequence[float],
-    boundary: Sequence[float] = (),
-) -> list[TimedAction]:
-    """See `timeline`; PlanError where all meshes stand still.
+    forward: np.ndarray,
+    backward: np.ndarray,
+    num_microbatches: int,
+    num_meshes: int,
+    boundary: np.ndarray,
+) -> np.ndarray:
+    """[pipeline] seconds until the last action of each is done; arguments as those of `timeline`, [pipeline, stage].
+
+    Who waits for whom does not depend on the seconds, so pipelines of as many stages are timed side by side.
+    """
+    order = _in_order(schedule, num_meshes, num_microbatches, forward.shape[1] // num_meshes)
+    timed = _timed(order, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
+    return np.max([end for _, _, _, end in timed], axis=0)
+
+
+@lru_cache(maxsize=4)  # megabytes each where micro-batches are many
+def _in_order(
+    schedule: str, num_meshes: int, num_microbatches: int, v: int
+) -> tuple[tuple[int, Action, Source | None], ...]:
+    """See `_topological`."""
+    return _topological(schedule, actions(schedule, num_meshes, num_microbatches, v), num_meshes * v)
+
+
+def _topological(
+    schedule: str, orders: tuple[tuple[Action, ...], ...], num_stages: int
+) -> tuple[tuple[int, Action, Source | None], ...]:
+    """All actions, each after those it waits for: (mesh, action, what it needs); PlanError where all stand still.
 
     Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
     """
-    num_stages, meshes = len(forward), len(orders)
-    wire = [*boundary, *[0.0] * (num_stages - len(boundary))]
-    seconds = {
-        "F": list(forward),
-        "B": list(backward),
-        "I": [b * (1 - WEIGHT_SHARE) for b in backward],
-        "W": [b * WEIGHT_SHARE for b in backward],
-    }
-    ended: dict[tuple[str, int, int], float] = {}  # (F | B | W, stage, micro-batch) -> time
-    arrived: dict[tuple[str, int, int], float] = {}  # at the stage after (F) or before (B) the sender
-    link_free: dict[tuple[str, int], float] = defaultdict(float)
-    position, clock = [0] * meshes, [0.0] * meshes
-    timed: list[TimedAction] = []
-    waiting = sum(map(len, orders))
+    position, waiting = [0] * len(orders), sum(map(len, orders))
+    made: set[Source | None] = {None}
+    found = []
     while waiting:
         before = waiting
         for mesh, order in enumerate(orders):
-            while position[mesh] < len(order):
-                action = order[position[mesh]]
-                ready = _ready(action, num_stages, ended, arrived)
-                if ready is None:
+            for action in order[position[mesh] :]:
+                needed = _needed(action, num_stages)
+                if needed not in made:
                     break
-                start = max(clock[mesh], ready)
-                end = start + seconds[action.kind][action.stage]
-                clock[mesh] = end
-                kind, stage = "B" if action.kind == "I" else action.kind, action.stage
-                ended[kind, stage, action.microbatch] = end
-                if kind != "W":
-                    link = stage if kind == "F" else stage - 1
-                    link_free[kind, link] = max(link_free[kind, link], end) + wire[link]
-                    arrived[kind, stage, action.microbatch] = link_free[kind, link]
-                timed.append(TimedAction(mesh, start, end, action.kind, action.microbatch, action.stage))
+                made.add(_makes(action))
+                found.append((mesh, action, needed))
                 position[mesh] += 1
                 waiting -= 1
         if waiting == before:  # an order of one's own, or stages of a plan file that lie where the schedule has others
@@ -277,24 +284,58 @@ def _timed(
                 f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
                 "let every action come after those that it waits for, and place the stages as the schedule does",
             )
-    return sorted(timed, key=lambda s: (s.mesh, s.start))
+    return tuple(found)
 
 
-def _ready(
-    action: Action,
-    num_stages: int,
-    ended: dict[tuple[str, int, int], float],
-    arrived: dict[tuple[str, int, int], float],
-) -> float | None:
-    """When an action's inputs are there; None while they are not made."""
+def _needed(action: Action, num_stages: int) -> Source | None:
     s, m = action.stage, action.microbatch
     if action.kind == "F":
-        return 0.0 if s == 0 else arrived.get(("F", s - 1, m))
+        return ("F", s - 1, m) if s else None
     if action.kind == "W":
-        return ended.get(("B", s, m))
-    if s == num_stages - 1:
-        return ended.get(("F", s, m))
-    return arrived.get(("B", s + 1, m))
+        return "B", s, m
+    return ("B", s + 1, m) if s + 1 < num_stages else ("F", s, m)
+
+
+def _makes(action: Action) -> Source:
+    return "B" if action.kind == "I" else action.kind, action.stage, action.microbatch
+
+
+def _timed(
+    order: Sequence[tuple[int, Action, Source | None]],
+    forward: Sequence[Seconds],
+    backward: Sequence[Seconds],
+    boundary: Sequence[Seconds],
+    latest: Callable[[Seconds, Seconds], Seconds],
+) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
+    """(mesh, action, start, end); all seconds are numbers, or arrays of several pipelines'.
+
+    latest: the larger of two, element by element.
+    """
+    seconds = {
+        "F": list(forward),
+        "B": list(backward),
+        "I": [b * (1 - WEIGHT_SHARE) for b in backward],
+        "W": [b * WEIGHT_SHARE for b in backward],
+    }
+    zero = forward[0] * 0.0
+    ended: dict[Source, Seconds] = {}
+    arrived: dict[Source, Seconds] = {}  # at the stage after (F) or before (B) the sender
+    link_free: dict[tuple[str, int], Seconds] = defaultdict(lambda: zero)
+    clock: dict[int, Seconds] = defaultdict(lambda: zero)
+    for mesh, action, needed in order:
+        start = clock[mesh]
+        if needed is not None:
+            start = latest(start, (ended if needed[1] == action.stage else arrived)[needed])
+        clock[mesh] = end = start + seconds[action.kind][action.stage]
+        made = kind, stage, _ = _makes(action)
+        ended[made] = end
+        link = stage if kind == "F" else stage - 1
+        if kind != "W" and 0 <= link < len(boundary):
+            link_free[kind, link] = latest(link_free[kind, link], end) + boundary[link]
+            arrived[made] = link_free[kind, link]
+        else:
+            arrived[made] = end
+        yield mesh, action, start, end
 
 
 def _alive(order: Sequence[Action]) -> int:

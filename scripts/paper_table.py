@@ -69,7 +69,7 @@ def plan_job(
     """
     from alpa_strategy.errors import PlanError
     from alpa_strategy.inter_op.bound import step_bound
-    from alpa_strategy.inter_op.candidates import runtime_seconds, solve_schedules
+    from alpa_strategy.inter_op.candidates import runtime_seconds, solve_schedules, stage_tables
     from alpa_strategy.inter_op.stage_costs import stage_costs
     from alpa_strategy.planner.search import KEPT, solved_plan
     from alpa_strategy.planner.task import fingerprint_of
@@ -83,7 +83,8 @@ def plan_job(
         except PlanError as error:
             failed = error
             continue
-        bound = step_bound(job, meshes, runs, runtime_seconds(job.cluster.device))
+        tables = stage_tables(job, meshes, runs)
+        bound = step_bound(job, meshes, runs, tables, runtime_seconds(job.cluster.device))
         return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
     raise failed
 

@@ -1,131 +1,219 @@
 """A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut, meshes and schedule.
 
-Two bounds, of which the larger counts. **Room**: in a step of T seconds a mesh holds layers of at most T seconds of
-work, so a layer that takes w seconds a step on n devices has at least n w / T of them for itself. More where layers do
-not fill a mesh: with a dual feasible function f (Fekete and Schepers 2001), the f(w / T) of what one mesh holds add up
-to at most 1. What all layers need at least must not be more than there is.
+**One stage a mesh.** Under 1F1B, with t_j seconds of a micro-batch in stage j, w_j those of its messages to the next
+one and back, g_j seconds once per step and s_j stages from j to the end, a step takes
 
-**Waiting**: stages wait for the first micro-batch and after the last. Under 1F1B, stage m of p (of which s_m from it to
-the end) is not done before
+    T >= sum_j (t_j + w_j) + max_m ((B - s_m) t_m + g_m + sum_{j > m} t_j + sum_{j >= m} w_j)
 
-    T >= (B - s_m) t_m + sum_j t_j + sum_{j > m} t_j
+as stage m does at most s_m forwards before the first micro-batch is back, and has as many backwards left when the last
+one is. For a given maximum M, the least first sum is a shortest path over (layers, stages and devices left): of two
+ways to divide the last layers, the one with the smaller sum is better for both. As that sum falls with M, intervals of
+M are halved until the bound is sharp enough.
 
-as it may only run so far ahead. A mean of these over the stages, with weights that follow from their devices n_j, is
+**Several stages a mesh**, all meshes equal. A mesh is done no earlier than its first stage's first micro-batch has come
+in, all of its work is done and, where backwards are whole, that stage's last micro-batch has gone back; the mean of
+this over the meshes counts. Where there are few ways to cut so many stages, all of them are simulated.
 
-    T >= sum_j t_j (1 + (B - 1) n_j / D) / excess
-
-with excess = 1 unless small stages come after large ones (`_excess`). So every layer takes the n with the least
-t (1 + (B - 1) n / D), of those on which a step is long enough for it. With several stages a mesh all meshes are equal,
-and their work alone counts: of what unequal stages wait there nothing is proved.
-
-Messages and memory are left out, and each layer takes its best logical shape and layouts: what is left is below every
-plan that the stage costs can price.
+Memory is left out, every layer takes its best logical shape and layouts, and reductions of gradients hide behind the
+last micro-batch as far as the cluster's `overlap` says: what is left is below every plan that the stage costs can
+price. One thing is taken for granted: no layouts take less a micro-batch than those with the fastest step.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
-from alpa_strategy.schedules import SCHEDULES, why_not
+from alpa_strategy.inter_op.stage_dp import StageTables
+from alpa_strategy.schedules import BUILT_IN, SCHEDULES, seconds_of_many, why_not
 
-PRECISION = 1e-5
+PRECISION = 4e-3
+UNITS = 64  # that devices are counted in; a mesh of less than one counts as none
+MAX_ENTRIES = 4_000_000  # (cuts, stage, micro-batch) that are simulated for one schedule
 
 
-def step_bound(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], overhead: float) -> float:
+def step_bound(
+    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], tables: StageTables, overhead: float
+) -> float:
     """Seconds of a step.
 
     Args:
         runs: per submesh of `meshes`, which are all that there are.
+        tables: of these runs, for its messages.
         overhead: seconds of a micro-batch in each stage beside its ops.
     """
-    sizes = np.array([math.prod(mesh) for mesh in meshes], dtype=float)
-    least = np.stack([r.least for r in runs], axis=1)  # [layer, submesh]
-    each = np.stack([r.least_each for r in runs], axis=1)
-    return max(_room(job, sizes, least, overhead), _waiting(job, sizes, least, each, overhead))
-
-
-def _room(job: CostJob, sizes: np.ndarray, least: np.ndarray, overhead: float) -> float:
-    beside = job.num_microbatches * overhead
-
-    def is_possible(seconds: float) -> bool:
-        share = least / (seconds - beside)  # of what a mesh can hold
-        shares = np.stack([share, *(_rounded(share, k) for k in range(1, len(least) + 1))])  # [function, layer, mesh]
-        most = shares.sum(axis=1).argmax(axis=0)  # each submesh by the function that says most about its layers
-        devices = np.where(share <= 1, sizes * shares[most, :, np.arange(len(sizes))].T, np.inf)
-        return float(devices.min(axis=1).sum()) <= job.cluster.num_devices
-
-    work = float((least * sizes).min(axis=1).sum())
-    if not math.isfinite(work):
-        return math.inf
-    return _least_possible(is_possible, work / job.cluster.num_devices + beside)
-
-
-def _least_possible(is_possible: Callable[[float], bool], low: float) -> float:
-    """The seconds from which on it is possible, or `low`."""
-    high = 2 * low
-    while math.isfinite(high) and not is_possible(high):
-        low, high = high, 2 * high
-    while high > low * (1 + PRECISION):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_possible(middle) else (middle, high)
-    return low
-
-
-def _rounded(share: np.ndarray, k: int) -> np.ndarray:
-    """The dual feasible function u(k): of shares that add up to at most 1, the results do so, too."""
-    parts = (k + 1) * share
-    with np.errstate(invalid="ignore"):  # where a layer cannot be, its share is infinite and stays so
-        return np.where(np.abs(parts - np.round(parts)) < 1e-6, share, np.floor(parts) / k)
-
-
-def _waiting(job: CostJob, sizes: np.ndarray, least: np.ndarray, each: np.ndarray, overhead: float) -> float:
-    B, D, pinned = job.num_microbatches, job.cluster.num_devices, job.options.schedule
+    costs = _costs(job, meshes, runs, tables, overhead)
+    pinned, D = job.options.schedule, job.cluster.num_devices
     names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
-    if any(SCHEDULES[name].bubble is None for name in names):  # one of the user's
+    best = math.inf if pinned else float(costs.work[0, -1, costs.sizes == D].min(initial=math.inf))
+    if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
+        return _work_alone(costs)
+    for name in names:
+        if SCHEDULES[name].has_one_stage_per_mesh:
+            best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))
+    kinds = [
+        (name, v, index) for name in names for v in SCHEDULES[name].stages_per_mesh for index in range(len(meshes))
+    ]
+    for least, kind in sorted((_waiting(costs, *kind), kind) for kind in kinds):
+        if least >= best:
+            break
+        best = min(best, max(least, _simulated(costs, *kind)))
+    return best if math.isfinite(best) else 0.0
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is none.
+
+    Attributes:
+        sizes: [submesh] devices.
+        work: seconds of a step.
+        seconds: of a micro-batch.
+        wires: [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one.
+        near: [cut, submesh] likewise, to a stage on an equal mesh in the same node.
+        overhead: seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`.
+    """
+
+    job: CostJob
+    sizes: np.ndarray
+    work: np.ndarray
+    seconds: np.ndarray
+    wires: np.ndarray
+    near: np.ndarray
+    overhead: float
+
+
+def _costs(
+    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], tables: StageTables, overhead: float
+) -> _Costs:
+    B, overlap = job.num_microbatches, job.cluster.overlap
+    each = np.stack([r.least_each for r in runs], axis=1)  # [layer, submesh]
+    work = np.stack([r.least for r in runs], axis=1)
+    exists = np.isfinite(work)
+    work, each = np.where(exists, work, 0.0), np.where(exists, each, 0.0)
+    # Reductions hide beside the last micro-batch's backward.
+    work = np.maximum(work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each)
+    work, each = np.where(exists, work, np.inf), np.where(exists, each, np.inf)
+    sizes = np.array([math.prod(mesh) for mesh in meshes])
+    wires = near = np.zeros((len(each) + 1, len(sizes)))
+    if tables.boundary is not None:
+        inside = tables.boundary if tables.nearby is None else tables.nearby
+        leaves = sizes >= job.cluster.devices_per_node  # the next stage begins on another node
+        least = np.where(leaves[:, None], tables.boundary, np.minimum(tables.boundary, inside))
+        wires, near = least.min(axis=2), np.diagonal(inside, axis1=1, axis2=2)
+    return _Costs(job, sizes, _of_runs(work, B * overhead), _of_runs(each, overhead), wires, near, overhead)
+
+
+def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
+    """[first layer, last + 1, submesh] sums of [layer, submesh], and the overhead of a stage."""
+    count, width = layers.shape
+    found = np.full((count, count + 1, width), np.inf)
+    for first in range(count):
+        found[first, first + 1 :] = overhead + np.cumsum(layers[first:], axis=0)
+    return found
+
+
+def _one_stage_per_mesh(costs: _Costs, known: float, waits: bool) -> float:
+    """Of two stages or more; at least `known` where nothing is below that.
+
+    waits: for the first micro-batch to come back and for the last one (1F1B); else (GPipe) stages only fill and drain.
+    """
+    first = _work_alone(costs)  # a guess of the maximum
+    fill = _least_fill(costs, math.inf, waits)
+    intervals = [(fill, 0.0, math.inf, fill)]  # (bound, from, to, least sum for a maximum up to `to`)
+    while True:
+        bound, low, high, fill = heapq.heappop(intervals)
+        if high - low <= PRECISION * bound or bound >= known:
+            return bound
+        middle = (low + high) / 2 if math.isfinite(high) else max(first, 2 * low)
+        below = _least_fill(costs, middle, waits)
+        heapq.heappush(intervals, (below + low, low, middle, below))
+        heapq.heappush(intervals, (fill + middle, middle, high, fill))
+
+
+def _work_alone(costs: _Costs) -> float:
+    """Seconds if all devices were busy with the layers' work all the time."""
+    layers = np.arange(costs.job.num_layers)
+    least = (costs.sizes * costs.work[layers, layers + 1]).min(axis=1)
+    return float(least.sum()) / costs.job.cluster.num_devices
+
+
+def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
+    """The least sum_j (t_j + w_j) of stages whose maximum (see the module) is at most `most`."""
+    B, L = costs.job.num_microbatches, costs.job.num_layers
+    unit = max(1, costs.job.cluster.num_devices // UNITS)
+    total = costs.job.cluster.num_devices // unit
+    after = np.zeros((L + 1, total + 1))  # [first layer, units left] with one stage less
+    after[:L] = np.inf
+    best = math.inf
+    for s in range(1, min(L, costs.job.cluster.num_devices) + 1):
+        now = np.full_like(after, np.inf)
+        for index, size in enumerate(costs.sizes // unit):
+            seconds, work = costs.seconds[..., index], costs.work[..., index]
+            rest = after[:, : total + 1 - size] + (costs.wires[:, index, None] if s > 1 else 0.0)
+            ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
+            with np.errstate(invalid="ignore"):  # where there is no such stage
+                own = work - seconds
+                if waits:  # with fewer micro-batches than stages, its backwards alone are one after the other
+                    own = work - s * seconds if s <= B else own * 2 / 3
+            own = np.where(np.isfinite(work), own, np.inf)[:, ends]
+            firsts = np.flatnonzero((own <= most).any(axis=1))
+            if not firsts.size:
+                continue
+            trips = rest[ends] if waits and s <= B else np.zeros((len(ends), 1))
+            fits = own[firsts][..., None] + trips <= most  # [first, end, units left]
+            found = np.where(fits, seconds[np.ix_(firsts, ends)][..., None] + rest[ends], np.inf).min(axis=1)
+            now[firsts, size:] = np.minimum(now[firsts, size:], found)
+        if not np.isfinite(now).any():
+            break
+        if s > 1:
+            best = min(best, float(now[0, total]))
+        after = now
+    return best
+
+
+def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
+    """Of v stages on each of equal meshes; inf where the schedule has no such stages.
+
+    The larger of two: their mean work, with what they wait at the start and at the end, and the work of the mesh that
+    has the longest layer. If no other mesh has more than k layers, this one has all that are left.
+    """
+    job = costs.job
+    ranks, rest = divmod(job.cluster.num_devices, int(costs.sizes[index]))
+    if v == 1 or rest or ranks < 2 or ranks * v > job.num_layers or why_not(name, ranks, job.num_microbatches):
+        return math.inf
+    L, layers = job.num_layers, np.arange(job.num_layers)
+    beside = job.num_microbatches * costs.overhead  # of a stage
+    each = costs.work[layers, layers + 1, index] - beside
+    if not np.isfinite(each).all():
+        return math.inf
+    is_whole = SCHEDULES[name].bubble == 1.0  # else gradients of weights fill what is left of the end
+    seconds = float(costs.seconds[layers, layers + 1, index].min()) * (1.0 if is_whole else 1 / 3)
+    message = float(np.minimum(costs.wires, costs.near)[1:-1, index].min()) * (1.0 if is_whole else 1 / 2)
+    mean = each.sum() / ranks + (ranks - 1) / 2 * (seconds + message)
+    most = np.arange(1, L + 1)  # layers of another mesh
+    longest = each.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * each.min()
+    return v * beside + max(float(mean), float(np.maximum(most * each.min(), longest).min()))
+
+
+def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
+    """The best of all cuts into v stages on each of equal meshes; 0 where there are too many."""
+    B, L = costs.job.num_microbatches, costs.job.num_layers
+    ranks = costs.job.cluster.num_devices // int(costs.sizes[index])
+    stages = ranks * v
+    if math.comb(L - 1, stages - 1) * stages * B > MAX_ENTRIES:
         return 0.0
-    found = [float(least[:, sizes == D].sum(axis=0).min(initial=np.inf)) if pinned is None else math.inf]
-    if any(SCHEDULES[name].has_one_stage_per_mesh for name in names):
-        share = sizes / D
-        finite = np.isfinite(least)
-        seconds = np.where(finite, share * least + (1 - share) * np.where(finite, each, 0.0), np.inf)
-
-        def is_possible(step: float) -> bool:
-            fits = least <= step  # a layer lies on meshes that can do its work in a step
-            total = float(np.where(fits, seconds, np.inf).min(axis=1).sum())
-            small = sizes[fits.any(axis=0)].min(initial=D)
-            most = int(min(job.num_layers, D // small))
-            return most >= B or total / _excess(most, B, small / D) <= step
-
-        found.append(_least_possible(is_possible, float(seconds.min(axis=1).sum()) / 2))
-    found += _regular(job, sizes, least, names)
-    return min(found) + B * overhead if math.isfinite(min(found)) else 0.0
-
-
-def _excess(most: int, num_microbatches: int, smallest: float) -> float:
-    """The most, over numbers of stages up to `most` and their shares of the devices from `smallest` on, that the
-    weights add up to: those of stage j are max(0, x_j (B - 1) - L_j) / (B - p + j), L_j the sum of those before it.
-    A large first stage and small ones after it are the worst."""
-    worst = 1.0
-    for stages in range(2, most + 1):
-        total = (1 - (stages - 1) * smallest) * (num_microbatches - 1)  # (B - p + j - 1) L_j
-        for j in range(1, stages):
-            total += max(smallest * (num_microbatches - 1), total / (num_microbatches - stages + j - 1))
-        worst = max(worst, total / (num_microbatches - 1))
-    return worst
-
-
-def _regular(job: CostJob, sizes: np.ndarray, least: np.ndarray, names: Sequence[str]) -> Iterator[float]:
-    """Several stages on each of equal meshes."""
-    B, D = job.num_microbatches, job.cluster.num_devices
-    for index, size in enumerate(sizes):
-        ranks, rest = divmod(D, int(size))
-        if rest or ranks < 2:
-            continue
-        for name in names:
-            for v in SCHEDULES[name].stages_per_mesh:
-                if v > 1 and ranks * v <= job.num_layers and why_not(name, ranks, B) is None:
-                    yield float(least[:, index].sum() / ranks)
+    inner = np.array(list(combinations(range(1, L), stages - 1)))  # [pipeline, stage]
+    first, last = np.pad(inner, ((0, 0), (1, 0))), np.pad(inner, ((0, 0), (0, 1)), constant_values=L)
+    seconds, work = costs.seconds[first, last, index], costs.work[first, last, index]
+    wires = costs.wires[inner, index]
+    if SCHEDULES[name].is_folded:
+        wires[:, ranks - 1] = costs.near[inner[:, ranks - 1], index]
+    end = seconds_of_many(name, seconds / 3, seconds * 2 / 3, B, ranks, wires / 2)
+    return float((end + v * (work - B * seconds).max(axis=1)).min())

@@ -23,6 +23,7 @@ from alpa_strategy.schedules import (
     Terms,
     in_flight,
     mesh_of,
+    seconds_of_many,
     splits_backward,
     terms,
     timeline,
@@ -33,7 +34,6 @@ from alpa_strategy.sharding.cross_mesh import boundary_seconds
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
 ABOVE = 1.05  # closed forms of several stages a mesh, against what is simulated of unequal ones
-LEAST_GAIN = 0.02  # what cuts of stages that share a mesh must be able to win: many micro-batches take long to simulate
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 
@@ -140,9 +140,9 @@ def _regular(
             made = partial(_on_one_submesh, job, runs, wired, schedule, v, weights, own, index)
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
-                yield made(choice)
+                yield from made([choice])
                 starts.append([*(stage.first for stage in choice.stages), L])
-            if v > 1 and D <= EVERY_SIZE:
+            if v > 1:
                 for cuts in starts:
                     yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
 
@@ -156,12 +156,12 @@ def _on_one_submesh(
     weights: Terms,
     alive: tuple[int, ...],
     submesh: int,
-    choice: StageChoice,
-) -> Candidate:
+    choices: Sequence[StageChoice],
+) -> list[Candidate]:
     """What was chosen in tables of one submesh, in those of all."""
-    choice = replace(choice, stages=tuple(replace(stage, submesh=submesh) for stage in choice.stages))
-    left = list(range(len(choice.stages), 0, -1))
-    return to_candidate(job, runs, tables, left, schedule, v, weights, choice, alive)
+    own = [replace(c, stages=tuple(replace(stage, submesh=submesh) for stage in c.stages)) for c in choices]
+    left = list(range(len(alive), 0, -1))
+    return to_candidates(job, runs, tables, left, schedule, v, weights, own, alive)
 
 
 def _climbed(
@@ -171,7 +171,7 @@ def _climbed(
     ranks: int,
     own: Sequence[int],
     cuts: list[int],
-    made: Callable[[StageChoice], Candidate],
+    made: Callable[[Sequence[StageChoice]], list[Candidate]],
     known: Callable[[], float],
 ) -> Iterable[Candidate]:
     """Stages between `cuts`, several a mesh, and better ones: cuts are moved by a layer while that helps.
@@ -195,16 +195,16 @@ def _climbed(
         return StageChoice(tuple(stages), 0.0, 0.0), busy
 
     choice, busy = chosen(cuts)
-    gain = 0.0 if job.options.schedule else LEAST_GAIN
-    if sum(busy) >= ranks * known() * (1 - gain) or math.isinf(sum(busy)):
+    if sum(busy) >= ranks * known() or math.isinf(sum(busy)):
         return
-    best = made(choice)
+    (best,) = made([choice])
     while True:
         if best.seconds < known():
             yield best
         moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in range(1, total) for cut in (cuts[i] - 1, cuts[i] + 1)]
-        tried = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
-        priced = [(made(choice), each) for each, choice, busy in tried if max(busy) < best.seconds]
+        every = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
+        tried = [(each, choice) for each, choice, busy in every if max(busy) < best.seconds]
+        priced = zip(made([choice for _, choice in tried]), [each for each, _ in tried], strict=True)
         found, cuts = min(priced, key=lambda entry: entry[0].seconds, default=(best, cuts))
         if found.seconds >= best.seconds:
             return
@@ -245,7 +245,8 @@ def _any_meshes(
             own = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[s.submesh]) for s in stages]
             left = [sum(devices[i:]) for i in range(len(stages))]
-            yield to_candidate(job, runs, tables, left, schedule, 1, weights, replace(choice, stages=stages), own)
+            choices = [replace(choice, stages=stages)]
+            yield from to_candidates(job, runs, tables, left, schedule, 1, weights, choices, own)
 
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
@@ -278,7 +279,7 @@ def _lengths(
     return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
 
 
-def to_candidate(
+def to_candidates(
     job: CostJob,
     runs: Sequence[RunCosts],
     tables: StageTables,
@@ -286,30 +287,50 @@ def to_candidate(
     schedule: str,
     stages_per_mesh: int,
     weights: Terms,
-    choice: StageChoice,
+    choices: Sequence[StageChoice],
     alive: tuple[int, ...],
-) -> Candidate:
-    """`left`: per stage, what `tables.crosses` counts by."""
-    which = tuple(s.submesh for s in choice.stages)
-    shapes, remat, wires, costs = [], [], [], []
+) -> list[Candidate]:
+    """All of as many stages; `left`: per stage, what `tables.crosses` counts by."""
+    pipelines = [_pipeline(runs, tables, left, choice) for choice in choices]
+    seconds = _simulated(
+        schedule, len(alive) // stages_per_mesh, job.num_microbatches, pipelines, runtime_seconds(job.cluster.device)
+    )
+    return [
+        Candidate(
+            end, job, schedule, stages_per_mesh, weights, choice, tuple(s.submesh for s in choice.stages),
+            tuple(runs[s.submesh].shapes[int(runs[s.submesh].shape[s.first, s.last, s.candidate])]
+                  for s in choice.stages),
+            tuple(p.remat), alive, tuple(p.wires),
+        )
+        for end, choice, p in zip(seconds, choices, pipelines, strict=True)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is simulated of a pipeline, per stage in pipeline order.
+
+    wires: seconds of a micro-batch's values to the next stage and their gradients back.
+    """
+
+    costs: Sequence[StageCost]
+    remat: Sequence[bool]
+    wires: Sequence[float]
+
+
+def _pipeline(runs: Sequence[RunCosts], tables: StageTables, left: Sequence[int], choice: StageChoice) -> Pipeline:
+    """Chosen stages with the costs of the tables."""
+    costs, remat, wires = [], [], []
     for i, stage in enumerate(choice.stages):
-        at = (stage.first, stage.last, stage.candidate)
+        at = stage.first, stage.last, stage.candidate
         own = runs[stage.submesh]
-        shapes.append(own.shapes[int(own.shape[at])])
         remat.append(bool(own.remat[at]))
         # A backward takes two forwards; recomputation is one more.
         forward = float(own.seconds[at]) / (4 if remat[-1] else 3)
         costs.append(StageCost(forward, 2 * forward, float(own.once[at]), 0.0, 0.0, 0.0, (0.0,)))
-        last = i + 1 == len(choice.stages)
-        wires.append(0.0 if last else tables.wire(stage.last, stage.submesh, which[i + 1], left[i + 1]))
-    seconds = simulated_seconds(
-        schedule, len(costs) // stages_per_mesh, job.num_microbatches, costs, remat, wires,
-        runtime_seconds(job.cluster.device),
-    )  # fmt: skip
-    return Candidate(
-        seconds, job, schedule, stages_per_mesh, weights, choice, tuple(s.submesh for s in choice.stages),
-        tuple(shapes), tuple(remat), alive, tuple(wires),
-    )  # fmt: skip
+        following = choice.stages[i + 1 : i + 2]
+        wires += [tables.wire(stage.last, stage.submesh, other.submesh, left[i + 1]) for other in following]
+    return Pipeline(costs, remat, [*wires, 0.0])
 
 
 def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
@@ -425,17 +446,33 @@ def simulated_seconds(
 
     Args:
         num_meshes: meshes.
-        costs, remat: per stage, in pipeline order.
-        wires: per stage, seconds of a micro-batch's values to the next one and their gradients back.
+        costs, remat, wires: see `Pipeline`.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
-    once = len(costs) // num_meshes * max(cost.once for cost in costs)
-    if len(costs) == 1:
-        return num_microbatches * (costs[0].seconds(remat[0]) + overhead) + once
-    forward = [cost.forward + overhead / 2 for cost in costs]
-    backward = [
-        cost.backward + (cost.forward if again else 0.0) + overhead / 2
-        for cost, again in zip(costs, remat, strict=True)
-    ]
-    timed = timeline(schedule, forward, backward, num_microbatches, num_meshes, [wire / 2 for wire in wires])
-    return max(done.end for done in timed) + once
+    return _simulated(schedule, num_meshes, num_microbatches, [Pipeline(costs, remat, wires)], overhead)[0]
+
+
+def _simulated(
+    schedule: str, num_meshes: int, num_microbatches: int, pipelines: Sequence[Pipeline], overhead: float
+) -> list[float]:
+    """`simulated_seconds` of pipelines of as many stages."""
+    once = [len(p.costs) // num_meshes * max(cost.once for cost in p.costs) for p in pipelines]
+    if num_meshes == 1 and all(len(p.costs) == 1 for p in pipelines):
+        works = [num_microbatches * (p.costs[0].seconds(p.remat[0]) + overhead) for p in pipelines]
+    else:
+        forward = [[cost.forward + overhead / 2 for cost in p.costs] for p in pipelines]
+        backward = [
+            [c.backward + (c.forward if again else 0) + overhead / 2 for c, again in zip(p.costs, p.remat, strict=True)]
+            for p in pipelines
+        ]
+        halves = [[wire / 2 for wire in p.wires] for p in pipelines]
+        if len(pipelines) > 1:
+            seconds = np.array(forward), np.array(backward)
+            works = list(seconds_of_many(schedule, *seconds, num_microbatches, num_meshes, np.array(halves)))
+        else:  # one by itself is faster on plain numbers
+            several = zip(forward, backward, halves, strict=True)
+            works = [
+                max(done.end for done in timeline(schedule, f, b, num_microbatches, num_meshes, wires))
+                for f, b, wires in several
+            ]
+    return [work + own for work, own in zip(works, once, strict=True)]

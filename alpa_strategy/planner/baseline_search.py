@@ -19,7 +19,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, crossings, pinned_layers, stage_tables, to_candidate
+from alpa_strategy.inter_op.candidates import Candidate, crossings, pinned_layers, stage_tables, to_candidates
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.ir.plan import Plan
@@ -102,7 +102,7 @@ class Space:
             places = [sizes[0] * mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
             tables, left = replace(tables, crosses=crossings(job, places)), list(range(len(sizes), 0, -1))
         choice = StageChoice(stages, 0.0, 0.0)
-        return to_candidate(job, self.runs, tables, left, state.schedule, v, weights, choice, alive)
+        return to_candidates(job, self.runs, tables, left, state.schedule, v, weights, [choice], alive)[0]
 
     def _stages(self, state: State, alive: Sequence[int], v: int) -> tuple[StageRange, ...] | None:
         """Every stage by its cheapest candidate that fits."""

@@ -28,6 +28,7 @@ from alpa_strategy.inter_op.candidates import (
     runtime_seconds,
     simulated_seconds,
     solve_schedules,
+    stage_tables,
 )
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import (
@@ -317,7 +318,8 @@ class _Search:
             with _timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self.store, unlikely=self._unlikely)
             if used is None:
-                self._bounds[count] = step_bound(job, meshes, runs, runtime_seconds(job.cluster.device))
+                tables = stage_tables(job, meshes, runs)
+                self._bounds[count] = step_bound(job, meshes, runs, tables, runtime_seconds(job.cluster.device))
             with _timed(self.spent, "stage DP"):
                 # [first layer, last + 1, submesh]
                 allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
