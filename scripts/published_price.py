@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from published_models import Transformer
 from published_rows import Case
@@ -159,13 +160,15 @@ def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequ
     always, saved, working = cost.always, cost.saved, cost.working
     if case.program.fused_loss:
         options = list(intra.ops)
+        logits = case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp
         for index, op in enumerate(intra.step.ops):
             name, own = op_base_name(op.call), intra.ops[index]
-            if name not in ("to", "cross_entropy_sum") or op.module:
-                continue
-            options[index] = replace(own, temporary_bytes=0 * own.temporary_bytes)
-            saved -= float(own.num_bytes[assignment[len(intra.parameters) + index]])
-        saved += case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp  # the logits
+            if op.module == "head":  # neither its result nor that one's gradient is there besides
+                options[index] = replace(own, temporary_bytes=np.maximum(0, own.temporary_bytes - 2 * logits))
+            if name in ("to", "cross_entropy_sum") and not op.module:
+                options[index] = replace(own, temporary_bytes=0 * own.temporary_bytes)
+                saved -= float(own.num_bytes[assignment[len(intra.parameters) + index]])
+        saved += logits
         working = working_bytes(replace(intra, ops=tuple(options)), assignment)
     if case.zero == 2 and case.num_microbatches == 1:
         elements = sum(p.meta.num_elements for p in intra.step.parameters) / case.tp

@@ -39,12 +39,14 @@ class Saved:
         results: per result, whether it is saved.
         extra_bytes: bytes of saved tensors that are neither (dropout masks, log-sum-exp, ...).
         temporary_bytes: bytes alive only while the op (or its backward) runs, over and above operands, results, grads.
+        fuses: a compiler makes its results again in the backward, where its operands are there: none of them is kept.
     """
 
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     extra_bytes: int
     temporary_bytes: int = 0
+    fuses: bool = False
 
 
 class OpCosts(Protocol):
@@ -82,11 +84,22 @@ class OpCosts(Protocol):
 logger = logging.getLogger(__name__)
 
 
-def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False) -> Saved:
+# Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.
+FUSED_KERNELS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "nll_loss_forward", "mean", "sum"),
+        *("var_mean", "cat", "_to_copy", "clone", "expand", "_unsafe_view"),
+    )
+)
+
+
+def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False) -> Saved:
     """Which tensors autograd keeps when `call` runs at its own shapes, forward and backward (about a millisecond).
 
     A saved tensor counts as operand or result when it shares that one's storage; the others count in bytes, each
-    storage once. An op that cannot run on fake tensors is taken to keep all its operands.
+    storage once. An op that cannot run on fake tensors is taken to keep all its operands. Of `compiled` ops that fuse,
+    only numbers per row are kept besides operands and results.
     """
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
     if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
@@ -97,9 +110,10 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
     if on_accelerator and name == "rms_norm":  # one kernel there, which keeps a reciprocal per row (in float32)
-        return Saved(tuple(index < 2 for index in range(len(call.operands))), nothing.results, 4 * num_rows(call))
+        kept = tuple(index < 2 for index in range(len(call.operands)))
+        return Saved(kept, nothing.results, 4 * num_rows(call), fuses=compiled)
     try:
-        return _run(call, mode)
+        return _run(call, mode, compiled)
     except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
         logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
         return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
@@ -111,7 +125,7 @@ def num_rows(call: OpCall) -> int:
     return math.prod(shape[:-1])
 
 
-def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
+def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,6 +137,11 @@ def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
         operands = [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+        fuses = compiled and all(map(_is_fused, watch.kernels))
+        if fuses:
+            whole = max(m.num_elements for m in (*call.operands, *call.results))
+            own = {_storage(tensor) for tensor in (*operands, *results)}
+            kept = [tensor for tensor in kept if tensor.numel() < whole or _storage(tensor) in own]
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
         outputs = [result for result in results if result.requires_grad]
         inputs = [operand for operand in operands if operand.requires_grad]
@@ -139,19 +158,27 @@ def _run(call: OpCall, mode: FakeTensorMode) -> Saved:
         results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
         extra_bytes=sum(num_bytes for storage, num_bytes in storages.items() if storage not in known),
         temporary_bytes=watch.peak_bytes(around),
+        fuses=fuses,
     )
 
 
+def _is_fused(kernel: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in kernel.tags or kernel.is_view or kernel._schema.name in FUSED_KERNELS
+
+
 class _LiveStorages(TorchDispatchMode):
-    """Notes after each kernel which storages made under it are alive."""
+    """Notes the kernels, and after each of them which storages made under it are alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # the weak reference keeps the key from being used again
         self._live: list[set[int]] = []
+        self.kernels: list[torch._ops.OpOverload] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            self.kernels.append(func)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and _storage(leaf) not in self._made:
                 storage = leaf.untyped_storage()
@@ -299,7 +326,8 @@ class RooflineCosts:
             if self._mode is None:
                 self._mode = FakeTensorMode()
             on_accelerator = not self.device.name.lower().startswith("cpu")
-            found = self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator)
+            found = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
+            self._saved[call] = found
         return found
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:

@@ -230,7 +230,7 @@ class _Builder:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
         parameters = {p.value for p in self._step.parameters}
-        escaping = set(self._step.escaping)
+        escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
         for value, (producer, produced) in self.producers.items():
             consumers = self._step.consumers.get(value, ())
             asks = [
@@ -244,11 +244,13 @@ class _Builder:
             is_whole = value in self.constants and all(p == INVARIANT for layout in produced for p in layout)
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
-            saved = any(self.ops[op].saved.operands[position] for op, position in consumers)
+            saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
             transfer, layouts = _transfer(
                 self._step.values[value], self._tables, value, producer, produced, asks, saved, value in parameters
             )
-            if value in received:  # kept as it came until the backward has run: using it as it is needs no other copy
+            # Received values are kept as they came until the backward has run, and others are made again in the layout
+            # in which they were made: using them as they are needs no other copy.
+            if value in received or value not in kept:
                 for p, source in enumerate(layouts.sources):
                     if source in layouts.targets:
                         transfer.memory[p, layouts.targets.index(source)] = 0.0
@@ -275,6 +277,37 @@ def constant_values(step: StepGraph) -> frozenset[int]:
         if found.issuperset(op.operands) and not is_random(op.call):
             found.update(op.results)
     return frozenset(found)
+
+
+def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[int]) -> set[int]:
+    """Values that are kept for the backward: those that an op's backward reads, but for what fused ops make again.
+
+    From the last op to the first: results of an op that fuses are not kept where its operands are, or are smaller,
+    unless a product reads them in the backward: they would be written to memory for it. PyTorch's partitioner finds a
+    minimum cut of the same graph, with the same exception.
+    """
+    kept: set[int] = set()
+    for op, options in zip(step.ops, ops, strict=True):
+        kept.update(value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep)
+        if options.saved.fuses:
+            kept.update(value for value, keep in zip(op.results, options.saved.results, strict=True) if keep)
+    made = {value for op in step.ops for value in op.results} - constants
+    written = {  # for products
+        value
+        for op, options in zip(step.ops, ops, strict=True)
+        for value, keep in zip(op.operands, options.saved.operands, strict=True)
+        if keep and not options.saved.fuses
+    }
+    for op, options in zip(reversed(step.ops), reversed(ops), strict=True):
+        results = kept.intersection(op.results) - written
+        if not options.saved.fuses or not results:
+            continue
+        more = {value for value in op.operands if value in made} - kept
+        spared = sum(step.values[value].num_bytes for value in results)
+        added = sum(step.values[value].num_bytes for value in more)
+        if added < spared or (added == spared and is_plain_view(op.call)):
+            kept = (kept - results) | more
+    return kept
 
 
 def _transfer(

@@ -186,7 +186,8 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         share = local.results[0].num_elements / max(1, call.results[0].num_elements) if call.results else 1.0
         divided = _work_share(call, local, share)
         extra = saved.extra_bytes * divided
-        extra += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
+        if not saved.fuses:  # else they are values like others, see `build.kept_values`
+            extra += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
         kept.append(extra)
         keeps = (*saved.operands, *saved.results)  # counted with what is kept for the backward
         tensors = (*local.operands, *local.results)
