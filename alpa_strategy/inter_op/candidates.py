@@ -20,7 +20,6 @@ from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.schedules import (
     SCHEDULES,
-    Terms,
     in_flight,
     mesh_of,
     seconds_of_many,
@@ -48,7 +47,6 @@ class Candidate:
     job: CostJob
     schedule: str
     stages_per_mesh: int
-    terms: Terms
     choice: StageChoice
     submesh_of: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -132,19 +130,39 @@ def _regular(
             )
             places = [math.prod(mesh) * mesh_of(schedule, ranks, i) for i in range(total)]
             equal = replace(equal, crosses=crossings(job, places))
-            choice = solve_stages(
-                equal, total, weights, own[::-1], job.memory_limit, [total], steps=v, tolerance=TOLERANCE,
-                known=known(),
-            )  # fmt: skip
+            solved = partial(solve_stages, equal, total, weights, own[::-1], job.memory_limit, [total], steps=v)
+            choice = solved(tolerance=TOLERANCE, known=known())
             wired = replace(tables, crosses=equal.crosses)
-            made = partial(_on_one_submesh, job, runs, wired, schedule, v, weights, own, index)
+            made = partial(_on_one_submesh, job, runs, wired, schedule, v, own, index)
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
                 yield from made([choice])
+            elif (
+                v > 1
+                and runs[index].least.sum() < ranks * known()
+                and math.isinf(sum(_cheapest(job, equal, own, starts[0])[1]))  # equal stages do not fit
+            ):
+                choice = solved(tolerance=0.1)
+            if choice is not None:
                 starts.append([*(stage.first for stage in choice.stages), L])
             if v > 1:
                 for cuts in starts:
                     yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
+
+
+def _cheapest(
+    job: CostJob, equal: StageTables, own: Sequence[int], cuts: Sequence[int]
+) -> tuple[StageChoice, list[float]]:
+    """The cheapest stages between cuts that fit into memory, and the seconds of each in a step: inf where none does."""
+    stages, seconds = [], []
+    for (first, last), alive in zip(pairwise(cuts), own, strict=True):
+        at = first, last, 0
+        need = equal.bytes_always[at] + alive * equal.bytes_in_flight[at]
+        every = job.num_microbatches * equal.seconds[at] + equal.once_seconds[at]
+        fitting = np.where(need <= job.memory_limit, every, np.inf)
+        stages.append(StageRange(first, last, 0, int(fitting.argmin())))
+        seconds.append(float(fitting.min()))
+    return StageChoice(tuple(stages), 0.0, 0.0), seconds
 
 
 def _on_one_submesh(
@@ -153,7 +171,6 @@ def _on_one_submesh(
     tables: StageTables,
     schedule: str,
     v: int,
-    weights: Terms,
     alive: tuple[int, ...],
     submesh: int,
     choices: Sequence[StageChoice],
@@ -161,7 +178,7 @@ def _on_one_submesh(
     """What was chosen in tables of one submesh, in those of all."""
     own = [replace(c, stages=tuple(replace(stage, submesh=submesh) for stage in c.stages)) for c in choices]
     left = list(range(len(alive), 0, -1))
-    return to_candidates(job, runs, tables, left, schedule, v, weights, own, alive)
+    return to_candidates(job, runs, tables, left, schedule, v, own, alive)
 
 
 def _climbed(
@@ -179,20 +196,13 @@ def _climbed(
     The closed form takes the largest stage for all of its mesh's, though only what they take together holds the others
     up: what it says of unequal stages may be twice what is simulated.
     """
-    B, total = job.num_microbatches, len(cuts) - 1
+    total = len(cuts) - 1
     holder = [mesh_of(schedule, ranks, i) for i in range(total)]
 
-    def chosen(cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
-        """The cheapest stages that fit, and the seconds that they keep each mesh busy in a step."""
-        stages, busy = [], [0.0] * ranks
-        for i, (first, last) in enumerate(pairwise(cuts)):
-            at = first, last, 0
-            need = equal.bytes_always[at] + own[i] * equal.bytes_in_flight[at]
-            seconds = B * equal.seconds[at] + equal.once_seconds[at]
-            seconds = np.where(need <= job.memory_limit, seconds, np.inf)
-            stages.append(StageRange(first, last, 0, int(seconds.argmin())))
-            busy[holder[i]] += float(seconds.min())
-        return StageChoice(tuple(stages), 0.0, 0.0), busy
+    def chosen(cuts: Sequence[int]) -> tuple[StageChoice, np.ndarray]:
+        """The cheapest stages, and the seconds that they keep each mesh busy in a step."""
+        choice, seconds = _cheapest(job, equal, own, cuts)
+        return choice, np.bincount(holder, seconds)
 
     choice, busy = chosen(cuts)
     if sum(busy) >= ranks * known() or math.isinf(sum(busy)):
@@ -246,7 +256,7 @@ def _any_meshes(
             devices = [int(sizes[s.submesh]) for s in stages]
             left = [sum(devices[i:]) for i in range(len(stages))]
             choices = [replace(choice, stages=stages)]
-            yield from to_candidates(job, runs, tables, left, schedule, 1, weights, choices, own)
+            yield from to_candidates(job, runs, tables, left, schedule, 1, choices, own)
 
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
@@ -286,7 +296,6 @@ def to_candidates(
     left: Sequence[int],
     schedule: str,
     stages_per_mesh: int,
-    weights: Terms,
     choices: Sequence[StageChoice],
     alive: tuple[int, ...],
 ) -> list[Candidate]:
@@ -297,7 +306,7 @@ def to_candidates(
     )
     return [
         Candidate(
-            end, job, schedule, stages_per_mesh, weights, choice, tuple(s.submesh for s in choice.stages),
+            end, job, schedule, stages_per_mesh, choice, tuple(s.submesh for s in choice.stages),
             tuple(runs[s.submesh].shapes[int(runs[s.submesh].shape[s.first, s.last, s.candidate])]
                   for s in choice.stages),
             tuple(p.remat), alive, tuple(p.wires),

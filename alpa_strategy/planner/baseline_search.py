@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, terms, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 
@@ -89,10 +89,7 @@ class Space:
             and not all(fits[d, mesh] for d, (_, mesh) in zip(left, state.stages, strict=True))
         ):
             return None
-        weights, pairs = (
-            terms(state.schedule, ranks, B, v, splits=not job.remat),
-            in_flight(state.schedule, ranks, B, v),
-        )
+        pairs = in_flight(state.schedule, ranks, B, v)
         alive = tuple(pairs[mesh_of(state.schedule, ranks, i)] for i in range(len(sizes)))
         stages = self._stages(state, alive, v)
         if stages is None:
@@ -102,7 +99,7 @@ class Space:
             places = [sizes[0] * mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
             tables, left = replace(tables, crosses=crossings(job, places)), list(range(len(sizes), 0, -1))
         choice = StageChoice(stages, 0.0, 0.0)
-        return to_candidates(job, self.runs, tables, left, state.schedule, v, weights, [choice], alive)[0]
+        return to_candidates(job, self.runs, tables, left, state.schedule, v, [choice], alive)[0]
 
     def _stages(self, state: State, alive: Sequence[int], v: int) -> tuple[StageRange, ...] | None:
         """Every stage by its cheapest candidate that fits."""
