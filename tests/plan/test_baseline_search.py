@@ -23,15 +23,13 @@ from alpa_strategy.planner.baseline_search import SEARCHES, Space, State
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
 
 
-def space_of(
-    num_layers: int, rows: int, cluster: ClusterSpec = CLUSTER, schedule: str | None = None, limit: float = np.inf
-) -> Space:
+def space_of(num_layers: int, rows: int, cluster: ClusterSpec = CLUSTER, schedule: str | None = None) -> Space:
     module = MODELS["gpt"](num_layers=num_layers, d_model=64, vocab_size=32)
     step = capture_step(module, module.example_batch(rows, torch.Generator().manual_seed(0)), batch_scope="global")
     count, options = rows // 2, PlanOptions(schedule=schedule)
     graph = microbatch(step, count).graph
     costs = RooflineCosts(cluster.device)
-    job = CostJob(graph, cluster_layers(graph), count, cluster, costs, options, OptimizerInfo(), limit)
+    job = CostJob(graph, cluster_layers(graph), count, cluster, costs, options, OptimizerInfo(), np.inf)
     meshes = submeshes(cluster)
     return Space(job, meshes, stage_costs(job, meshes))
 
@@ -49,26 +47,6 @@ def test_unequal_stages_that_share_a_mesh_are_divided_as_well_as_a_greedy_search
     found = SEARCHES["greedy"](space, 3.0, 0).best
     assert found is not None
     assert solved.seconds <= found.seconds * (1 + TOLERANCE)
-
-
-def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
-    """A 10B model of experts took 8 % longer than what an exhaustive search found: it began where nothing fitted."""
-    cluster, schedule, tried = CLUSTER.with_nodes(1, 2), "Interleaved1F1B", 0
-    free = solve_schedules((space := space_of(6, 16, cluster, schedule)).job, space.meshes, space.runs, math.inf)[0]
-    most = max(
-        space.runs[s.submesh].always[s.first, s.last, s.candidate]
-        + n * space.runs[s.submesh].in_flight[s.first, s.last, s.candidate]
-        for s, n in zip(free.choice.stages, free.alive, strict=True)
-    )
-    for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
-        space = space_of(6, 16, cluster, schedule, share * most * free.stages_per_mesh)
-        found = SEARCHES["exhaustive"](space, 20.0, 0).best
-        if found is None:
-            continue
-        tried += 1
-        solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
-        assert solved.seconds <= found.seconds * (1 + TOLERANCE)
-    assert tried > 2
 
 
 @pytest.mark.parametrize("name", SEARCHES)
