@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from alpa_strategy.schedules import (
     actions,
     in_flight,
     mesh_of,
+    seconds_of_many,
     terms,
     timeline,
     why_not,
@@ -117,3 +119,15 @@ def test_messages_on_one_boundary_follow_each_other():
     """Links five times as slow as the stages: a step takes at least what its messages take one after the other."""
     timed = timeline("GPipe", [1.0, 1.0], [2.0, 2.0], 8, boundary=[5.0])
     assert max(done.end for done in timed) >= 1 + 8 * 5 + 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes, st.integers(0, 10**6))
+def test_pipelines_timed_side_by_side_take_as_long_as_one_by_one(case, seed):
+    (schedule, v), num_meshes, num_microbatches = case
+    rng, stages = np.random.default_rng(seed), num_meshes * v
+    forward, backward, wires = (rng.uniform(0, most, (4, stages)) for most in (1, 2, 3))
+    found = seconds_of_many(schedule, forward, backward, num_microbatches, num_meshes, wires)
+    for row in range(4):
+        own = (forward[row], backward[row], num_microbatches, num_meshes, wires[row])
+        assert found[row] == pytest.approx(max(done.end for done in timeline(schedule, *own)), rel=1e-12)
