@@ -10,9 +10,9 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     Action,
     Schedule,
-    _timed,
     actions,
     register_schedule,
+    timeline,
     why_not,
 )
 
@@ -99,4 +99,4 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
                     meshes = {action.stage: mesh for mesh, order in enumerate(orders) for action in order}
                     found = [meshes[stage] for stage in sorted(meshes)]
                     assert found == (folded if schedule == "ZBVZeroBubble" else looped)
-                    _timed(schedule, orders, [1.0] * num_meshes * v, [1.0] * num_meshes * v)
+                    timeline(schedule, [1.0] * num_meshes * v, [1.0] * num_meshes * v, count, num_meshes)
