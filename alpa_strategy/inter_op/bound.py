@@ -11,8 +11,8 @@ ways to divide the last layers, the one with the smaller sum is better for both.
 M are halved until the bound is sharp enough.
 
 **Several stages a mesh**, all meshes equal. A mesh is done no earlier than its first stage's first micro-batch has come
-in, all of its work is done and, where backwards are whole, that stage's last micro-batch has gone back; the mean of
-this over the meshes counts. Where there are few ways to cut so many stages, all of them are simulated.
+in, all of its work is done and, where backwards are whole, that stage's last micro-batch has gone back: the mean over
+the meshes counts, or the one with the longest layer. Where the cuts into so many stages are few, all are simulated.
 
 Memory is left out, every layer takes its best logical shape and layouts, and reductions of gradients hide behind the
 last micro-batch as far as the cluster's `overlap` says: what is left is below every plan that the stage costs can
