@@ -312,8 +312,8 @@ def _timed(
     latest: the larger of two, element by element.
     """
     seconds = {
-        "F": list(forward),
-        "B": list(backward),
+        "F": forward,
+        "B": backward,
         "I": [b * (1 - WEIGHT_SHARE) for b in backward],
         "W": [b * WEIGHT_SHARE for b in backward],
     }

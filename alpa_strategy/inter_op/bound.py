@@ -51,9 +51,9 @@ def step_bound(
     costs = _costs(job, meshes, runs, tables, overhead)
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
-    best = math.inf if pinned else float(costs.work[0, -1, costs.sizes == D].min(initial=math.inf))
     if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
         return _work_alone(costs)
+    best = math.inf if pinned else float(costs.work[0, -1, costs.sizes == D].min(initial=math.inf))
     for name in names:
         if SCHEDULES[name].has_one_stage_per_mesh:
             best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))

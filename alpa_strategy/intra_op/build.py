@@ -250,7 +250,7 @@ class _Builder:
             )
             # Received values are kept as they came until the backward has run, and others are made again in the layout
             # in which they were made: using them as they are needs no other copy.
-            if value in received or value not in kept:
+            if saved and (value in received or value not in kept):
                 for p, source in enumerate(layouts.sources):
                     if source in layouts.targets:
                         transfer.memory[p, layouts.targets.index(source)] = 0.0
@@ -287,17 +287,15 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
     minimum cut of the same graph, with the same exception.
     """
     kept: set[int] = set()
+    written: set[int] = set()  # for products
     for op, options in zip(step.ops, ops, strict=True):
-        kept.update(value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep)
+        read = [value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep]
         if options.saved.fuses:
-            kept.update(value for value, keep in zip(op.results, options.saved.results, strict=True) if keep)
+            read += [value for value, keep in zip(op.results, options.saved.results, strict=True) if keep]
+        else:
+            written.update(read)
+        kept.update(read)
     made = {value for op in step.ops for value in op.results} - constants
-    written = {  # for products
-        value
-        for op, options in zip(step.ops, ops, strict=True)
-        for value, keep in zip(op.operands, options.saved.operands, strict=True)
-        if keep and not options.saved.fuses
-    }
     for op, options in zip(reversed(step.ops), reversed(ops), strict=True):
         results = kept.intersection(op.results) - written
         if not options.saved.fuses or not results:

@@ -51,8 +51,10 @@ def plan_as_written(
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
     ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
     ways = ways if options.parallel == "auto" else (str(options.parallel),)
-    stored = [_stored(parameters, way, num_devices, state_bytes) for way in ways]
-    plans, peak = next((found for found in stored if found[1] <= limit), stored[-1])
+    for way in ways:
+        plans, peak = _stored(parameters, way, num_devices, state_bytes)
+        if peak <= limit:
+            break
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
     stage = StagePlan(
         submesh=devices,
