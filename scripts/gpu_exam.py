@@ -310,21 +310,21 @@ def nccl(exam: Exam, add: Add) -> None:
         return
     import torch.distributed as dist
 
-    from alpa_strategy.comm.backend import select_backend
-    from alpa_strategy.comm.torch_comm import broadcast_object
+    from alpa_strategy.comm.collectives import broadcast_object
+    from alpa_strategy.comm.mesh import select_backend
 
     here = torch.device("cuda", 0)
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=here)
-    backend = select_backend("torch", "cuda")
+    library = select_backend("torch", "cuda")
     x = torch.arange(2**20, device=here, dtype=torch.float32)
     out = torch.empty_like(x)
     as_bytes = x.view(torch.uint8), out.view(torch.uint8)
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: backend.all_reduce(out.copy_(x), backend.sum, None, True),
-        "all_gather": lambda: backend.all_gather(as_bytes[1], as_bytes[0], None, True),
-        "reduce_scatter": lambda: backend.reduce_scatter(out, x, backend.sum, None, True),
-        "all_to_all": lambda: backend.all_to_all(as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True),
+        "all_reduce": lambda: library.all_reduce(out.copy_(x), library.ReduceOp.SUM, None, True),
+        "all_gather": lambda: library.all_gather_into_tensor(as_bytes[1], as_bytes[0], None, True),
+        "reduce_scatter": lambda: library.reduce_scatter_tensor(out, x, library.ReduceOp.SUM, None, True),
+        "all_to_all": lambda: library.all_to_all_single(as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True),
     }
     for name, call in calls.items():
         with each(add, name):

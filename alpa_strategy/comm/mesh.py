@@ -1,7 +1,7 @@
 """Meshes of a running job: one process group per mesh axis, and the few collectives that everything else uses.
 
-NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process groups. What other
-rooms use are the protocols `AxisComm` and `MeshComm`; `tests/proofs/thread_mesh.py` implements them among threads.
+NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process groups. In the tests
+`proofs/thread_mesh.py` stands for it among threads.
 
 `new_group` is collective over the whole job: every rank makes every group of every mesh, in one order, with ascending
 ranks, and keeps its own.
@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.ir.placement import chunk_range, chunk_sizes
+from alpa_strategy.ir.placement import chunk_sizes
 
 
 class Pending:
@@ -49,77 +49,155 @@ class Pending:
         return self._result
 
 
-class AxisComm(Protocol):
-    """Collectives among the devices that differ only in one mesh coordinate. None is differentiable; none mutates."""
+class AxisComm:
+    """Collectives among the devices that differ only in one mesh coordinate. None is differentiable.
 
-    size: int
-    index: int  # this device's coordinate on the axis
+    None but `start_all_reduce` writes into what it is given; what is begun by `start_*` is not waited for.
+
+    Args:
+        size, index: of the axis, and this device's coordinate on it.
+        group: process group of the axis, None for the default group (not used when `size` is 1).
+        library: whose collectives these are (see `select_backend`).
+    """
+
+    def __init__(self, size: int, index: int, group: Any, library: Any) -> None:
+        self.size = size
+        self.index = index
+        self.group = group
+        self._library = library
+        self._all_gather = _renamed(library, "all_gather_single", "all_gather_into_tensor")
+        self._reduce_scatter = _renamed(library, "reduce_scatter_single", "reduce_scatter_tensor")
+        self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Element-wise `sum` or `max` over the axis."""
-        ...
+        """Element-wise `sum` or `max` over the axis; the result has the same bits on each of its devices."""
+        if self.size == 1:
+            return tensor
+        if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
+            return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
+        # A copy: the collective writes where it reads.
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._library.all_reduce(result, getattr(self._library.ReduceOp, op.upper()), self.group, False)
+        return result
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
-        ...
+        return self.start_all_gather(tensor, dim, total).wait()
+
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
+        """As `all_gather`."""
+        sizes = chunk_sizes(total, self.size)
+        self._check_size(tensor, dim, sizes[self.index])
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        own = _padded(tensor.detach(), dim, sizes[0]).contiguous()
+        gathered = own.new_empty((self.size, *own.shape))  # [devices, *chunk]
+        work = self._all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
+
+        def finish() -> Tensor:
+            if sizes[0] != sizes[-1]:
+                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+        return Pending(finish, work)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
-        ...
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        sizes = chunk_sizes(tensor.shape[dim], self.size)
+        if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
+            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
+        rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)])
+        own = self.start_reduce_scatter(rows).wait()
+        return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
 
     def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
         """Shard(gather_dim) -> Shard(split_dim): own chunk of `split_dim`, all of `gather_dim`."""
-        ...
+        gather_sizes = chunk_sizes(gather_total, self.size)
+        self._check_size(tensor, gather_dim, gather_sizes[self.index])
+        if self.size == 1:
+            return tensor
+        tensor = tensor.detach()
+        split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
+        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]  # flat: chunks may be uneven
+        shapes = []
+        for size in gather_sizes:
+            shape = [*tensor.shape]
+            shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
+            shapes.append(shape)
+        received = [math.prod(shape) for shape in shapes]
+        output = self.start_exchange(torch.cat(sent), [part.numel() for part in sent], received).wait()
+        parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
+        return torch.cat(parts, gather_dim)
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Of `flat` [elements], the first `sent[0]` go to device 0, and so on; what comes, `received[i]` elements from
-        device i, one after the other. Without waiting where the axis can."""
-        ...
-
-    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
-        """`all_gather`, without waiting where the axis can."""
-        ...
+        device i, one after the other."""
+        flat = flat.detach()
+        if self.size == 1:
+            return Pending(lambda: flat)
+        output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
+        splits = [n * width for n in received], [n * width for n in sent]
+        work = self._library.all_to_all_single(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
+        return Pending(lambda: output, work)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum `tensor` over the axis in place; without waiting where the axis can."""
-        ...
+        """Sum `tensor` (contiguous) over the axis in place."""
+        if self.size == 1:
+            return Pending(lambda: tensor)
+        work = self._library.all_reduce(tensor, self._library.ReduceOp.SUM, self.group, True)
+        return Pending(lambda: tensor, work)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
-        """Sum `rows` [size, ...] over the axis, this device keeps row `index`; without waiting where the axis can."""
-        ...
+        """Sum `rows` [size, ...], contiguous, over the axis; this device keeps row `index`."""
+        if self.size == 1:
+            return Pending(lambda: rows[0])
+        if self._is_gloo:
+            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
+            received = torch.empty_like(rows)
+            work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
+            return Pending(lambda: received.sum(0, dtype=rows.dtype), work)
+        own = torch.empty_like(rows[0])
+        work = self._reduce_scatter(own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True)
+        return Pending(lambda: own, work)
+
+    def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
+        if tensor.shape[dim] != expected:
+            raise RuntimeMismatchError(
+                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of dim {dim}, "
+                f"the plan says {expected}",
+                "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
+            )
 
 
-class MeshComm(Protocol):
-    """A logical mesh at run time. `whole`: all its devices as one axis (row-major), where there is one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def coordinate(self) -> tuple[int, ...]: ...
-
-    @property
-    def axes(self) -> Sequence[AxisComm]: ...
-
-    @property
-    def whole(self) -> AxisComm | None: ...
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """With zeros after its rows of `dim`, up to `size` of them: collectives want equal chunks."""
+    if tensor.shape[dim] == size:
+        return tensor
+    padding = tensor.new_zeros((*tensor.shape[:dim], size - tensor.shape[dim], *tensor.shape[dim + 1 :]))
+    return torch.cat([tensor, padding], dim)
 
 
-def all_reduce_over(mesh: MeshComm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """`sum` or `max` over all devices of the mesh; the result has the same bits on each of them."""
-    for axis in mesh.axes if mesh.whole is None else (mesh.whole,):
-        tensor = axis.all_reduce(tensor, op)
-    return tensor
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:
+    """A collective by its name in torch 2.13, or by the one of before, which warns there."""
+    return getattr(library, new, None) or getattr(library, old)
 
 
 @dataclass(frozen=True)
-class TorchMesh:
-    """`MeshComm` of this rank."""
+class MeshComm:
+    """A logical mesh at run time, and this rank's place in it. `whole`: all its devices as one axis (row-major)."""
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    axes: tuple[TorchAxisComm, ...]
-    whole: TorchAxisComm
+    axes: tuple[AxisComm, ...]
+    whole: AxisComm
     ranks: tuple[int, ...]  # global ranks, row-major
 
     def exchange_rows(self, rows: Tensor) -> Tensor:
@@ -133,7 +211,7 @@ class TorchMesh:
         return self.whole.start_exchange(rows.reshape(-1), sent, received).wait().view(rows.shape)
 
 
-def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False) -> TorchMesh:
+def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False) -> MeshComm:
     """The logical mesh of `shape` on all ranks. Collective over the job.
 
     Args:
@@ -148,14 +226,14 @@ def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = Fa
 
 def build_stage_meshes(
     meshes: Sequence[tuple[Sequence[int], Sequence[int]]], backend: str = "auto", own_groups: bool = False
-) -> list[TorchMesh | None]:
+) -> list[MeshComm | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
 
     Collective over the whole job: every rank passes the same list. Stages may share ranks; equal meshes are made once.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], TorchMesh | None] = {}
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], MeshComm | None] = {}
     for shape, ranks in meshes:
         key = (tuple(shape), tuple(ranks))
         if key not in made:
@@ -175,23 +253,23 @@ def message_groups(channels: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
 
 
 def _build_one(
-    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, backend: Backend, own_groups: bool
-) -> TorchMesh | None:
+    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, library: Any, own_groups: bool
+) -> MeshComm | None:
     grid = np.array(ranks).reshape(shape)
     whole_group = _new_group(ranks, own_groups)
-    axes: list[TorchAxisComm] = []
+    axes: list[AxisComm] = []
     for axis, size in enumerate(shape):
         for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
             members = tuple(line.tolist())
             # Every rank makes every group: `new_group` waits for the whole job.
             group = whole_group if members == ranks else _new_group(members)
             if rank in members:
-                axes.append(TorchAxisComm(size, members.index(rank), group, backend))
+                axes.append(AxisComm(size, members.index(rank), group, library))
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))
-    whole = TorchAxisComm(len(ranks), ranks.index(rank), whole_group, backend)
-    return TorchMesh(shape, coordinate, tuple(axes), whole, ranks)
+    whole = AxisComm(len(ranks), ranks.index(rank), whole_group, library)
+    return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
 
 
 def _new_group(ranks: tuple[int, ...], is_own: bool = False) -> Any:
@@ -210,197 +288,31 @@ def _new_group(ranks: tuple[int, ...], is_own: bool = False) -> Any:
     return dist.new_group(list(ranks), sort_ranks=False)  # a place in the group is a place on the axis
 
 
-class TorchAxisComm:
-    """`AxisComm` on a process group; see the protocol for what each collective does.
-
-    Args:
-        group: process group of the axis, None for the default group (not used when `size` is 1).
-    """
-
-    def __init__(self, size: int, index: int, group: Any, backend: Backend) -> None:
-        self.size = size
-        self.index = index
-        self.group = group
-        self._backend = backend
-        self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """See `AxisComm`."""
-        if self.size == 1:
-            return tensor
-        if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
-            return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
-        # A copy: the collective writes where it reads.
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._backend.all_reduce(result, getattr(self._backend, op), self.group, False)
-        return result
-
-    def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
-        """See `AxisComm`."""
-        return self.start_all_gather(tensor, dim, total).wait()
-
-    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
-        """The chunks of the axis one after the other along `dim`, without waiting."""
-        sizes = chunk_sizes(total, self.size)
-        self._check_size(tensor, dim, sizes[self.index])
-        if self.size == 1:
-            return Pending(lambda: tensor)
-        tensor = tensor.detach()
-        if sizes[self.index] < sizes[0]:  # the collective wants equal chunks: pad to the largest
-            padding = tensor.new_zeros((*tensor.shape[:dim], sizes[0] - sizes[self.index], *tensor.shape[dim + 1 :]))
-            tensor = torch.cat([tensor, padding], dim)
-        gathered = tensor.new_empty((self.size, *tensor.shape))  # [devices, *chunk]
-        own = tensor.contiguous()
-        work = self._backend.all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
-
-        def finish() -> Tensor:
-            if sizes[0] != sizes[-1]:
-                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
-            return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-
-        return Pending(finish, work)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """See `AxisComm`."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.detach()
-        total = tensor.shape[dim]
-        sizes = chunk_sizes(total, self.size)
-        if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
-            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
-        shape = [*tensor.shape]
-        shape[dim] = sizes[0]
-        rows = tensor.new_empty((self.size, *shape))
-        if sizes[0] != sizes[-1]:
-            # What fills up the shorter chunks is sent and summed as well: let it be defined.
-            rows.zero_()
-        for i, size in enumerate(sizes):
-            start, stop = chunk_range(total, self.size, i)
-            rows[i].narrow(dim, 0, size).copy_(tensor.narrow(dim, start, stop - start))
-        own = self.start_reduce_scatter(rows).wait()
-        return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
-
-    def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
-        """See `AxisComm`."""
-        gather_sizes = chunk_sizes(gather_total, self.size)
-        self._check_size(tensor, gather_dim, gather_sizes[self.index])
-        if self.size == 1:
-            return tensor
-        tensor = tensor.detach()
-        split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
-        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]  # flat: chunks may be uneven
-        shapes = []
-        for size in gather_sizes:
-            shape = [*tensor.shape]
-            shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
-            shapes.append(shape)
-        received = [math.prod(shape) for shape in shapes]
-        output = self.start_exchange(torch.cat(sent), [part.numel() for part in sent], received).wait()
-        parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
-        return torch.cat(parts, gather_dim)
-
-    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """See `AxisComm`."""
-        flat = flat.detach()
-        if self.size == 1:
-            return Pending(lambda: flat)
-        output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
-        splits = [n * width for n in received], [n * width for n in sent]
-        work = self._backend.all_to_all(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
-        return Pending(lambda: output, work)
-
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum `tensor` (contiguous) over the axis in place, without waiting."""
-        if self.size == 1:
-            return Pending(lambda: tensor)
-        work = self._backend.all_reduce(tensor, self._backend.sum, self.group, True)
-        return Pending(lambda: tensor, work)
-
-    def start_reduce_scatter(self, rows: Tensor) -> Pending:
-        """rows [size, ...], contiguous -> their sum over the axis for row `index`, without waiting."""
-        if self.size == 1:
-            return Pending(lambda: rows[0])
-        if self._is_gloo:
-            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
-            received = torch.empty_like(rows)
-            work = self._backend.all_to_all(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
-            return Pending(lambda: received.sum(0, dtype=rows.dtype), work)
-        own = torch.empty_like(rows[0])
-        work = self._backend.reduce_scatter(own.view(-1), rows.view(-1), self._backend.sum, self.group, True)
-        return Pending(lambda: own, work)
-
-    def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
-        if tensor.shape[dim] != expected:
-            raise RuntimeMismatchError(
-                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of dim {dim}, "
-                f"the plan says {expected}",
-                "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
-            )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 BACKEND_NAMES = ("auto", "torch", "deepspeed")
 
 
-@dataclass(frozen=True)
-class Backend:
-    """The collectives of one library, with `torch.distributed`'s positional arguments.
+def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
+    """The module whose collectives are used: `torch.distributed`, or `deepspeed.comm`, which has the same functions.
 
-    `all_reduce(tensor, op, group, async_op)`, `all_gather(output, input, group, async_op)`,
-    `reduce_scatter(output, input, op, group, async_op)`, `all_to_all(output, input, output_splits, input_splits, group,
-    async_op)`; each returns a work handle when `async_op`. `sum` and `max` are the library's reduce ops.
-    """
-
-    name: str
-    all_reduce: Callable[..., Any]
-    all_gather: Callable[..., Any]
-    reduce_scatter: Callable[..., Any]
-    all_to_all: Callable[..., Any]
-    sum: Any
-    max: Any
-
-
-def select_backend(name: str = "auto", device_type: str = "cpu") -> Backend:
-    """The backend called `name`: `torch`, `deepspeed`, or `auto` (DeepSpeed on CUDA where installed, else torch).
-
-    `deepspeed` needs an initialised process group, to which it attaches.
+    Args:
+        name: `torch`, `deepspeed` (which attaches to the process group there is), or `auto`: DeepSpeed on CUDA where
+            it is installed, else torch.
     """
     if name not in BACKEND_NAMES:
         raise OptionError(
             f"{name!r} is not a communication backend", f"use one of {', '.join(map(repr, BACKEND_NAMES))}"
         )
-    if name == "auto":
-        installed = importlib.util.find_spec("deepspeed") is not None
-        name = "deepspeed" if device_type == "cuda" and installed else "torch"
-    elif name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    installed = importlib.util.find_spec("deepspeed") is not None
+    if name == "deepspeed" and not installed:
         raise OptionError(
             'backend="deepspeed": the package deepspeed is not installed',
             "pip install 'alpa-strategy[deepspeed]', or leave backend at \"auto\"",
         )
-    if name == "deepspeed" and dist.is_initialized():
-        return _deepspeed_backend(device_type)
-    return Backend(
-        name="torch",
-        all_reduce=dist.all_reduce,
-        all_gather=_renamed("all_gather_single", "all_gather_into_tensor"),
-        reduce_scatter=_renamed("reduce_scatter_single", "reduce_scatter_tensor"),
-        all_to_all=dist.all_to_all_single,
-        sum=dist.ReduceOp.SUM,
-        max=dist.ReduceOp.MAX,
-    )
+    is_deepspeed = name == "deepspeed" or (name == "auto" and device_type == "cuda" and installed)
+    return _deepspeed(device_type) if is_deepspeed and dist.is_initialized() else dist
 
 
-def _renamed(new: str, old: str) -> Callable[..., Any]:
-    """A collective by its name since torch 2.13, or by the one before, which warns there."""
-    return getattr(dist, new, None) or getattr(dist, old)
-
-
-def _deepspeed_backend(device_type: str) -> Backend:
+def _deepspeed(device_type: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
     import deepspeed.comm as ds
 
@@ -408,18 +320,10 @@ def _deepspeed_backend(device_type: str) -> Backend:
 
     if not ds.is_initialized():
         build_shm_op = ds_torch.build_shm_op
-        # DeepSpeed would compile a shared-memory op (half a minute) that none of the calls below uses.
+        # DeepSpeed would compile a shared-memory op (half a minute) that none of the calls here uses.
         ds_torch.build_shm_op = lambda: None
         try:
             ds.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         finally:
             ds_torch.build_shm_op = build_shm_op
-    return Backend(
-        name="deepspeed",
-        all_reduce=ds.all_reduce,
-        all_gather=ds.all_gather_into_tensor,
-        reduce_scatter=ds.reduce_scatter_tensor,
-        all_to_all=ds.all_to_all_single,
-        sum=ds.ReduceOp.SUM,
-        max=ds.ReduceOp.MAX,
-    )
+    return ds

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
-from alpa_strategy.comm.mesh import all_reduce_over, build_mesh
+from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
@@ -108,7 +108,7 @@ def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, 
     mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=True) for _ in range(2))
     for each in (mesh, of_gradients):
         # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
-        all_reduce_over(each, torch.zeros((), device=job.device))
+        each.whole.all_reduce(torch.zeros((), device=job.device))
     replicas = Replicas(of_gradients, lambda flags: any_rank(flags, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 

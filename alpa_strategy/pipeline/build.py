@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.mesh import TorchMesh
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
@@ -57,7 +57,7 @@ class StagePlaces:
         compiler: of the stages, None: they are not compiled.
     """
 
-    meshes: Sequence[TorchMesh | None]
+    meshes: Sequence[MeshComm | None]
     randoms: Mapping[int, ShardedRandom]
     device: torch.device
     cluster: ClusterSpec | None = None
@@ -187,7 +187,7 @@ def _span_program(
 
 
 def stage_randoms(
-    stages: Sequence[StagePlan], meshes: Sequence[TorchMesh | None], seed: int
+    stages: Sequence[StagePlan], meshes: Sequence[MeshComm | None], seed: int
 ) -> dict[int, ShardedRandom]:
     """This rank's stages -> random streams: on a mesh of one device each stage would else draw as its neighbours do."""
     return {

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import Pending, TorchMesh, build_mesh, build_stage_meshes
+from alpa_strategy.comm.mesh import MeshComm, Pending, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -188,7 +188,7 @@ class DirectStep(StepProgram):
     lowered: LoweredStep
     parameters: MeshParameters
     regathers: bool
-    mesh: TorchMesh
+    mesh: MeshComm
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
         """See `StepProgram`."""

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import all_reduce_over
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -76,6 +75,6 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
     device = given[0].device if given else torch.device("cpu")
     own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    norm = all_reduce_over(store.mesh, own).sqrt()
+    norm = store.mesh.whole.all_reduce(own).sqrt()
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm

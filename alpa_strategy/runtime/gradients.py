@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.comm.mesh import AxisComm, MeshComm, all_reduce_over
+from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
@@ -123,7 +123,7 @@ class GradientReducer:
             return
         here = [int(self._has_gradient(each)) for each in self._parameters]
         table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].parameter.device)
-        used, missing = all_reduce_over(self._mesh, table, "max").tolist()
+        used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
         names = [each.name for each in self._parameters]
         self._only_somewhere = frozenset(
             n for n, is_used, lacks in zip(names, used, missing, strict=True) if is_used and lacks
@@ -139,7 +139,7 @@ class GradientReducer:
         is_first = not any(self._mesh.coordinate)
         order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
         table = torch.tensor(order, device=parameters[0].parameter.device)
-        order = all_reduce_over(self._mesh, table, "max").tolist()
+        order = self._mesh.whole.all_reduce(table, "max").tolist()
         return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _build(self, parameters: Iterable[ShardedParameter]) -> None:
@@ -261,7 +261,7 @@ def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:
                 found.append(_Collective(step.axis, dim))
             case _:
                 return ()
-    if mesh.whole is not None and len(found) == len(mesh.shape) > 1 and all(each.dim is None for each in found):
+    if len(found) == len(mesh.shape) > 1 and all(each.dim is None for each in found):
         return (_Collective(WHOLE_MESH),)
     return tuple(found)
 
@@ -317,10 +317,7 @@ class _Bucket:
                 each.put_gradient(grad)
 
     def _axis(self, axis: int) -> AxisComm:
-        if axis != WHOLE_MESH:
-            return self._mesh.axes[axis]
-        assert self._mesh.whole is not None
-        return self._mesh.whole
+        return self._mesh.whole if axis == WHOLE_MESH else self._mesh.axes[axis]
 
 
 def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:

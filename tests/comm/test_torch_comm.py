@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
-from alpa_strategy.comm.mesh import all_reduce_over, build_mesh, build_stage_meshes
+from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range
 
@@ -57,7 +57,7 @@ def check_mesh(shape, backend="torch"):
     world = dist.get_world_size()
     assert mesh.whole.size == world
     assert mesh.whole.index == dist.get_rank()
-    torch.testing.assert_close(all_reduce_over(mesh, torch.ones(2)), torch.full((2,), float(world)))
+    torch.testing.assert_close(mesh.whole.all_reduce(torch.ones(2)), torch.full((2,), float(world)))
     for axis, size, index in zip(mesh.axes, mesh.shape, mesh.coordinate, strict=True):
         assert (axis.size, axis.index) == (size, index)
     dtypes = DTYPES if backend == "torch" else (torch.float32, torch.bool)

@@ -20,7 +20,7 @@ BULK = 64  # bytes: losses and counts are smaller, and stay as they are
 
 
 class Counting:
-    """A backend that adds up the bytes of what it is given by kind and dtype."""
+    """A library of collectives that adds up the bytes of what it is given by kind and dtype."""
 
     counts: dict[str, int]
 
@@ -29,13 +29,14 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        if name not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        kind = next((k for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") if name.startswith(k)), "")
+        if not kind:
             return found
 
         def call(tensor: Tensor, *rest: Any) -> Any:
             num_bytes = tensor.numel() * tensor.element_size()
             if num_bytes >= BULK:
-                Counting.counts[name] = Counting.counts.get(name, 0) + num_bytes
+                Counting.counts[kind] = Counting.counts.get(kind, 0) + num_bytes
             return found(tensor, *rest)
 
         return call
@@ -44,7 +45,7 @@ class Counting:
 def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]:
     """Bytes of the collectives of two training steps after the first, by kind."""
     Counting.counts = {}
-    init = mesh.TorchAxisComm.__init__
+    init = mesh.AxisComm.__init__
 
     def counting(self: Any, size: int, index: int, group: Any, backend: Any) -> None:
         init(self, size, index, group, Counting(backend))
@@ -59,7 +60,7 @@ def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]
 
     torch.manual_seed(0)
     model, steps = MODELS["mlp"](d_in=32, d_hidden=64, d_out=32, num_layers=3), Steps()
-    mesh.TorchAxisComm.__init__ = counting
+    mesh.AxisComm.__init__ = counting
     try:
         strategy = AlpaStrategy(parallel=parallel, cluster="pcie_8gpu", plan_dir=folder)
         trainer = pl.Trainer(
@@ -73,7 +74,7 @@ def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]
         )
         trainer.fit(model, DataLoader(TensorDataset(*model.example_batch(2 * 3 * 32768)), batch_size=32768))
     finally:
-        mesh.TorchAxisComm.__init__ = init
+        mesh.AxisComm.__init__ = init
     return steps.found
 
 

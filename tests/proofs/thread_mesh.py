@@ -115,7 +115,7 @@ class ThreadMesh:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     axes: tuple[ThreadAxis, ...]
-    whole: None = None
+    whole: ThreadAxis
 
 
 def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], timeout_seconds: float = 60.0) -> list[T]:
@@ -131,9 +131,15 @@ def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], tim
         others = coordinate[:axis] + coordinate[axis + 1 :]
         return exchanges.setdefault((axis, others), _Exchange(shape[axis], timeout_seconds))
 
+    of_all = exchanges[-1, ()] = _Exchange(len(coordinates), timeout_seconds)
     meshes = [
-        ThreadMesh(shape, c, tuple(ThreadAxis(shape[a], c[a], exchange(a, c)) for a in range(len(shape))))
-        for c in coordinates
+        ThreadMesh(
+            shape,
+            c,
+            tuple(ThreadAxis(shape[a], c[a], exchange(a, c)) for a in range(len(shape))),
+            ThreadAxis(len(coordinates), rank, of_all),
+        )
+        for rank, c in enumerate(coordinates)
     ]
     results: list[T | None] = [None] * math.prod(shape)
     errors: list[BaseException] = []

@@ -65,7 +65,7 @@ class Link(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and trainer.global_rank == 1:
-            start = self.start = mesh.TorchAxisComm.start_all_reduce
+            start = self.start = mesh.AxisComm.start_all_reduce
 
             def faulty(axis: Any, tensor: Tensor) -> Any:
                 pending = start(axis, tensor)
@@ -80,11 +80,11 @@ class Link(pl.Callback):
                 pending.wait = waited
                 return pending
 
-            mesh.TorchAxisComm.start_all_reduce = faulty  # type: ignore[method-assign]
+            mesh.AxisComm.start_all_reduce = faulty  # type: ignore[method-assign]
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         if hasattr(self, "start"):
-            mesh.TorchAxisComm.start_all_reduce = self.start  # type: ignore[method-assign]
+            mesh.AxisComm.start_all_reduce = self.start  # type: ignore[method-assign]
 
 
 class Wrong(Link):
