@@ -25,9 +25,9 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.display import Progress, peak_rss_bytes, plan_html, plan_svg, plan_table, plan_timing
 from alpa_strategy.display.op_table import op_table
-from alpa_strategy.display.table import tune_table
+from alpa_strategy.display.progress import Progress, peak_rss_bytes
+from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import is_possible
 from alpa_strategy.ir.plan import Plan

@@ -26,6 +26,10 @@ class AlpaError(RuntimeError):
         self.fix = _shown(fix)
         super().__init__(f"{self.problem}\n  What to do: {self.fix}" if fix else self.problem)
 
+    def __reduce__(self) -> tuple[type[AlpaError], tuple[str, str]]:
+        """So that an error can be raised on other ranks."""
+        return type(self), (self.problem, self.fix)
+
 
 def _shown(text: str) -> str:
     """Text for a terminal, whatever names of files and keys it quotes: no control characters, no endless words."""

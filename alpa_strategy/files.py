@@ -1,7 +1,7 @@
 """Files that people edit and other jobs write: read within limits, written whole or not at all; shipped ones by name.
 
 A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off, nested a million
-deep or hold `1e999`. `read_json` and `check_yaml` say so in a line (`BadFileError`) before anything is made of it.
+deep or hold `1e999`. `read_json` and `read_yaml` say so in a line (`BadFileError`) before anything is made of it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from alpa_strategy.errors import UNPRINTABLE
 
 MAX_BYTES = 64 << 20  # a plan of 100,000 ops has 20 MB
 MAX_DEPTH = 64
 MAX_YAML_BYTES = 1 << 20
-MAX_YAML_NODES = 100_000  # with what aliases repeat: a few lines can stand for a billion
+MAX_YAML_VALUES = 100_000  # with what aliases repeat: a few lines can stand for a billion
 MAX_DIGITS = 19  # of a whole number: 64 bits
 # The folders of a checkout, as package data in a wheel (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
-_WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]{%d,}" % (MAX_DIGITS + 1))  # noqa: UP031
+_WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]+")
 
 
 class BadFileError(ValueError):
@@ -54,25 +55,30 @@ def parse_json(text: str) -> Any:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError as error:
         raise BadFileError(f"is not JSON: {error}") from None
-    _check_values(data, MAX_DEPTH)
+    _check_values(data)
     return data
 
 
-def check_yaml(path: str | Path) -> None:
-    """BadFileError where a YAML file is too large, too deep, or stands for too much; OSError where it is unreadable.
+def read_yaml(path: str | Path) -> Any:
+    """The content of a YAML file as OmegaConf has it, interpolations as written.
 
-    Its syntax is the reader's business: what the parser refuses passes here.
+    Raises:
+        OSError: it cannot be read.
+        BadFileError: it is no YAML, or larger, deeper or stands for more than a file of ours can.
     """
     text = _text(Path(path), MAX_YAML_BYTES)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if isinstance(root, yaml.ScalarNode):
+        data = yaml.load(text, Loader=yaml.BaseLoader)  # every value as its text
+        if isinstance(data, str):
             raise BadFileError("is one value, not a mapping of keys to values")
-        _count_nodes(root, {}, 0)
+        _check_values(data, MAX_YAML_VALUES, MAX_DIGITS)
+        return OmegaConf.create(text)
     except RecursionError:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
-    except yaml.YAMLError:
-        return
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise BadFileError(f"is not valid YAML{place}: {getattr(error, 'problem', None) or error}") from None
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -140,40 +146,29 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_values(data: Any, depth: int) -> None:
-    """Depth, and texts: they are shown on terminals, where an escape sequence would be a command."""
-    if isinstance(data, str):
-        if not data.isprintable() and (bad := UNPRINTABLE.search(data)):
-            raise BadFileError(f"holds the control character {bad[0]!a} in the text {data[:40]!a}")
-    elif isinstance(data, dict | list):
-        if depth == 0:
-            raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
-        for item in data if isinstance(data, list) else (*data, *data.values()):
-            _check_values(item, depth - 1)
+def _check_values(data: Any, most: float = math.inf, most_digits: float = math.inf) -> None:
+    """Depth, number of values, and texts: they are shown on terminals, where an escape sequence would be a command.
 
-
-def _count_nodes(node: yaml.Node | None, known: dict[int, int], depth: int) -> int:
-    """Nodes that `node` stands for, aliases repeated; `known`: id -> count, so that each is counted once."""
-    if depth > MAX_DEPTH:
-        raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
-    if node is None:
-        return 1
-    if isinstance(node, yaml.ScalarNode):
-        _check_values(node.value, 1)
-        if _WHOLE_NUMBER.fullmatch(node.value):
-            raise BadFileError(f"holds a number of {len(node.value)} digits")
-        return 1
-    if id(node) in known:
-        if known[id(node)] == 0:
-            raise BadFileError("holds an alias of what it stands in")
-        return known[id(node)]
-    known[id(node)] = 0
-    children = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-    count = 1 + sum(_count_nodes(child, known, depth + 1) for child in children)
-    if count > MAX_YAML_NODES:
-        raise BadFileError(f"stands for more than {MAX_YAML_NODES} values")
-    known[id(node)] = count
-    return count
+    Args:
+        most: values, each counted as often as it stands in another.
+        most_digits: of whole numbers that are texts here.
+    """
+    waiting, count = [(data, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if count > most:
+            raise BadFileError(f"stands for more than {most} values")
+        if isinstance(value, str):
+            if not value.isprintable() and (bad := UNPRINTABLE.search(value)):
+                raise BadFileError(f"holds the control character {bad[0]!a} in the text {value[:40]!a}")
+            if len(value) > most_digits and _WHOLE_NUMBER.fullmatch(value):
+                raise BadFileError(f"holds a number of {len(value)} digits")
+        elif isinstance(value, dict | list):
+            if depth == MAX_DEPTH:
+                raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
+            inside = value if isinstance(value, list) else (*value, *value.values())
+            waiting += [(item, depth + 1) for item in inside]
 
 
 def shipped_folder(folder: str) -> Path:

@@ -8,10 +8,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
+
+if TYPE_CHECKING:
+    from alpa_strategy.cost.model import OpCosts
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 SELECTIVE = "selective"  # a value of `remat`
@@ -22,15 +25,6 @@ BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for
 CHECK_REPLICAS_EVERY = 50  # steps: a digest of a training's parameters costs a thousandth of them or less
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
-
-
-class NamedCosts(Protocol):
-    """A cost model as far as options know it: plans are stored under its name. In full: `cost.model.OpCosts`."""
-
-    @property
-    def name(self) -> str:
-        """Two models of one name give the same costs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class PlanOptions:
     num_stages: int | None = None
     stages: tuple[str, ...] = ()
     remat: bool | tuple[str, ...] | None = None
-    costs: NamedCosts | None = None
+    costs: OpCosts | None = None
     compile: bool = False
 
     @classmethod
@@ -265,7 +259,7 @@ def _schedule(value: Any) -> str:
     return known[value.lower()]
 
 
-def _costs(value: Any) -> NamedCosts:
+def _costs(value: Any) -> OpCosts:
     missing = [n for n in ("op_seconds", "saved", "optimizer_seconds") if not callable(getattr(value, n, None))]
     missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
     if missing:

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from alpa_strategy import files
 from alpa_strategy.errors import AlpaError, OptionError, check_names, did_you_mean
-from alpa_strategy.files import RECIPES, BadFileError, check_yaml, find_named, shipped_names
+from alpa_strategy.files import RECIPES, BadFileError, find_named, shipped_names
 from alpa_strategy.strategy import OPTION_NAMES, AlpaStrategy
 
 _TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -89,23 +89,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it is not valid."""
     path = Path(path)
     try:
-        check_yaml(path)
-        content = OmegaConf.load(path)
+        content = files.read_yaml(path)
     except FileNotFoundError:
         raise OptionError(f"there is no recipe {path}", _nearest_recipe(path)) from None
     except BadFileError as error:
         raise OptionError(f"{path} {error}", "give a recipe: a small YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read: {error}", "give a YAML text file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise OptionError(
-            f"{place}: not valid YAML: {problem}", "correct the line (indentation, colons, brackets)"
-        ) from None
-    except OmegaConfBaseException as error:
-        raise OptionError(f"{path}: {_first_line(error)}", "correct the file") from None
+    except (OSError, OmegaConfBaseException) as error:
+        raise OptionError(f"{path} cannot be read: {_first_line(error)}", "give a YAML text file") from None
     if not OmegaConf.is_dict(content):
         raise OptionError(f"{path} is not a mapping of keys to values", "start with lines such as model: and data:")
     return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_states
-from alpa_strategy.display import Progress
+from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import watch
@@ -38,7 +38,6 @@ from alpa_strategy.options import (
     BUCKET_BYTES,
     CHECK_REPLICAS_EVERY,
     Limits,
-    NamedCosts,
     PlanOptions,
     compile_options,
 )
@@ -46,6 +45,7 @@ from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.cost.model import OpCosts
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.placed_module import PlacedModule
     from alpa_strategy.runtime.parameters import ParameterStore
@@ -100,7 +100,7 @@ class AlpaStrategy(ParallelJob):
         num_stages: int | None = None,
         stages: Sequence[str] | None = None,
         remat: bool | str | Sequence[str] | None = None,
-        costs: NamedCosts | None = None,
+        costs: OpCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,

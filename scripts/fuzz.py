@@ -38,7 +38,7 @@ from alpa_strategy import AlpaError, ClusterSpec, Plan
 from alpa_strategy.cli import main as alpa
 from alpa_strategy.comm.measure import load_stored
 from alpa_strategy.cost.measured import OpTable
-from alpa_strategy.display import plan_html, plan_svg, plan_table
+from alpa_strategy.display.table import plan_html, plan_svg, plan_table
 from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.recipe import load_recipe
 
@@ -196,7 +196,7 @@ def measured_clusters(folder: Path) -> Format:
     good = ClusterSpec.load("dgx_h100").with_nodes(1)
 
     def read(path: Path) -> None:
-        load_stored(path, "x")
+        load_stored(path)
 
     return texts(folder, [json.dumps(good.to_dict())], ".json", read)
 

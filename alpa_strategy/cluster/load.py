@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import ClusterError
-from alpa_strategy.files import CLUSTERS, check_yaml, find_named, shipped_names
+from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
 
 
 def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
@@ -34,17 +34,14 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = No
         known = ", ".join(shipped_names(CLUSTERS))
         raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
     try:
-        check_yaml(file)
-        content = OmegaConf.load(file)
+        content = read_yaml(file)
         for key, value in (overrides or {}).items():
             # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line too
             parsed = OmegaConf.from_dotlist([f"{key}={value}"]) if isinstance(value, str) else None
             OmegaConf.update(content, key, value if parsed is None else OmegaConf.select(parsed, key))
         data = OmegaConf.to_container(content, resolve=True)
-    except (OmegaConfBaseException, OSError, ValueError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ClusterError(f"cluster file {file} cannot be read: {error}", "correct the file") from error
-    except yaml.YAMLError as error:
-        raise ClusterError(f"cluster file {file} is not YAML: {error}", "correct the line that it names") from error
     if not isinstance(data, dict):
         raise ClusterError(
             f"cluster file {file} holds no fields", "write name:, num_nodes:, ... as in configs/clusters"

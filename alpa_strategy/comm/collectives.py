@@ -5,7 +5,7 @@ At the end: jobs beside the main thread.
 
 from __future__ import annotations
 
-import json
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from alpa_strategy import errors
 from alpa_strategy.comm.failure import job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
@@ -42,18 +41,17 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
     Returns this rank's result, and `summary(result)` (small, picklable) of every rank.
     """
     result: T | None = None
-    own_error: AlpaError | None = None
+    report: Any
     try:
         result = work()
-        report: tuple[Any, tuple[str, str, str] | None] = (summary(result), None)
+        report = summary(result), None
     except AlpaError as error:
-        own_error, report = error, (None, _to_data(error))
+        report = None, error
     reports = of_all_ranks(report)
-    failed = [(rank, error) for rank, (_, error) in enumerate(reports) if error is not None]
-    if failed:
-        # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
-        first = _from_data(failed[0][1])
-        raise first from own_error
+    for _, first in reports:
+        if first is not None:
+            # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
+            raise first from (report[1] if report[1] is not first else None)
     return cast("T", result), [value for value, _ in reports]
 
 
@@ -101,7 +99,7 @@ class RankZero:
         return self._alone or self._rank == 0
 
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
-        """`work()` of rank 0 (JSON data) on every rank; its AlpaError is raised on every rank.
+        """`work()` of rank 0 (to be pickled) on every rank; its AlpaError is raised on every rank.
 
         Args:
             what: for the error when rank 0 takes longer than the timeout.
@@ -113,16 +111,16 @@ class RankZero:
         if self._rank == 0:
             try:
                 result = work()
-                self._store.set(key, json.dumps({"value": result}))
+                self._store.set(key, pickle.dumps((result, None)))
             except AlpaError as error:
-                self._store.set(key, json.dumps({"error": _to_data(error)}))
+                self._store.set(key, pickle.dumps((None, error)))
                 raise
             return result
         self._wait_for(key, what)
-        message = json.loads(self._store.get(key))
-        if "error" in message:
-            raise _from_data(message["error"])
-        return message["value"]
+        result, failure = pickle.loads(self._store.get(key))
+        if failure is not None:
+            raise failure
+        return result
 
     def _wait_for(self, key: str, what: str) -> None:
         """In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
@@ -192,15 +190,6 @@ def broadcast_tensors(tensors: list[torch.Tensor], source: int = 0) -> None:
     """Write rank `source`'s values into every rank's tensors, those of a dtype in one message. Collective."""
     if world_size() > 1 and tensors:
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, source)
-
-
-def _to_data(error: AlpaError) -> tuple[str, str, str]:
-    return type(error).__name__, error.problem, error.fix
-
-
-def _from_data(data: Any) -> AlpaError:
-    name, problem, fix = data
-    return getattr(errors, name, AlpaError)(problem, fix)
 
 
 # --- Jobs beside the main thread, one after the other.

@@ -30,8 +30,8 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0
 LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
-_CAUSE, _SEEN, _TOLD = "alpa/failure/cause", "alpa/failure/seen", "alpa/failure/told"
-_ENDED = "alpa/failure/ended"
+# Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well; `seen/{rank}`: a sign of life.
+_CAUSE, _TOLD, _ENDED = "cause", "told", "ended"
 
 
 class FailureWatch:
@@ -53,16 +53,14 @@ class FailureWatch:
         children: Callable[[], Sequence[subprocess.Popen]] = tuple,
         last: Callable[[], None] = lambda: None,
     ) -> None:
+        # A process may train several times with one store; every rank counts its own watches, in step with the others.
+        prefix = f"alpa/failure/{store.add(f'alpa/failure/runs/{rank}', 1)}"
         # A connection each: a store's calls wait for each other, and the main thread may hang in one of its own.
-        self._watch_store, self._main_store = store.clone(), store.clone()
+        self._watch_store, self._main_store = (dist.PrefixStore(prefix, store.clone()) for _ in range(2))
         self._rank, self._world_size = rank, world_size
         self._children, self._last = children, last
         self._stopped = threading.Event()
         self._ending = threading.Lock()
-        # A process may train several times with one store; every rank counts its own watches, in step with the others.
-        run = self._main_store.add(f"alpa/failure/runs/{rank}", 1)
-        self._cause_key, self._seen_key, self._told_key = f"{_CAUSE}/{run}", f"{_SEEN}/{run}", f"{_TOLD}/{run}"
-        self._ended_key = f"{_ENDED}/{run}"
         self._word: str | None = None
         self.on_told: Callable[[str], None] | None = None  # called once, in the watch's thread
         self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
@@ -76,7 +74,7 @@ class FailureWatch:
         self._stopped.set()
         if self._rank == 0 and ends_well:  # its store ends with it: slower ranks are not lost
             with contextlib.suppress(RuntimeError):
-                self._main_store.set(self._ended_key, "")
+                self._main_store.set(_ENDED, "")
         if self._thread.is_alive():
             self._thread.join(1.0)  # longer only in a call to a store that is gone
 
@@ -97,8 +95,8 @@ class FailureWatch:
         )
         text = f"{self._rank}\n{message}\n{trace}"
         try:
-            first = self._main_store.compare_set(self._cause_key, "", text).decode()
-            self._main_store.set(self._sign(self._rank), "seen")
+            first = self._main_store.compare_set(_CAUSE, "", text).decode()
+            self._main_store.set(f"seen/{self._rank}", "seen")
             if first == text:
                 self._name_the_silent(self._main_store)
                 time.sleep(0.2)  # the store may end with this process: let the last answer arrive
@@ -118,22 +116,18 @@ class FailureWatch:
     def _pass_on(self) -> None:
         """In the watch's thread: what this rank has to tell, and what it is told."""
         if self._word is not None:
-            self._watch_store.compare_set(self._told_key, "", self._word)
+            self._watch_store.compare_set(_TOLD, "", self._word)
             self._word = None
-        if self.on_told is not None and self._watch_store.check([self._told_key]):
+        if self.on_told is not None and self._watch_store.check([_TOLD]):
             on_told, self.on_told = self.on_told, None
-            on_told(self._watch_store.get(self._told_key).decode())
-
-    def _sign(self, rank: int) -> str:
-        """Key of a rank's sign of life."""
-        return f"{self._seen_key}/{rank}"
+            on_told(self._watch_store.get(_TOLD).decode())
 
     def _name_the_silent(self, store: Any) -> None:
         """Wait until every rank has seen the cause; name those that never do: they are what was lost."""
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
         silent = list(range(self._world_size))
         while silent and time.monotonic() < deadline:
-            silent = [rank for rank in silent if not store.check([self._sign(rank)])]
+            silent = [rank for rank in silent if not store.check([f"seen/{rank}"])]
             time.sleep(0.05)
         if silent:
             ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
@@ -144,10 +138,10 @@ class FailureWatch:
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 self._pass_on()
-                if self._watch_store.check([self._ended_key]):
+                if self._watch_store.check([_ENDED]):
                     return
-                failed = self._watch_store.check([self._cause_key])
-                first = self._watch_store.get(self._cause_key).decode() if failed else ""
+                failed = self._watch_store.check([_CAUSE])
+                first = self._watch_store.get(_CAUSE).decode() if failed else ""
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
                 if not self._stopped.wait(LOST_SECONDS):
                     print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
@@ -155,7 +149,7 @@ class FailureWatch:
                 return
             if failed:
                 with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
-                    self._watch_store.set(self._sign(self._rank), "seen")
+                    self._watch_store.set(f"seen/{self._rank}", "seen")
                 # An error that all ranks raise together reaches this rank's main thread by itself.
                 if self._stopped.wait(GRACE_SECONDS / 2):
                     return

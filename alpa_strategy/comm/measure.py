@@ -36,6 +36,7 @@ from alpa_strategy.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
@@ -47,7 +48,7 @@ def measure_collectives(
     kinds: Iterable[str] = KINDS,
     sizes_bytes: Iterable[int] = SIZES_BYTES,
     budget_seconds: float = 1.5,
-    device: torch.device | str = "cpu",
+    device: torch.device = CPU,
     axes: Iterable[int] | None = None,
 ) -> list[CommTable]:
     """Time each collective on each mesh axis (of more than one device), all groups of the axis at the same time.
@@ -56,7 +57,6 @@ def measure_collectives(
     other load does not spoil all the repetitions of one collective. Sizes are those of the full tensor on the axis;
     larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this alike.
     """
-    device = torch.device(device)
     kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
     all_strides = strides(mesh.shape)
     tables = []
@@ -83,11 +83,10 @@ def measure_collectives(
 
 
 def measure_cluster(
-    name: str,
     num_nodes: int,
     devices_per_node: int,
     make_mesh: Callable[[tuple[int, ...]], MeshComm],
-    device: torch.device | str = "cpu",
+    device: torch.device = CPU,
     budget_seconds: float = 1.5,
     folder: Path | None = None,
     backend: str = "gloo",
@@ -99,11 +98,10 @@ def measure_cluster(
         budget_seconds: per mesh axis.
         folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it, else written.
     """
-    device = torch.device(device)
     shapes = factorisations(num_nodes * devices_per_node)
     whole = make_mesh(shapes[0])
     path = None if folder is None else stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
-    found = None if path is None else load_stored(path, name)
+    found = None if path is None else load_stored(path)
     if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:
         assert found is not None
         return found
@@ -119,7 +117,7 @@ def measure_cluster(
         tables += measure_collectives(mesh, budget_seconds=budget_seconds, device=device, axes=axes)
         done.update(zip(shape, strides(shape), strict=True))
     cluster = ClusterSpec(
-        name=name,
+        name="this cluster",
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
         device=spec,
@@ -144,12 +142,12 @@ def stored_path(folder: Path, device: str, num_nodes: int, devices_per_node: int
     return folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
 
 
-def load_stored(path: Path, name: str) -> ClusterSpec | None:
-    """The measured cluster in a file, under the name `name`; None when there is none that can be read."""
+def load_stored(path: Path) -> ClusterSpec | None:
+    """The measured cluster in a file; None when there is none that can be read."""
     if not path.exists():
         return None
     try:
-        return replace(ClusterSpec.from_dict(read_json(path), str(path)), name=name)
+        return ClusterSpec.from_dict(read_json(path), str(path))
     except (OSError, ValueError, ClusterError) as error:
         logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
         return None
@@ -202,18 +200,14 @@ class _AgreedClock:
 
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
     """Element-wise maximum over all ranks of the mesh."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    for axis in mesh.axes:
-        tensor = axis.all_reduce(tensor, "max")
-    return tensor.tolist()
+    return mesh.whole.all_reduce(torch.tensor(values, dtype=torch.float64, device=device), "max").tolist()
 
 
-def measure_slowdown(mesh: MeshComm, device: torch.device | str = "cpu", seconds: float = 0.2) -> float:
+def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.2) -> float:
     """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or one machine.
 
     Rates over a whole window each, not best times: ranks that take turns on a core are fast for moments. 1 on GPUs.
     """
-    device = torch.device(device)
     if device.type != "cpu" or math.prod(mesh.shape) == 1:
         return 1.0
     matrix = torch.rand(256, 256)

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.timeline import MAX_DRAWN, TimelineLines, plan_timeline
+from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
@@ -41,7 +41,7 @@ def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int
     if len(plan.stages) > 1:
         parts += [Text(), stage_overview(plan)]
     if (clock := plan_timeline(plan, MAX_DRAWN)) is not None:
-        parts += [Text(), TimelineLines(clock)]
+        parts += [Text(), clock]
     for equal in equal_stages(plan):
         stage = plan.stages[equal[0]]
         if len(plan.stages) > 1:
@@ -270,18 +270,15 @@ class ParameterGroup:
     shape: Shape | None
 
 
-def parameter_groups(
-    plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape] | None = None
-) -> tuple[ParameterGroup, ...]:
+def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape]) -> tuple[ParameterGroup, ...]:
     """Group by name with its indices collapsed, shape and modes, in order of first appearance.
 
     Where one pattern falls into several groups, each shows the indices that it stands for: `blocks.{0-2,5}.fc.weight`.
     """
     members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...]], list[str]] = {}
     for name, plan in plans.items():
-        shape = shapes.get(name) if shapes else None
         # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
-        members.setdefault((collapse_indices(name), shape, plan.module_modes), []).append(name)
+        members.setdefault((collapse_indices(name), shapes.get(name), plan.module_modes), []).append(name)
     patterns = [pattern for pattern, _, _ in members]
     return tuple(
         ParameterGroup(

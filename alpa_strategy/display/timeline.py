@@ -46,6 +46,9 @@ class ScheduleTimeline:
             return f"{self.num_microbatches} micro-batches, {format_seconds(self.seconds)} without the optimizer"
         return f"drawn with {self.num_drawn} of {self.num_microbatches} micro-batches"
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield timeline_text(self, options.max_width)
+
 
 def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTimeline | None:
     """The plan's schedule with its stages' own seconds; None where there is none, or no stage's seconds are known.
@@ -81,16 +84,6 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
     # Downwards first: fewer are drawn larger.
     tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
     return next((n for n in tried if n < count and why_not(schedule, num_meshes, n) is None), count)
-
-
-@dataclass(frozen=True)
-class TimelineLines:
-    """`timeline_text` as wide as the terminal."""
-
-    drawn: ScheduleTimeline
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield timeline_text(self.drawn, options.max_width)
 
 
 def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:

@@ -16,7 +16,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import on_all_ranks
 from alpa_strategy.cost.measured import device_memory_bytes
-from alpa_strategy.display import Progress
+from alpa_strategy.display.progress import Progress
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 

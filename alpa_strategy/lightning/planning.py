@@ -146,7 +146,6 @@ def job_cluster(job: Job) -> ClusterSpec:
         return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
     with job.progress("cluster"):
         return measure_cluster(
-            "this cluster",
             job.num_nodes,
             job.devices_per_node,
             build_mesh,

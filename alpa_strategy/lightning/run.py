@@ -23,7 +23,7 @@ from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
 from alpa_strategy.comm.mesh import Pending
-from alpa_strategy.display import measured_line
+from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import changed_value

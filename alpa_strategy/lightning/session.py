@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import any_rank, world_size
-from alpa_strategy.display import plan_table
+from alpa_strategy.display.table import plan_table
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
@@ -50,7 +49,7 @@ class PlanTask:
     @property
     def op_costs(self) -> OpCosts:
         """Seconds and bytes of one local op."""
-        own = cast("OpCosts | None", self.options.costs) or self.costs
+        own = self.options.costs or self.costs
         return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
 
     @property

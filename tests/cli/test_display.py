@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from alpa_strategy.display import Progress, measured_line, plan_html, plan_svg, plan_table, plan_timing
-from alpa_strategy.display.table import parameter_groups
+from alpa_strategy.display.progress import Progress
+from alpa_strategy.display.table import (
+    measured_line,
+    parameter_groups,
+    plan_html,
+    plan_svg,
+    plan_table,
+    plan_timing,
+)
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Collective, Fingerprint, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
@@ -168,7 +175,7 @@ names = st.lists(st.sampled_from(["a", "b", "0", "1", "7"]), min_size=1, max_siz
 
 @given(st.dictionaries(names, st.sampled_from(["R", "S0", "R*"]).map(ParameterPlan.parse)))
 def test_groups_partition_the_parameters(plans):
-    groups = parameter_groups(plans)
+    groups = parameter_groups(plans, {})
     grouped = [name for group in groups for name in group.names]
     assert sorted(grouped) == sorted(plans)
     assert all(plans[name].modes == group.modes for group in groups for name in group.names)

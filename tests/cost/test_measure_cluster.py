@@ -84,7 +84,7 @@ class Meshes:
 
 def measure(meshes: Meshes, folder: Path | None = None, nodes: int = 1) -> list[ClusterSpec]:
     per_node = meshes.world // nodes
-    return meshes.run(lambda make: measure_cluster("here", nodes, per_node, make, budget_seconds=0.02, folder=folder))
+    return meshes.run(lambda make: measure_cluster(nodes, per_node, make, budget_seconds=0.02, folder=folder))
 
 
 def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh():
@@ -105,9 +105,9 @@ def test_a_stored_cluster_is_not_measured_again(tmp_path):
     again = Meshes(2)
     assert measure(again, folder) == [first, first]
     assert again.asked == [(2,)]  # only to agree that all ranks have it
-    assert load_stored(stored_path(folder, first.device.name, 1, 2, "gloo"), "other") is not None
-    assert load_stored(stored_path(folder, first.device.name, 1, 4, "gloo"), "other") is None
-    assert load_stored(stored_path(folder, first.device.name, 1, 2, "nccl"), "other") is None
+    assert load_stored(stored_path(folder, first.device.name, 1, 2, "gloo")) is not None
+    assert load_stored(stored_path(folder, first.device.name, 1, 4, "gloo")) is None
+    assert load_stored(stored_path(folder, first.device.name, 1, 2, "nccl")) is None
 
 
 def test_a_rank_without_the_file_makes_all_measure(tmp_path):
@@ -117,7 +117,7 @@ def test_a_rank_without_the_file_makes_all_measure(tmp_path):
     def run(make):
         mesh = make((2,))
         folder = full if mesh.axes[0].index == 0 else empty
-        return measure_cluster("here", 1, 2, make, budget_seconds=0.02, folder=folder)
+        return measure_cluster(1, 2, make, budget_seconds=0.02, folder=folder)
 
     one, other = Meshes(2).run(run)
     assert one == other
@@ -129,7 +129,7 @@ def test_a_broken_file_is_reported_and_measured_again(text: str, tmp_path, caplo
     path = stored_path(tmp_path, "cpu", 1, 2, "gloo")
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert load_stored(path, "here") is None
+        assert load_stored(path) is None
     assert str(path) in caplog.text
 
 

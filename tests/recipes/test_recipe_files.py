@@ -143,7 +143,7 @@ def test_a_constructor_that_refuses_is_one_message():
 def test_yaml_mistake_names_file_and_line(tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text("model:\n  a: 1\n   b: 2\n")
-    with pytest.raises(OptionError, match=r"broken\.yaml, line 3"):
+    with pytest.raises(OptionError, match=r"broken\.yaml is not valid YAML in line 3, column"):
         load_recipe(path)
 
 
