@@ -19,31 +19,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from alpa_strategy.checkpoint.restricted import RestrictedReader, check_sum, checksum, is_plain, place_of, reading
-from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, from_file, put_tensors
+from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, from_file, put_tensors
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import read_json
 
@@ -67,7 +52,7 @@ def load_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     sums = _check_complete(path)
     with reading(path):
         rest, places = from_file(path / REST, weights_only)
-        return put_tensors(rest, places, _Reader(path, sums).tensors())
+        return put_tensors(rest, places, _stored_tensors(path, sums))
 
 
 def save_directory(
@@ -93,7 +78,7 @@ def save_directory(
             dcp.save(
                 dict(shards),
                 storage_writer=writer,
-                planner=_SavePlanner(),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -119,39 +104,6 @@ def remove_checkpoint(path: Path) -> None:
 
 
 # Writing through DCP
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Every chunk of `LocalShards` is an item; chunks that several ranks hold are written by one of them."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # keys are flat already
-
-    def create_local_plan(self) -> SavePlan:
-        items = [_write_item(key, s, chunk) for key, s in self.state_dict.items() for chunk in s.chunks]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _chunk_at(self.state_dict[index.fqn], index).tensor.detach()
-
-
-def _write_item(key: str, shards: LocalShards, chunk: Chunk) -> WriteItem:
-    box = _box(chunk)
-    properties = TensorProperties(dtype=shards.dtype)
-    return WriteItem(
-        index=MetadataIndex(key, box.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk=box, properties=properties, size=shards.shape),
-    )
-
-
-def _box(chunk: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.tensor.shape)
-
-
-def _chunk_at(shards: LocalShards, index: MetadataIndex) -> Chunk:
-    return next(chunk for chunk in shards.chunks if torch.Size(chunk.offsets) == index.offset)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -212,48 +164,21 @@ class _Writer(dcp.FileSystemWriter):
 # Reading through DCP
 
 
-class _Reader:
-    """Reads parts of the tensors of a complete checkpoint directory; each process for itself."""
+def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTensor]:
+    """Key -> tensor, of all that a complete checkpoint directory holds. Each process reads for itself."""
+    reader = RestrictedReader(path, sums)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    stored = {k: t for k, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
 
-    def __init__(self, path: Path, sums: Mapping[str, int]) -> None:
-        self._path = path
-        self._reader = RestrictedReader(path, sums)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+    def fill(key: str, shards: LocalShards) -> None:
+        planner = DefaultLoadPlanner()
+        planner.state_dict = {key: shards}
+        items = create_read_items_for_chunk_list(key, stored[key], shards.__create_chunk_list__())
+        with reading(path):
+            reader.read_data(LoadPlan(items), planner).wait()
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Key -> tensor, of all that are stored."""
-        return {
-            key: StoredTensor(found.size, found.properties.dtype, key, self.fill)
-            for key, found in self._metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
-
-    def fill(self, key: str, shards: LocalShards) -> None:
-        """Read into the memory of `shards` what they cover of tensor `key`, whatever their dtype and device.
-
-        Raises:
-            CheckpointError: the files cannot be read, or hold something else.
-        """
-        found = self._metadata.state_dict_metadata[key]
-        assert isinstance(found, TensorStorageMetadata)
-        items = create_read_items_for_chunk_list(key, found, [_box(chunk) for chunk in shards.chunks])
-        with reading(self._path):
-            self._reader.read_data(LoadPlan(items), _LoadPlanner(shards)).wait()
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads into the chunks of `LocalShards`."""
-
-    def __init__(self, shards: LocalShards) -> None:
-        super().__init__()
-        self._shards = shards
-
-    @torch.no_grad()
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = _chunk_at(self._shards, read_item.dest_index).tensor
-        box = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return target[tuple(slice(start, start + length) for start, length in box)]
+    return {key: StoredTensor(found.size, found.properties.dtype, key, fill) for key, found in stored.items()}
 
 
 FORMAT_VERSION = 1  # of the marker

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CheckpointError
-
-Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dim
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,6 @@ class Chunk:
 
     offsets: tuple[int, ...]
     tensor: Tensor
-
-    @property
-    def ranges(self) -> Ranges:
-        """The box."""
-        return tuple((start, start + size) for start, size in zip(self.offsets, self.tensor.shape, strict=True))
 
 
 class LocalShards(Tensor):
@@ -61,6 +56,25 @@ class LocalShards(Tensor):
             f"{func} was called on a tensor of a checkpoint that is held in shards",
             'let hooks only choose or rename entries of a checkpoint, or use AlpaStrategy(checkpoint="single")',
         )
+
+    # What `torch.distributed.checkpoint` asks of tensors that a process has in pieces (`_checkpointable.py`).
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(key, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.shape),
+            )
+            for box in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.tensor.shape) for chunk in self.chunks]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(chunk.tensor.detach() for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
 
 
 class StoredTensor(Tensor):
@@ -119,7 +133,8 @@ def read_chunks(source: Tensor, chunks: Sequence[Chunk]) -> None:
         source.fill(chunks)
         return
     for chunk in chunks:
-        chunk.tensor.copy_(source[tuple(slice(*r) for r in chunk.ranges)])
+        box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+        chunk.tensor.copy_(source[tuple(slice(start, start + size) for start, size in box)])
 
 
 Path = tuple[str | int, ...]

@@ -62,7 +62,8 @@ def test_any_text_is_json_or_refused(text):
     ("text", "words"),
     [
         (LAUGHS, "stands for"),
-        ("a: &a [*a]", "deep"),
+        ("a: &a [*a]", "recursive"),
+        ("a: &a {b: *a}", "deep"),
         ("[" * 2000 + "]" * 2000, "deep"),
         ("a: " + "7" * 5000, "digits"),
     ],
