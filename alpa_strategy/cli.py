@@ -23,6 +23,7 @@ from lightning import seed_everything
 from rich.console import Console
 from rich.text import Text
 
+from alpa_strategy.capture.low_precision import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.op_table import op_table
@@ -318,6 +319,10 @@ def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContext
             f"{recipe.path}: trainer.precision {precision!r} cannot be planned",
             "use 32-true, 64-true, 16-mixed, bf16-mixed, 16-true or bf16-true",
         )
+    if recipe.strategy.get("master_weights"):
+        check_has_masters(precision)
+        keep_masters(model, dtypes[kind])
+        return partial(low_precision_copies, model, dtypes[kind])
     if low and mode != "true":
         # The step is captured as CPU, whatever the cluster's devices are.
         return partial(torch.autocast, "cpu", dtype=dtypes[kind])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
@@ -31,6 +32,7 @@ from alpa_strategy.lightning.batch_rows import watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
 from alpa_strategy.lightning.job import Job, compiled_by_user
+from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL
@@ -65,6 +67,8 @@ class AlpaStrategy(ParallelJob):
             averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
             `options`); None: where the module, or a part of it, was given to `torch.compile`.
+        master_weights: with `precision="bf16-true"`: parameters, gradients and the state of the optimizer stay fp32,
+            and steps compute with bf16 copies of the parameters.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank 0 writes (whole
@@ -102,6 +106,7 @@ class AlpaStrategy(ParallelJob):
         remat: bool | str | Sequence[str] | None = None,
         costs: OpCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
+        master_weights: bool = False,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         checkpoint: str = "auto",
@@ -120,6 +125,7 @@ class AlpaStrategy(ParallelJob):
     ) -> None:
         given = dict(locals())  # the options by name: what each may be is said once, in `options.py`
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
+        self._master_weights = bool(master_weights)
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -174,6 +180,15 @@ class AlpaStrategy(ParallelJob):
         self._own_module = module
 
     @property
+    def precision_plugin(self) -> Precision:
+        """The Trainer's, or what `master_weights=True` makes of it."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = with_masters(plugin) if plugin is not None and self._master_weights else plugin
+
+    @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
@@ -200,6 +215,7 @@ class AlpaStrategy(ParallelJob):
             plan_file=self._plan_file,
             cluster=self._cluster,
             context=self.precision_plugin.train_step_context,
+            log_context=getattr(self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context),
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
 

@@ -37,6 +37,7 @@ class Job:
         plan_file: a plan to use instead, or None.
         cluster: declared costs (spec, file or name), or None to measure.
         context: what surrounds `training_step` (autocast of the precision plugin).
+        log_context: what surrounds logging instead, where a captured step ran.
         progress: shows phases, lines and tables, where this rank shows anything.
     """
 
@@ -52,6 +53,7 @@ class Job:
     plan_file: Path | None
     cluster: ClusterSpec | str | Path | None
     context: Callable[[], AbstractContextManager[None]]
+    log_context: Callable[[], AbstractContextManager[None]]
     progress: Progress
 
     @property

@@ -173,7 +173,7 @@ class Run(PlacedModule):
         step = captured.step
         verify(step, values)
         write_buffers(self.module, step, values)
-        with self._job.context():  # the default dtype and autocast under which the user's step would have logged
+        with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
             update_metrics_and_log(self.module, step, values, counters, self.metrics)
         append_to_lists(self.module, step, own_rows_of(values, captured.own_rows), batch, counters)
 

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.errors import SetupError
+from alpa_strategy.lightning.master_weights import MasterWeights
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.planner import make_plan
@@ -25,12 +27,17 @@ PLANS = {
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
     "pipelined": {"num_stages": 2, "num_microbatches": 2},
+    "written": {"capture": "never", "parallel": "data"},
+    "written in shards": {"capture": "never", "parallel": "zero3"},
 }
+CAPTURED = list(PLANS)[:4]
+MASTERS = "bf16-true, fp32 masters"
 TOLERANCES = {
     "32-true": 1e-4,
     "bf16-mixed": 2e-2,
     "16-mixed": 5e-3,
     "bf16-true": 5e-2,
+    MASTERS: 2e-2,
     "16-true": 2e-2,
     "64-true": 1e-9,
 }
@@ -100,10 +107,16 @@ def train(
     optimizer = "sgd" if precision == "16-true" else "adamw"  # Adam's eps is 0 in fp16, for DDP as well
     module = {"Tiny": Tiny, "Overflows": Overflows}[kind](optimizer)
     data = TensorDataset(*module.example_batch(64, torch.Generator().manual_seed(3)))
-    options = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root}
+    options: dict[str, Any] = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root}
     plugins = []
     if precision == "16-mixed":  # with the name alone, Lightning takes bf16 on CPUs
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+    if precision == MASTERS:
+        precision = "bf16-true"
+        if plan is None:
+            plugins = [MasterWeights()]
+        else:
+            options["master_weights"] = True
     losses, path = Losses(), f"{root}/saved.ckpt"
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -138,7 +151,8 @@ def ddp(pool, tmp_path_factory):
     return get
 
 
-CASES = [(precision, plan) for precision in ("bf16-mixed", "16-mixed") for plan in PLANS]
+CASES = [(precision, plan) for precision in ("bf16-mixed", "16-mixed") for plan in CAPTURED]
+CASES += [(MASTERS, plan) for plan in PLANS]
 CASES += [(precision, plan) for precision in ("64-true", "bf16-true", "16-true") for plan in ("zero3", "pipelined")]
 
 
@@ -154,7 +168,7 @@ def test_losses_of_50_steps_are_those_of_ddp(pool, ddp, tmp_path, precision: str
     assert reference["losses"][-1] < 0.9 * reference["losses"][0]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", CAPTURED)
 def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, plan: str) -> None:
     """Gradients are clipped by value without the scale; the scaler's state is resumed."""
     given = ("16-mixed", str(tmp_path), 6, "value")
@@ -182,3 +196,42 @@ def test_plans_follow_the_precision() -> None:
     assert 1.8 < bytes_of[torch.float64] / bytes_of[torch.float32] < 2.1
     assert 1.7 < bytes_of[torch.float32] / bytes_of[torch.float16] < 2.1
     assert seconds_of[torch.float64] > seconds_of[torch.float32] > seconds_of[torch.float16]
+
+
+def test_masters_are_fp32_and_their_updates_are_not_lost(pool, tmp_path) -> None:
+    """An update of a thousandth is nothing to a bf16 weight of 1: pure bf16 stands still where masters move."""
+    moved = [pool.run(2, weight_after_small_updates, *given, str(tmp_path))[0] for given in ((True, {}), (False, {}))]
+    sharded = pool.run(2, weight_after_small_updates, True, {"parallel": "zero3"}, str(tmp_path))
+    assert moved == [("torch.float32", pytest.approx(0.98, abs=1e-5)), ("torch.bfloat16", 1.0)]
+    assert sharded == [("torch.float32", pytest.approx(0.98, abs=1e-5))] * 2
+
+
+class Scale(pl.LightningModule):
+    """A weight of ones whose gradient is one everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, 64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.weight.dtype == torch.bfloat16
+        return (self.weight * batch[0].mean(0)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def weight_after_small_updates(masters: bool, plan: dict[str, Any], root: str) -> tuple[str, float]:
+    """dtype and first element of the weight after 20 updates of 1e-3."""
+    module = Scale()
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, plan_dir=root, master_weights=masters, **plan)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, precision="bf16-true", max_steps=20, max_epochs=-1, **QUIET
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 64)), batch_size=4))
+    return str(module.weight.dtype), float(module.weight.detach()[0, 0])
+
+
+def test_masters_of_nothing_are_refused(tmp_path) -> None:
+    with pytest.raises(SetupError, match='use precision="bf16-true"'):
+        pl.Trainer(accelerator="cpu", strategy=AlpaStrategy(master_weights=True), precision="bf16-mixed", **QUIET)
