@@ -91,7 +91,7 @@ class Session:
         job, resumed = self._make_job(), self._checkpoints.resumed
         sharding = self.deferred_init.sharding
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
-        self._why_written = self._why_written or why_written(module, len(optimizers), job, resumes_written)
+        self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
         with _own_randomness(job):
             run: PlacedModule | None = None
             if self._why_written is None:

@@ -29,14 +29,14 @@ from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.early_step import TrainerSettings
-from alpa_strategy.planner.optimizer_info import optimizer_info_in
+from alpa_strategy.planner.optimizer_info import optimizer_info_in, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
-def why_written(module: Any, num_optimizers: int, job: Job, resumes_written: bool) -> CaptureError | None:
+def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool) -> CaptureError | None:
     """Why capture is not even tried, None where it is.
 
     Args:
@@ -52,8 +52,10 @@ def why_written(module: Any, num_optimizers: int, job: Job, resumes_written: boo
         return CaptureError("ModelPruning puts masks into the module while it trains")
     if not job.may_run_as_written and _ends_with_averaging(module):
         return CaptureError("StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured")
-    if num_optimizers != 1:
-        return CaptureError(f"configure_optimizers gave {num_optimizers} optimizers")
+    if len(optimizers) != 1:
+        return CaptureError(f"configure_optimizers gave {len(optimizers)} optimizers")
+    if wants_sparse_gradients(optimizers[0]):
+        return CaptureError(f"{type(optimizers[0]).__name__} wants sparse gradients, captured steps make dense ones")
     if resumes_written and job.may_run_as_written:
         return CaptureError('the checkpoint is of such a training (capture="require" tries to capture once more)')
     return None

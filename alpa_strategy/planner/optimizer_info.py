@@ -121,6 +121,20 @@ def steps_parameter_by_parameter(optimizer: Optimizer) -> bool:
         return False
 
 
+def wants_sparse_gradients(optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step makes."""
+    gradient = torch.eye(*_SHAPE)
+    try:
+        _trained_together(_rebuilder(optimizer), [gradient], [[gradient.to_sparse(1)]])
+        _trained_together(_rebuilder(optimizer), [gradient], [[gradient]])
+    except RuntimeError as error:
+        return "dense" in str(error)
+    # Any class of any package is tried here: one that fails otherwise is as other optimizers are.
+    except Exception:
+        return False
+    return False
+
+
 def _step_at_once(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()

@@ -71,6 +71,7 @@ class GradientReducer:
             bucket.running = None
         for each in self._parameters:
             each.is_taken = False
+            each.sparse_rows = None
 
     def mark_ready(self, name: str) -> None:
         """The local gradient of `name` is complete (called by a hook of the backward); may start collectives."""
@@ -211,9 +212,11 @@ class ReplicaReducer(GradientReducer):
         assert self._buckets is not None
         here = [each.is_taken or each.has_local_gradient for each in self._parameters]
         late = [each.is_taken and each.has_local_gradient for each in self._parameters]
-        flags = self._agree_on([*here, *late])
-        needed = {each.name for each, is_there in zip(self._parameters, flags, strict=False) if is_there}
-        late_ones = [each for each, is_late in zip(self._parameters, flags[len(here) :], strict=True) if is_late]
+        sparse = [each.is_sparse for each in self._parameters]
+        dense = [is_there and not is_sparse for is_there, is_sparse in zip(here, sparse, strict=True)]
+        flags = iter(self._agree_on([*here, *late, *sparse, *dense]))
+        there, late_ones, sparse_ones, dense_ones = ([p for p in self._parameters if next(flags)] for _ in range(4))
+        needed = {each.name for each in there}
         late_gradients = [each.take_gradient() for each in late_ones]
         # Those of earlier steps first, as ranks that had all of a bucket have started it: all then agree on new ones.
         running = self._start(self._buckets, needed)
@@ -232,7 +235,17 @@ class ReplicaReducer(GradientReducer):
             again = _Bucket(self._mesh, late_ones, {each.name for each in late_ones}, self._scale)
             again.start()
             _run([again])
+        for each in sparse_ones:
+            if each not in dense_ones:
+                self._make_sparse(each)
         self.reset()
+
+    def _make_sparse(self, each: ShardedParameter) -> None:
+        """A gradient that was sparse on every rank that made one has the rows of all of them, as under DDP."""
+        rows = each.sparse_rows
+        if rows is None:  # none was made here
+            rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
+        each.make_sparse(all_reduce_over(self._mesh, rows.int(), "max").bool())
 
     def _start(self, buckets: Sequence[_Bucket], needed: Set[str]) -> list[_Bucket]:
         """Those that hold what is needed, all of them started."""

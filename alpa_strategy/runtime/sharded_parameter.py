@@ -34,6 +34,7 @@ class ShardedParameter:
         complete: an earlier, already reduced gradient, set aside while a new one is made.
         is_complete: whether `parameter.grad` was left by a reduction.
         is_taken: whether this backward's gradient is on its way through a reduction.
+        sparse_rows: of a gradient that was sparse: which rows it has, bool [rows]. It is summed as a dense one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ShardedParameter:
     complete: Tensor | None = None
     is_complete: bool = False
     is_taken: bool = False
+    sparse_rows: Tensor | None = None
 
     @classmethod
     def of(
@@ -193,7 +195,16 @@ class ShardedParameter:
             self.complete = used.grad
             return self.no_gradient()
         grad, used.grad = used.grad, None
-        return grad.to(self.reduce_dtype)
+        return self._dense(grad).to(self.reduce_dtype)
+
+    def _dense(self, grad: Tensor) -> Tensor:
+        """The gradient with all of its rows; which it had is kept for `make_sparse`."""
+        if not grad.is_sparse:
+            return grad
+        if self.sparse_rows is None:
+            self.sparse_rows = torch.zeros(grad.size(0), dtype=torch.bool, device=grad.device)
+        self.sparse_rows[grad._indices()[0]] = True
+        return grad.to_dense()
 
     def no_gradient(self) -> Tensor:
         """Zeros, what this device adds where another has a gradient."""
@@ -203,11 +214,22 @@ class ShardedParameter:
         """Keep a reduced gradient, in addition to an earlier one that the user has not cleared."""
         grad = grad.view_as(self.parameter).to(self.parameter.dtype)
         if self.complete is not None:
-            grad, self.complete = grad + self.complete, None
+            grad, self.complete = grad + self._dense(self.complete), None
         elif self.is_gathered_once and self.parameter.grad is not None:
             grad = grad + self.parameter.grad
         self.parameter.grad = grad
         self.is_complete, self.is_taken = True, False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether this backward made a sparse gradient, which may have been taken since."""
+        return self.sparse_rows is not None or (self.used is self.parameter and _is_sparse(self.parameter.grad))
+
+    def make_sparse(self, rows: Tensor) -> None:
+        """The reduced gradient as the optimizer would have it without a reduction: with these `rows` alone."""
+        if self.is_whole and self.parameter.grad is not None:
+            grad, index = self.parameter.grad, rows.nonzero().T  # [1, rows]
+            self.parameter.grad = torch.sparse_coo_tensor(index, grad[index[0]], grad.shape, is_coalesced=True)
 
     @property
     def has_local_gradient(self) -> bool:
@@ -273,6 +295,10 @@ class ShardedParameter:
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
+
+
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and grad.is_sparse
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

@@ -535,6 +535,33 @@ class LotteryTickets(Pruned):
         return [ModelPruning("l1_unstructured", amount=2, use_global_unstructured=True)]
 
 
+class SparseTables(Program):
+    """Word vectors: each rank's rows of a table alone get gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Embedding(30, WIDTH, sparse=True), nn.Embedding(CLASSES, WIDTH, sparse=True)])
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        words = (x * 4).long().clamp(-10, 10) + 10  # [rows, WIDTH]
+        return F.cross_entropy(self.net[0](words).mean(1) @ self.net[1](torch.arange(CLASSES)).T, label)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(list(self.parameters()), lr=0.02)
+
+
+class SparseTablesBySgd(SparseTables):
+    """Under an optimizer that takes dense gradients too: tables may lie in shards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.log("train_loss", loss.item(), sync_dist=True)
+        return loss * (2.0 if loss.item() > 0.9 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -563,5 +590,7 @@ PROGRAMS = {
         CapturableAtFirst,
         LengthsLater,
         ManyLengths,
+        SparseTables,
+        SparseTablesBySgd,
     )
 }

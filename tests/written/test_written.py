@@ -115,7 +115,7 @@ def under_ddp(pool, tmp_path_factory):
 
 
 # Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
-IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets"})
+IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables"})
 
 
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
