@@ -7,9 +7,10 @@ Each test that names a form of DDP runs by itself, first with Lightning's DDPStr
 had two ranks, with AlpaStrategy in its place. Spawned and forked forms are started as scripts in both: a test looks at
 results, and how processes begin is not what is compared. Nothing of the tests is edited.
 
-Known to differ, of 2.6.5: assertions on DDPStrategy as a class (test_ddp_cpu, six of test_trainer_config_strategy), a
-mock of Strategy.backward, which ours overrides (test_swa_callback_ddp_cpu), and "only rank 0 calls torch.save"
-(test_model_checkpoint_no_extraneous_invocations): all ranks write our checkpoints.
+Their own requirements are wanted as well (`pip install pytest-rerunfailures`); files whose imports are missing are left
+out, with a line. Known to differ, of 2.6.5: assertions on DDPStrategy as a class (test_ddp_cpu, six of
+test_trainer_config_strategy), a mock of Strategy.backward, which ours overrides (test_swa_callback_ddp_cpu), and "only
+rank 0 calls torch.save" (test_model_checkpoint_no_extraneous_invocations): all ranks write our checkpoints.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
             "TMPDIR": folder,
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # which we set, and a fixture of theirs takes for a leak
         }
-        command = [sys.executable, "-m", "pytest", "-p", "as_two_ranks", "-p", "no:cacheprovider", "-q", *arguments]
+        options = ["-p", "as_two_ranks", "-p", "no:cacheprovider", "-q", "--color=no", f"--rootdir={root}"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         with Path(folder, "output").open("w+") as out:
             job = subprocess.Popen(
                 [*command, *tests], cwd=root, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
