@@ -245,7 +245,7 @@ class ReplicaReducer(GradientReducer):
         rows = each.sparse_rows
         if rows is None:  # none was made here
             rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
-        each.make_sparse(all_reduce_over(self._mesh, rows.int(), "max").bool())
+        each.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
 
     def _start(self, buckets: Sequence[_Bucket], needed: Set[str]) -> list[_Bucket]:
         """Those that hold what is needed, all of them started."""
