@@ -1,19 +1,20 @@
 """Plan: the whole decision, as a small JSON file that a person can read and edit (docs/formulas.md#plan-file).
 
 In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3
-segments"); strategies of an op are one text per axis, joined by " | ". Reading checks every field and says where and
-what is wrong.
+segments"); strategies of an op are one text per axis, joined by " | ". All else is written as the data classes have it.
+Reading checks every field against its type and says where and what is wrong.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from alpa_strategy.errors import PlanError, ShardingError
 from alpa_strategy.files import BadFileError, read_json, write_json
@@ -96,53 +97,24 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "cluster_name": self.cluster_name,
-            "fingerprint": dict(vars(self.fingerprint)),
-            "predicted": dict(vars(self.predicted)),
-            "baselines": dict(self.baselines),
-            "gap": self.gap,
-            "num_microbatches": self.num_microbatches,
-            "schedule": self.schedule,
-            "notes": list(self.notes),
-            "solver_seconds": dict(self.solver_seconds),
-            "stages": [_stage_to_data(stage) for stage in self.stages],
-        }
+        return {"format_version": FORMAT_VERSION, **_written(Plan, self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
-        top = _Fields(data, "plan")
-        version = top.get("format_version", int)
+        version = _check(data, dict, "plan").get("format_version")
         if version != FORMAT_VERSION:
             raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
-        stages = tuple(_stage_from_data(_Fields(s, f"stages[{i}]")) for i, s in enumerate(top.get("stages", list)))
-        if not stages:
+        plan = _read(Plan, data, "plan")
+        if not plan.stages:
             raise PlanError("the plan has no stages", _FIX)
-        baselines = {
-            name: None if seconds is None else _check(seconds, float, f"baselines.{name}")
-            for name, seconds in top.get("baselines", dict).items()
-        }
-        num_microbatches = top.amount("num_microbatches", int)
-        if not 1 <= num_microbatches <= MAX_MICROBATCHES:
-            raise PlanError(f"plan.num_microbatches is {num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
-        return cls(
-            fingerprint=top.sub("fingerprint").record(Fingerprint),
-            stages=stages,
-            predicted=top.sub("predicted").record(Predicted),
-            num_microbatches=num_microbatches,
-            schedule=top.get("schedule", str),
-            baselines=baselines,
-            gap=top.amount("gap", float),
-            notes=tuple(_check(note, str, "notes") for note in top.get("notes", list)),
-            solver_seconds={k: _check(v, float, "solver_seconds") for k, v in top.get("solver_seconds", dict).items()},
-            cluster_name=top.get("cluster_name", str),
-        )
+        if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
+            raise PlanError(f"plan.num_microbatches is {plan.num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
+        for number, stage in enumerate(plan.stages):
+            _check_stage(stage, f"plan.stages[{number}]")
+        return plan
 
 
-T = TypeVar("T")
-_REQUIRED: Any = object()  # no default
 AXIS_SEPARATOR = " | "
 # More in a file is a mistake, and what is made of it would not fit into memory.
 MAX_DEVICES = 1 << 24
@@ -160,68 +132,67 @@ _KIND_NAMES = {
 }
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
+_NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
+# What older plans do not have.
+_LATER = {"devices", "remat_cuts", "recomputed", "received", "sent", "layers", "steps_in_backward"}
+_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds"}
+_LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
 
-class _Fields:
-    """Typed access to one object of the file; every complaint names the path of the field."""
 
-    def __init__(self, data: Any, where: str) -> None:
-        self._data = _check(data, dict, where)
-        self._where = where
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """Field -> its type; the large ones come last in the file."""
+    types = get_type_hints(kind)
+    return {name: types[name] for name in sorted(types, key=lambda n: _LARGE.index(n) if n in _LARGE else -1)}
 
-    def path(self, name: str) -> str:
-        return f"{self._where}.{name}"
 
-    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        if name not in self._data:
-            if default is not _REQUIRED:  # a field that older plans do not have
-                return default
-            raise PlanError(f"the field {self.path(name)} is missing", _FIX)
-        return _check(self._data[name], kind, self.path(name))
+def _written(kind: Any, value: Any) -> Any:
+    """A value of type `kind` as data for JSON."""
+    if kind in _TEXTS:
+        return _TEXTS[kind][0](value)
+    if is_dataclass(kind):
+        fields = _types(kind).items()  # type: ignore[arg-type]
+        return {_NAMES.get(name, name): _written(of, getattr(value, name)) for name, of in fields}
+    if isinstance(value, dict):
+        return {str(key): _written(get_args(kind)[1], each) for key, each in value.items()}
+    return [_written(get_args(kind)[0], each) for each in value] if isinstance(value, tuple) else value
 
-    def sub(self, name: str) -> _Fields:
-        return _Fields(self.get(name, dict), self.path(name))
 
-    def record(self, kind: type[T]) -> T:
-        """A dataclass of texts and amounts."""
-        types = get_type_hints(kind)
-        return kind(**{n: self.get(n, str) if t is str else self.amount(n, t) for n, t in types.items()})
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Inverse of `_written`. where: the path of the field, which every complaint names."""
+    if kind in _TEXTS:
+        return _TEXTS[kind][1](_check(value, str, where), where)
+    if is_dataclass(kind):
+        data, given = _check(value, dict, where), {}
+        for name, of in _types(kind).items():  # type: ignore[arg-type]
+            written = _NAMES.get(name, name)
+            if written in data:
+                given[name] = _read(of, data[written], f"{where}.{written}")
+            elif name not in _LATER:
+                raise PlanError(f"the field {where}.{written} is missing", _FIX)
+        return kind(**given)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is dict:
+        items = _check(value, dict, where).items()
+        return {_key(args[0], key, where): _read(args[1], each, f"{where}[{key!r}]") for key, each in items}
+    if origin is tuple:
+        values = _check(value, list, where)
+        if args[-1] is not Ellipsis and len(values) != len(args):
+            raise PlanError(f"{where} has {len(values)} numbers, expected {len(args)}", _FIX)
+        return tuple(_read(args[0], each, f"{where}[{i}]") for i, each in enumerate(values))
+    if origin is UnionType:  # a number, or null
+        return None if value is None else _read(args[0], value, where)
+    found = _check(value, kind, where)
+    if kind in (int, float) and found < 0:  # seconds, bytes, counts
+        raise PlanError(f"{where} is {found!r}, which cannot be below 0", _FIX)
+    return found
 
-    def counts(self, name: str, length: int | None = None) -> tuple[int, ...]:
-        """Sizes of a mesh: from 1 on, and no more devices in all than there are anywhere."""
-        values = self.ints(name, length)
-        if min(values) < 1 or math.prod(values) > MAX_DEVICES:
-            raise PlanError(f"{self.path(name)} is {list(values)}, which is no shape of a mesh", _FIX)
-        return values
 
-    def pair(self, name: str) -> tuple[int, int]:
-        first, second = self.ints(name, 2)
-        return first, second
-
-    def amount(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Seconds, bytes or a count: never below 0."""
-        value = self.get(name, kind, default)
-        if value < 0:
-            raise PlanError(f"{self.path(name)} is {value!r}, which cannot be below 0", _FIX)
-        return value
-
-    def ints(self, name: str, length: int | None = None, allow_empty: bool = False) -> tuple[int, ...]:
-        given = self.get(name, list, () if allow_empty else _REQUIRED)
-        values = tuple(_check(v, int, self.path(name)) for v in given)
-        if (length is not None and len(values) != length) or not (values or allow_empty):
-            raise PlanError(f"{self.path(name)} has {len(values)} numbers, expected {length or 'at least 1'}", _FIX)
-        return values
-
-    def mapping(
-        self, name: str, read: Callable[[str, str], tuple[T, ...]], num_axes: int, default: Any = _REQUIRED
-    ) -> dict[str, tuple[T, ...]]:
-        """name -> what `read(text, where)` gives, one thing per mesh axis."""
-        result = {}
-        for key, text in self.get(name, dict, default).items():
-            where = f"{self.path(name)}[{key!r}]"
-            result[key] = read(_check(text, str, where), where)
-            if len(result[key]) != num_axes:
-                raise PlanError(f"{where} has {len(result[key])} entries for {num_axes} mesh axes", _FIX)
-        return result
+def _key(kind: type, key: str, where: str) -> Any:
+    """A key; JSON knows texts only."""
+    if kind is int and not key.isdigit():
+        raise PlanError(f"{where}: {key!r} is not the number of a value", _FIX)
+    return kind(key)
 
 
 def _check(value: Any, kind: type, where: str) -> Any:
@@ -234,101 +205,55 @@ def _check(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _stage_to_data(stage: StagePlan) -> dict[str, Any]:
-    large = ("parameter_plans", "shapes", "collectives", "strategies", "received", "sent")  # come after the others
-    first = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(stage).items() if name not in large}
-    if not stage.devices:
-        del first["devices"]
-    return first | {
-        "predicted": dict(vars(stage.predicted)),
-        "parameters": {
-            name: modes_text(plan.module_modes) + f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
-            for name, plan in stage.parameter_plans.items()
-        },
-        "shapes": {name: list(shape) for name, shape in stage.shapes.items()},
-        "collectives": [dict(vars(collective)) for collective in stage.collectives],
-        "strategies": {op: AXIS_SEPARATOR.join(map(str, each)) for op, each in stage.strategies.items()},
-        "received": {str(value): dual_layout_to_str(layout) for value, layout in stage.received.items()},
-        "sent": {str(value): dual_layout_to_str(layout) for value, layout in stage.sent.items()},
-    }
+def _check_stage(stage: StagePlan, where: str) -> None:
+    """PlanError where fields of a stage do not fit one another."""
+    for name, sizes in (("submesh", stage.submesh), ("logical_mesh", stage.logical_mesh)):
+        if not sizes:
+            raise PlanError(f"{where}.{name} has 0 numbers, expected at least 1", _FIX)
+        if min(sizes) < 1 or math.prod(sizes) > MAX_DEVICES:
+            raise PlanError(f"{where}.{name} is {list(sizes)}, which is no shape of a mesh", _FIX)
+    num_axes = len(stage.logical_mesh)
+    modes = {name: plan.modes for name, plan in stage.parameter_plans.items()}
+    per_axis: dict[str, Any] = {"parameters": modes, "strategies": stage.strategies}
+    per_axis |= {"received": stage.received, "sent": stage.sent}
+    for name, entries in per_axis.items():
+        for key, entry in entries.items():
+            if len(entry) != num_axes:
+                raise PlanError(f"{where}.{name}[{key!r}] has {len(entry)} entries for {num_axes} mesh axes", _FIX)
+    first, last = stage.ops
+    if stage.remat_cuts and not all(a < b for a, b in pairwise((first, *stage.remat_cuts, last))):
+        raise PlanError(f"{where}.remat_cuts must ascend between {first} and {last}", _FIX)
+    if stage.remat_cuts and not stage.remat:
+        raise PlanError(f"{where}.remat_cuts cuts a stage that does not recompute", _FIX)
 
 
-def _stage_from_data(fields: _Fields) -> StagePlan:
-    mesh = fields.counts("logical_mesh")
-    shapes = fields.sub("shapes")
-    num_nodes, per_node = fields.counts("submesh", 2)
-    return StagePlan(
-        submesh=(num_nodes, per_node),
-        first_device=fields.amount("first_device", int),
-        logical_mesh=mesh,
-        devices=fields.ints("devices", allow_empty=True),
-        ops=fields.pair("ops"),
-        parameter_plans=_parameters_from_data(fields, len(mesh)),
-        shapes={name: shapes.ints(name, allow_empty=True) for name in fields.get("shapes", dict)},
-        strategies=fields.mapping("strategies", _read_strategies, len(mesh)),
-        collectives=tuple(
-            _Fields(c, f"{fields.path('collectives')}[{i}]").record(Collective)
-            for i, c in enumerate(fields.get("collectives", list))
-        ),
-        predicted=fields.sub("predicted").record(Predicted),
-        remat=fields.get("remat", bool),
-        remat_cuts=_cuts_from_data(fields),
-        recomputed=tuple(map(str, fields.get("recomputed", list, []))),
-        received=_boundary_from_data(fields, "received", len(mesh)),
-        sent=_boundary_from_data(fields, "sent", len(mesh)),
-        **{n: fields.amount(n, float, 0.0) for n in ("forward_seconds", "backward_seconds", "boundary_seconds")},
-        layers=fields.get("layers", str, ""),
-        steps_in_backward=fields.get("steps_in_backward", bool, False),
-        derives_again=fields.get("derives_again", bool),
-    )
+def _parameter_text(plan: ParameterPlan) -> str:
+    return modes_text(plan.module_modes) + f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
 
 
-def _cuts_from_data(fields: _Fields) -> tuple[int, ...]:
-    """Positions inside the stage's ops, ascending."""
-    cuts = fields.ints("remat_cuts", allow_empty=True)
-    positions = (fields.ints("ops", 2)[0], *cuts, fields.ints("ops", 2)[1])
-    if cuts and not all(a < b for a, b in pairwise(positions)):
-        raise PlanError(f"{fields.path('remat_cuts')} must ascend between {positions[0]} and {positions[-1]}", _FIX)
-    if cuts and not fields.get("remat", bool):
-        raise PlanError(f"{fields.path('remat_cuts')} cuts a stage that does not recompute", _FIX)
-    return cuts
-
-
-def _parameters_from_data(fields: _Fields, num_axes: int) -> dict[str, ParameterPlan]:
-    found = {}
-    for name, text in fields.get("parameters", dict).items():
-        where = f"{fields.path('parameters')}[{name!r}]"
-        shown, _, segments_text = _check(text, str, where).partition(_IN)
-        try:
-            modes = parse_modes(shown)
-        except ValueError as error:
-            raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
-        if len(modes) != num_axes:
-            raise PlanError(f"{where} has {len(modes)} entries for {num_axes} mesh axes", _FIX)
-        match = _SEGMENTS.fullmatch(segments_text)
-        if segments_text and match is None:
-            raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
-        num_segments = int(match[1]) if match else 1
-        # Files count the module's dims; the step sees segments as one more dim before them.
-        shift = 0 if num_segments == 1 else 1
-        found[name] = ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments)
-    return found
-
-
-def _boundary_from_data(fields: _Fields, name: str, num_axes: int) -> dict[int, DualLayout]:
-    """Value -> dual layout."""
-    found = fields.mapping(name, _read_boundary, num_axes, default={})
-    for key in found:
-        if not key.isdigit():
-            raise PlanError(f"{fields.path(name)}: {key!r} is not the number of a value", _FIX)
-    # JSON knows texts as keys only.
-    return {int(key): layout for key, layout in found.items()}
+def _read_parameter(text: str, where: str) -> ParameterPlan:
+    shown, _, segments_text = text.partition(_IN)
+    try:
+        modes = parse_modes(shown)
+    except ValueError as error:
+        raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
+    match = _SEGMENTS.fullmatch(segments_text)
+    if segments_text and match is None:
+        raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
+    num_segments = int(match[1]) if match else 1
+    # Files count the module's dims; the step sees segments as one more dim before them.
+    shift = 0 if num_segments == 1 else 1
+    return ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments)
 
 
 def _read_boundary(text: str, where: str) -> DualLayout:
     if not all(_PLACED.fullmatch(part) for part in text.split()):
         raise PlanError(f"{where}: {text!r} is not a layout of a boundary", "write R or S<dim>, one per mesh axis")
     return dual_layout(text)
+
+
+def _strategies_text(strategies: tuple[AxisStrategy, ...]) -> str:
+    return AXIS_SEPARATOR.join(map(str, strategies))
 
 
 def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
@@ -344,3 +269,11 @@ def _read_strategy(text: str, where: str) -> AxisStrategy:
     except (ShardingError, ValueError, AttributeError):
         pass  # said below
     raise PlanError(f"{where}: {text!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")
+
+
+# What is a text in the file: how it is written, and how it is read.
+_TEXTS: dict[Any, tuple[Any, Any]] = {
+    ParameterPlan: (_parameter_text, _read_parameter),
+    tuple[AxisStrategy, ...]: (_strategies_text, _read_strategies),
+    DualLayout: (dual_layout_to_str, _read_boundary),
+}

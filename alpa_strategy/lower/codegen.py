@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.mesh import MeshComm, Pending
 from alpa_strategy.comm.random import ShardedRandom
@@ -25,7 +24,7 @@ from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.lower.lines import Line, before_first_use, drop_dead, prefetch_first, unpacked
@@ -337,17 +336,12 @@ def _made_again(target: Callable[..., Tensor]) -> Callable[..., Tensor]:
         result = target(*args, **kwargs)
         regather = active_regather()
         if regather is not None and result.requires_grad:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            operands = [leaves[i] for i in places]
-            others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # what is kept is the operands'
+            operands: list[Tensor] = []
+            given = with_slots((args, tuple(kwargs.items())), Tensor, operands)  # holds none of the operands
 
             def again(tensors: list[Tensor]) -> Tensor:
-                filled = list(others)
-                for i, tensor in zip(places, tensors, strict=True):
-                    filled[i] = tensor
-                same_args, same_kwargs = pytree.tree_unflatten(filled, spec)
-                return target(*same_args, **same_kwargs)
+                same_args, same_kwargs = map_slots(given, lambda slot: tensors[slot.index])
+                return target(*same_args, **dict(same_kwargs))
 
             regather.note_made(result, again, operands)
         return result

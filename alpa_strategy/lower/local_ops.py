@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from alpa_strategy.capture.ops import grouped_mm
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, bind, map_slots
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, bind
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
 from alpa_strategy.lower.ring_attention import ring_attention
@@ -40,17 +41,6 @@ def build_local_op(call: OpCall, strategies: tuple[AxisStrategy, ...], local: Lo
     return _BUILDERS[local.implementation or ""](call, strategies, local, mesh)
 
 
-def _with_target(call: OpCall, target: Callable[..., Any]) -> LocalOp:
-    """`call` with another function in the target's place, same arguments."""
-
-    def run(*operands: Tensor) -> Any:
-        args = map_slots(call.args, lambda s: operands[s.index])
-        kwargs = {name: map_slots(value, lambda s: operands[s.index]) for name, value in call.kwargs}
-        return target(*args, **kwargs)
-
-    return run
-
-
 def _slices(
     call: OpCall, strategies: tuple[AxisStrategy, ...], operand: int, mesh: MeshComm
 ) -> tuple[tuple[int, int], ...]:
@@ -69,21 +59,12 @@ def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCa
     fraction = math.prod(shares.values())
 
     def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if fraction == 0.0:  # the mean of no elements would be nan
-            return _zeros_from(local.call, operands)
         results = local.call.call(*operands)
         if isinstance(results, Tensor):
             return results * fraction
         return tuple(result * fraction for result in results)
 
     return run
-
-
-def _zeros_from(call: OpCall, operands: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Zero results that still depend on the floating-point operands, so that these get (zero) gradients."""
-    anchor = sum((operand.flatten()[:0].sum() for operand in operands if operand.is_floating_point()), start=0.0)
-    results = tuple(operands[0].new_zeros(meta.shape, dtype=meta.dtype) + anchor for meta in call.results)
-    return results if call.returns_tuple else results[0]
 
 
 class _OnFirst(torch.autograd.Function):
@@ -106,8 +87,6 @@ def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     """Results that sum up, of which one operand must be part once: the bias of a row-parallel linear, or what addmm,
     index_add or scatter_add adds to."""
     added = added_operand(call)
-    if added is None:
-        return local.call.call
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
     def run(*operands: Tensor) -> Any:
@@ -116,28 +95,30 @@ def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return run
 
 
-def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def _vocabulary(call: OpCall, strategies: tuple[AxisStrategy, ...], mesh: MeshComm) -> tuple[int, int]:
+    """The first id whose row of the table this device holds, and the number of all ids."""
     weight = call.args[0].index
-    first_id = _slices(call, strategies, weight, mesh)[0][0]
-    vocabulary = call.operands[weight].shape[0]
+    return _slices(call, strategies, weight, mesh)[0][0], call.operands[weight].shape[0]
+
+
+def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    first_id, vocabulary = _vocabulary(call, strategies, mesh)
 
     def run(
         weight: Tensor, ids: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
     ) -> Tensor:
         return vocab_embedding(weight, ids, first_id, vocabulary, padding_idx, scale_grad_by_freq)
 
-    return _with_target(local.call, run)
+    return replace(local.call, target=run).call
 
 
 def _vocab_bags(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    weight = call.args[0].index
-    first_id = _slices(call, strategies, weight, mesh)[0][0]
-    vocabulary = call.operands[weight].shape[0]
+    first_id, vocabulary = _vocabulary(call, strategies, mesh)
 
     def run(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int) -> Tensor:
         return vocab_bags(weight, ids, per_sample_weights, mode == 1, padding_idx, first_id, vocabulary)
 
-    return _with_target(local.call, run)
+    return replace(local.call, target=run).call
 
 
 def _vocab_cross_entropy(
@@ -154,7 +135,7 @@ def _vocab_cross_entropy(
             logits, target, weight, ignore_index, label_smoothing, first_class, num_classes, comms
         )
 
-    return _with_target(local.call, run)
+    return replace(local.call, target=run).call
 
 
 def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
@@ -167,12 +148,12 @@ def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
         bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
         return grouped_mm(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
 
-    return _with_target(local.call, run)
+    return replace(local.call, target=run).call
 
 
 def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     comms = tuple(mesh.axes[axis] for axis in local.axes)
-    return _with_target(local.call, lambda *args, **kwargs: batch_norm_sync(comms, *args, **kwargs))
+    return replace(local.call, target=partial(batch_norm_sync, comms)).call
 
 
 def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
@@ -216,10 +197,7 @@ def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple
 
 def _statistics(x: Tensor) -> Tensor:
     """This device's means, sums of squared deviations and number of values: [2 C + 1]. Autograd has its backward."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
-    if not count:
-        return x.to(dtype).sum() + x.new_zeros(2 * channels + 1, dtype=dtype)
+    dtype, count = torch.promote_types(x.dtype, torch.float32), x.numel() // x.shape[1]
     variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
     return torch.cat([mean, variance * count, mean.new_full((1,), count)])
 
@@ -275,8 +253,8 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
     for comm in comms:
         parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
         means, squares, counts = parts.split([channels, channels, 1], dim=1)
-        total = counts.sum(0)  # clamped below: devices may hold no rows at all
-        mean = (means * counts).sum(0) / total.clamp(min=1.0)
+        total = counts.sum(0)
+        mean = (means * counts).sum(0) / total
         square = squares.sum(0) + ((means - mean).square() * counts).sum(0)
         part = torch.cat([mean, square, total])
     return part
@@ -290,16 +268,13 @@ class _BatchNormSync(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comms: Sequence[AxisComm]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        count = x.numel() // max(channels, 1)
-        if count and x.device.type in ("cpu", "cuda"):  # nowhere else has it a kernel
+        if x.device.type in ("cpu", "cuda"):  # nowhere else has it a kernel
+            dtype, count = torch.promote_types(x.dtype, torch.float32), x.numel() // channels
             mean, variance = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
-        elif count:
-            variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
+            part = torch.cat([mean, variance * count, mean.new_tensor([count])])
         else:
-            mean, variance = x.new_zeros(2, channels, dtype=dtype)
-        part = _combined(torch.cat([mean, variance * count, mean.new_tensor([count])]), comms)
-        mean, square, total = part.split([channels, channels, 1])
+            part = _statistics(x)
+        mean, square, total = _combined(part, comms).split([channels, channels, 1])
         variance = square / total
         y = torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
         ctx.save_for_backward(x, weight, mean, variance, total)
@@ -313,11 +288,9 @@ class _BatchNormSync(torch.autograd.Function):
         wide, grad_y = x.to(mean.dtype), grad_y.to(mean.dtype)
         inverse_std = (variance + ctx.eps).rsqrt()
         # This device's summands, [C] each: weight and bias are R* on the axes.
-        grad_weight = grad_bias = torch.zeros_like(mean)
-        if x.numel():
-            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad_y, wide, None, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
-            )
+        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad_y, wide, None, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
+        )
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_bias, grad_weight])  # [2, C]

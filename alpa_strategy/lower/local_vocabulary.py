@@ -29,10 +29,7 @@ class _VocabEmbedding(torch.autograd.Function):
         ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, padding_row: int, by_frequency: bool
     ) -> Tensor:
         num_rows = weight.shape[0]
-        if num_rows == 0:
-            result = weight.new_zeros(*rows.shape, weight.shape[1])  # [..., width]
-        else:
-            result = torch.embedding(weight, rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        result = torch.embedding(weight, rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         # Ids of other devices and padding go to one row past the end in the backward, which skips that row: they
         # neither pile up on a real row nor count in `by_frequency`.
         skipped = elsewhere if padding_row < 0 else elsewhere | (rows == padding_row)
@@ -116,14 +113,15 @@ class _Shares:
     """The a_c of this device's classes, shaped to go with the logits.
 
     Attributes:
-        kept: rows that count; None: all.
-        hot: (class index, amount) of one class a row; None for probabilities.
-        dense: amounts of all classes; None where there are none.
+        kept: rows that count.
+        index, amount: of each row's target, its place among the classes here and its amount (0: it is elsewhere).
+        every: what smoothing gives each class; None where there is none.
     """
 
-    kept: Tensor | None
-    hot: tuple[Tensor, Tensor] | None
-    dense: Tensor | None
+    kept: Tensor
+    index: Tensor
+    amount: Tensor
+    every: Tensor | None
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -136,115 +134,68 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes) -> Tensor:
         dim = min(1, logits.dim() - 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        weight = None if weight is None else _local_weight(weight, logits, dim, dtype, classes)
+        if weight is not None:  # those of the classes here, along `dim`
+            weight = weight.narrow(0, classes.first, logits.shape[dim]).to(dtype)
+            weight = weight.view([-1 if d == dim else 1 for d in range(logits.dim())])
         # [N, c, d1, ...], c classes of this device; what is exchanged is [N, 1, d1, ...]
-        shifted = logits.detach().to(dtype) - classes.over_all(_highest(logits, dim, dtype), "max")
-        shares = _target_shares(logits, target, weight, classes, dtype)
+        highest = logits.detach().amax(dim, keepdim=True).to(dtype)
+        shifted = logits.detach().to(dtype) - classes.over_all(highest, "max")
+        shares = _target_shares(shifted, target, weight, classes)
         # Without class weights the a_c of a row add up to 1 whatever the smoothing: nothing to exchange.
-        needs_total = weight is not None or shares.kept is None
-        amounts = _row_amounts(shifted, shares, dim, needs_total)
+        amounts = _row_amounts(shifted, shares, dim, needs_total=weight is not None)
 
-        log_probs_needed = ctx.needs_input_grad[1]  # targets that are probabilities may be differentiated
-        exponentials = shifted.exp() if log_probs_needed else shifted.exp_()
+        exponentials = shifted.exp_()
         sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))  # [2 or 3, N, 1, d1, ...]
         denominator, weighted = sums[0], sums[1]
-        total = sums[2] if needs_total else torch.ones_like(denominator)
-        row_loss = total * denominator.log() - weighted
-        if shares.kept is not None:
-            row_loss = row_loss.masked_fill(~shares.kept, 0.0)
-            total = total.masked_fill(~shares.kept, 0.0)
+        total = sums[2] if weight is not None else torch.ones_like(denominator)
+        row_loss = (total * denominator.log() - weighted).masked_fill(~shares.kept, 0.0)
+        total = total.masked_fill(~shares.kept, 0.0)
 
-        ctx.saved_kind = (logits.dtype, classes.smoothing)
-        gradient: Tensor | None = None
-        log_probs: Tensor | None = None
+        ctx.dtype = logits.dtype
         if ctx.needs_input_grad[0]:
             gradient = _gradient(exponentials.mul_(total / denominator), shares, dim)
-            if logits.dtype == torch.bfloat16:  # fp16 would lose the small probabilities
-                gradient = gradient.to(logits.dtype)
-        if log_probs_needed:
-            log_probs = shifted - denominator.log()
-            if weight is not None:
-                log_probs = log_probs * weight
-        ctx.save_for_backward(gradient, log_probs)
+            # fp16 would lose the small probabilities
+            ctx.save_for_backward(gradient.to(logits.dtype) if logits.dtype == torch.bfloat16 else gradient)
         return row_loss.sum().to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, log_probs = ctx.saved_tensors
-        dtype, smoothing = ctx.saved_kind
-        grad_logits = grad_target = None
-        if gradient is not None:
-            grad_logits = (gradient * grad.to(gradient.dtype)).to(dtype)
-        if log_probs is not None:
-            grad_target = (log_probs * (grad.to(log_probs.dtype) * (smoothing - 1.0))).to(dtype)
-        return grad_logits, grad_target, None, None
-
-
-def _local_weight(weight: Tensor, logits: Tensor, dim: int, dtype: torch.dtype, classes: _Classes) -> Tensor:
-    """The weights of this device's classes, in dim `dim` of as many dims as the logits have."""
-    num_local = logits.shape[dim]
-    if weight.shape[0] != num_local:  # whole on this device
-        weight = weight.narrow(0, classes.first, num_local)
-    return weight.to(dtype).view([-1 if d == dim else 1 for d in range(logits.dim())])
-
-
-def _highest(logits: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Each row's largest logit of this device; -inf where it holds no class."""
-    if logits.shape[dim]:
-        return logits.detach().amax(dim, keepdim=True).to(dtype)
-    shape = [1 if d == dim else size for d, size in enumerate(logits.shape)]
-    return logits.new_full(shape, float("-inf"), dtype=dtype)
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad.to(gradient.dtype)).to(ctx.dtype), None, None, None
 
 
 def _row_amounts(shifted: Tensor, shares: _Shares, dim: int, needs_total: bool) -> list[Tensor]:
     """This device's part of each row's sum_c a_c z_c, and (`needs_total`) of its A."""
-    empty = [1 if d == dim else size for d, size in enumerate(shifted.shape)]
-    weighted, total = shifted.new_zeros(empty), shifted.new_zeros(empty)
-    if shares.hot is not None:
-        index, amount = shares.hot
-        if shifted.shape[dim]:
-            weighted += torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
-        if needs_total:
-            total += amount
-    if shares.dense is not None:
-        weighted += (shifted * shares.dense).sum(dim, keepdim=True)
-        if needs_total:
-            total += shares.dense.expand_as(shifted).sum(dim, keepdim=True)
+    weighted = torch.where(shares.amount != 0, shifted.gather(dim, shares.index), 0.0) * shares.amount
+    total = shares.amount
+    if shares.every is not None:
+        weighted = weighted + (shifted * shares.every).sum(dim, keepdim=True)
+        total = total + shares.every.expand_as(shifted).sum(dim, keepdim=True)
     return [weighted, total] if needs_total else [weighted]
 
 
 def _gradient(gradient: Tensor, shares: _Shares, dim: int) -> Tensor:
     """`gradient` (A softmax_c) less a_c, in place."""
-    if shares.dense is not None:
-        gradient -= shares.dense if shares.kept is None else shares.dense * shares.kept
-    if shares.hot is not None and gradient.shape[dim]:
-        index, amount = shares.hot
-        gradient.scatter_add_(dim, index, -amount)
-    return gradient
+    if shares.every is not None:
+        gradient -= shares.every * shares.kept
+    return gradient.scatter_add_(dim, shares.index, -shares.amount)
 
 
-def _target_shares(
-    logits: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes, dtype: torch.dtype
-) -> _Shares:
-    dim = min(1, logits.dim() - 1)
-    uniform = classes.smoothing / classes.num_classes
-    if target.is_floating_point():
-        shares = target.detach().to(dtype) * (1.0 - classes.smoothing) + uniform
-        return _Shares(None, None, shares if weight is None else shares * weight)
-
+def _target_shares(shifted: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes) -> _Shares:
+    dim, dtype = min(1, shifted.dim() - 1), shifted.dtype
     kept = target != classes.ignore_index
     _check_ids(~kept | (target >= 0) & (target < classes.num_classes), "cross entropy target")
     local = target - classes.first
-    ours = (kept & (local >= 0) & (local < logits.shape[dim])).unsqueeze(dim)  # [N, 1, d1, ...]
+    ours = (kept & (local >= 0) & (local < shifted.shape[dim])).unsqueeze(dim)  # [N, 1, d1, ...]
     index = torch.where(ours, local.unsqueeze(dim), 0)
     amount = ours.to(dtype) * (1.0 - classes.smoothing)
-    if weight is not None and logits.shape[dim]:
+    if weight is not None:
         amount = amount * weight.flatten()[index]
-    dense: Tensor | None = None
+    every: Tensor | None = None
     if classes.smoothing > 0.0:
-        dense = torch.full([1] * logits.dim(), uniform, dtype=dtype, device=logits.device)
-        dense = dense if weight is None else dense * weight
-    return _Shares(kept.unsqueeze(dim), (index, amount), dense)
+        every = shifted.new_full([1] * shifted.dim(), classes.smoothing / classes.num_classes)
+        every = every if weight is None else every * weight
+    return _Shares(kept.unsqueeze(dim), index, amount, every)
 
 
 def vocab_cross_entropy(
@@ -259,9 +210,9 @@ def vocab_cross_entropy(
 ) -> Tensor:
     """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first_class`.
 
-    logits [N, c], [N, c, d1, ...] or [c]; target indices of the whole class range [N, d1, ...], or probabilities shaped
-    as logits; weight [c] or whole. `comms`: the axes that shard the classes. Returns the summed loss, equal on all of
-    their devices; half-precision logits are computed in fp32. IndexError when a target is not a class.
+    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole class range.
+    `comms`: the axes that shard the classes. Returns the summed loss, equal on all of their devices; half-precision
+    logits are computed in fp32. IndexError when a target is not a class.
     """
     classes = _Classes(first_class, num_classes, comms, ignore_index, label_smoothing)
     return _VocabCrossEntropy.apply(logits, target, weight, classes)

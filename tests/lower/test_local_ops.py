@@ -151,7 +151,6 @@ def test_mean_losses(target):
     call, x = call_and_operands(target, rand(5, 3), torch.rand(5, 3, dtype=torch.float64))
     check(call, x, (2,), ["S0,S0->P@fraction"])
     check(call, x, (2, 2), ["S0,S0->P@fraction", "S1,S1->P@fraction"])
-    check(call, x, (4, 2), ["S0,S0->P@fraction", "S0,S0->P@fraction"])  # one device has no rows at all
 
 
 def test_mean_loss_of_broadcast_operands():
@@ -257,8 +256,7 @@ def test_cross_entropy_over_sharded_classes(
     weight = torch.rand(num_classes, dtype=torch.float64) if weighted else None
     call, x = cross_entropy_call(logits, target, weight, ignore_index, smoothing)
     dim = min(1, logits.dim() - 1)
-    weight_at = data.draw(st.sampled_from([",R*", ",S0"])) if weighted else ""
-    text = f"S{dim},R{weight_at}->R@vocab_cross_entropy"
+    text = f"S{dim},R{',R' if weighted else ''}->R@vocab_cross_entropy"
     for axes in check(call, x, mesh_shape, [text] * len(mesh_shape), tolerance=1e-11 if scale > 1 else 1e-12):
         for record in axes:
             assert record[-1][0] == "backward"  # no collective after the forward
@@ -270,14 +268,6 @@ def test_cross_entropy_with_rows_on_another_axis():
     check(call, x, (2, 3), ["S0,S0->P", "S1,R->R@vocab_cross_entropy"])
     check(call, x, (3, 2), ["S1,R->R@vocab_cross_entropy", "S0,S0->P"])
     check(call, x, (3, 2), ["S1,R->R@vocab_cross_entropy", "R,R->R"])
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_cross_entropy_of_probabilities(weighted):
-    weight = torch.rand(7, dtype=torch.float64) if weighted else None
-    target = torch.rand(5, 7, 2, dtype=torch.float64).softmax(1).requires_grad_()
-    call, x = cross_entropy_call(rand(5, 7, 2), target, weight, smoothing=0.2)
-    check(call, x, (3,), ["S1,S1,R->R@vocab_cross_entropy" if weighted else "S1,S1->R@vocab_cross_entropy"])
 
 
 def test_cross_entropy_of_masked_classes():
@@ -348,7 +338,6 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape, build):
     check(call, tensors, (3,), [batch], tolerance=1e-11, build=build)
     check(call, tensors, (2, 2), [batch, batch], tolerance=1e-11, build=build)
     check(call, tensors, (2, 2), [channel, batch], tolerance=1e-11, build=build)
-    check(call, tensors, (4, 2), [batch, batch], tolerance=1e-11, build=build)  # one device has no rows at all
     if len(shape) > 2:
         check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11, build=build)
 
