@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -132,6 +132,7 @@ _KIND_NAMES = {
 }
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
+_CLASSES = (Plan, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "received", "sent", "layers", "steps_in_backward"}
@@ -140,7 +141,7 @@ _LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies",
 
 
 @cache
-def _types(kind: type) -> dict[str, Any]:
+def _types(kind: Any) -> dict[str, Any]:
     """Field -> its type; the large ones come last in the file."""
     types = get_type_hints(kind)
     return {name: types[name] for name in sorted(types, key=lambda n: _LARGE.index(n) if n in _LARGE else -1)}
@@ -150,9 +151,8 @@ def _written(kind: Any, value: Any) -> Any:
     """A value of type `kind` as data for JSON."""
     if kind in _TEXTS:
         return _TEXTS[kind][0](value)
-    if is_dataclass(kind):
-        fields = _types(kind).items()  # type: ignore[arg-type]
-        return {_NAMES.get(name, name): _written(of, getattr(value, name)) for name, of in fields}
+    if kind in _CLASSES:
+        return {_NAMES.get(name, name): _written(of, getattr(value, name)) for name, of in _types(kind).items()}
     if isinstance(value, dict):
         return {str(key): _written(get_args(kind)[1], each) for key, each in value.items()}
     return [_written(get_args(kind)[0], each) for each in value] if isinstance(value, tuple) else value
@@ -162,15 +162,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     """Inverse of `_written`. where: the path of the field, which every complaint names."""
     if kind in _TEXTS:
         return _TEXTS[kind][1](_check(value, str, where), where)
-    if is_dataclass(kind):
-        data, given = _check(value, dict, where), {}
-        for name, of in _types(kind).items():  # type: ignore[arg-type]
-            written = _NAMES.get(name, name)
-            if written in data:
-                given[name] = _read(of, data[written], f"{where}.{written}")
-            elif name not in _LATER:
-                raise PlanError(f"the field {where}.{written} is missing", _FIX)
-        return kind(**given)
+    if kind in _CLASSES:
+        return _read_fields(kind, _check(value, dict, where), where)
     origin, args = get_origin(kind), get_args(kind)
     if origin is dict:
         items = _check(value, dict, where).items()
@@ -186,6 +179,18 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if kind in (int, float) and found < 0:  # seconds, bytes, counts
         raise PlanError(f"{where} is {found!r}, which cannot be below 0", _FIX)
     return found
+
+
+def _read_fields(kind: Any, data: dict[str, Any], where: str) -> Any:
+    """A data class of type `kind`."""
+    given = {}
+    for name, of in _types(kind).items():
+        written = _NAMES.get(name, name)
+        if written in data:
+            given[name] = _read(of, data[written], f"{where}.{written}")
+        elif name not in _LATER:
+            raise PlanError(f"the field {where}.{written} is missing", _FIX)
+    return kind(**given)
 
 
 def _key(kind: type, key: str, where: str) -> Any:
