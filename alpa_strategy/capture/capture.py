@@ -36,7 +36,7 @@ from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, ma
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, TensorLeaf, Trace, TracedInput, trace_step
+from alpa_strategy.capture.trace import StepCall, TensorLeaf, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import (
     AppendRecord,
@@ -130,7 +130,6 @@ class _Converter:
         self.builder = Builder()
         self.memory = Memory(self.builder)
         self.views: dict[Any, Any] = {}  # fx.Node -> View, or a tuple of Views and Nones
-        self.inputs: list[tuple[TracedInput, int]] = []
         self.input_views: list[View] = []
         self.constants: list[ConstantInput] = []
         self.constant_views: dict[str, View] = {}
@@ -145,13 +144,12 @@ class _Converter:
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
         for node, entry in zip(placeholders, self.trace.inputs, strict=True):
-            ref = self.builder.add_value(entry.meta)
-            view = self.memory.new(ref, f"{entry.kind} {entry.names[0]}" if entry.names else "the batch")
-            self.views[node] = view
-            self.inputs.append((entry, ref.index))
-            self.input_views.append(view)
-            if entry.kind == "parameter":
-                self.parameters.add(ref.index)
+            kind = "parameter" if isinstance(entry, ParameterInput) else "buffer"
+            origin = "the batch" if isinstance(entry, BatchInput) else f"{kind} {entry.name}"
+            self.views[node] = self.memory.new(self.builder.add_value(entry.meta), origin)
+            self.input_views.append(self.views[node])
+            if isinstance(entry, ParameterInput):
+                self.parameters.add(entry.value)
         for node in self.trace.graph.nodes:
             if node.op == "get_attr":
                 self.views[node] = self._constant(node)
@@ -399,7 +397,9 @@ class _Converter:
         leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
         found = pytree.tree_unflatten(leaves, self.trace.spec)  # what the step left behind, see `Trace`
         loss, updates = loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
-        is_trainable = any(entry.kind == "parameter" and entry.meta.requires_grad for entry, _ in self.inputs)
+        is_trainable = any(
+            isinstance(entry, ParameterInput) and entry.meta.requires_grad for entry in self.trace.inputs
+        )
         check_loss(self.builder.meta(loss), is_trainable)
         # Backwards from what leaves the step: an op counts if something needs one of its results.
         needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
@@ -418,17 +418,10 @@ class _Converter:
             values.append(self.builder.values[old])
             return new_index[old]
 
-        parameters, buffers, batch = [], [], []
-        for entry, old in self.inputs:
-            meta = self.builder.values[old]
-            match entry.kind:
-                case "parameter":  # also unused: the run has them all
-                    parameters.append(ParameterInput(define(old), entry.names, meta))
-                case "buffer":
-                    if old in needed or old in updates:
-                        buffers.append((define(old), old, entry.names[0], meta))
-                case _:
-                    batch.append(BatchInput(define(old), entry.leaf, meta, entry.batch_dim))
+        for entry in self.trace.inputs:  # parameters also unused: the run has them all
+            if not isinstance(entry, BufferInput) or entry.value in needed or entry.value in updates:
+                define(entry.value)
+        inputs = [replace(e, value=new_index[e.value]) for e in self.trace.inputs if e.value in new_index]
         constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
         counts: dict[str, int] = {}
         ops: list[Op] = []
@@ -438,16 +431,14 @@ class _Converter:
             operands = tuple(new_index[o] for o in op.operands)
             ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
 
+        new_values = {new_index[old]: new_index[new] for old, new in updates.items()}
         found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
         lists = zip(self.trace.recording.appended, found["appended"], strict=True)
         return StepGraph(
             values=tuple(values),
-            parameters=tuple(parameters),
-            buffers=tuple(
-                BufferInput(new, name, meta, new_index[updates[old]] if old in updates else None)
-                for new, old, name, meta in buffers
-            ),
-            batch=tuple(batch),
+            parameters=tuple(e for e in inputs if isinstance(e, ParameterInput)),
+            buffers=tuple(replace(e, update=new_values.get(e.value)) for e in inputs if isinstance(e, BufferInput)),
+            batch=tuple(e for e in inputs if isinstance(e, BatchInput)),
             constants=tuple(constants),
             ops=tuple(ops),
             loss=new_index[loss.index],
@@ -466,11 +457,11 @@ class _Converter:
     def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
         """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""
         updates: dict[int, int] = {}
-        for (entry, index), view in zip(self.inputs, self.input_views, strict=True):
-            if entry.kind == "buffer" and view.storage.version:
-                updates[index] = self._detached(view.storage.value).index
-            if entry.kind == "buffer" and entry.names[0] in reassigned:
-                updates[index] = self._detached(reassigned[entry.names[0]]).index
+        for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
+            if isinstance(entry, BufferInput) and view.storage.version:
+                updates[entry.value] = self._detached(view.storage.value).index
+            if isinstance(entry, BufferInput) and entry.name in reassigned:
+                updates[entry.value] = self._detached(reassigned[entry.name]).index
         return updates
 
 

@@ -45,20 +45,11 @@ from alpa_strategy.capture.python_state import (
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import LeafRef, ListPlace
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import user_line
 
-
-@dataclass(frozen=True)
-class TracedInput:
-    """One tensor input of the traced graph. names: those of a parameter or buffer; leaf: index in the batch."""
-
-    kind: str  # "parameter", "buffer" or "batch"
-    names: tuple[str, ...]
-    leaf: int
-    meta: TensorMeta
-    batch_dim: int | None = None
+TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place among the traced function's arguments
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,8 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        state = {n: t for entry, t in zip(inputs, tensors, strict=False) for n in _one_name_per_owner(module, entry)}
+        of_module = zip(names, tensors, strict=False)
+        state = {n: t for (_, tensor_names), t in of_module for n in _one_name_per_owner(module, tensor_names)}
         rest = iter(tensors[len(names) :])
         rows = pytree.tree_unflatten(
             [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)], batch_spec
@@ -172,7 +164,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         mode,
         torch.enable_grad(),
     ):
-        buffers = {i: (e.names[0], names[i][0]) for i, e in enumerate(inputs) if e.kind == "buffer"}
+        buffers = {e.value: (e.name, names[e.value][0]) for e in inputs if isinstance(e, BufferInput)}
         known = ConstantValues(buffers, record.numbers.is_symbolic)
         # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear stays one op.
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
@@ -210,18 +202,21 @@ def _fake_inputs(
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
     for tensor, tensor_names in names:
-        is_parameter = isinstance(tensor, nn.Parameter)
         fake = torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device)
         meta = TensorMeta(tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
-        fakes.append(nn.Parameter(fake, meta.requires_grad) if is_parameter else fake)
-        inputs.append(TracedInput("parameter" if is_parameter else "buffer", tensor_names, -1, meta))
+        if isinstance(tensor, nn.Parameter):
+            fakes.append(nn.Parameter(fake, meta.requires_grad))
+            inputs.append(ParameterInput(len(inputs), tensor_names, meta))
+        else:
+            fakes.append(fake)
+            inputs.append(BufferInput(len(inputs), tensor_names[0], meta))
     flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
-            inputs.append(TracedInput("batch", (), index, TensorMeta(shape, leaf.dtype), 0 if batched else None))
+            inputs.append(BatchInput(len(inputs), index, TensorMeta(shape, leaf.dtype), 0 if batched else None))
     return inputs, fakes
 
 
@@ -256,11 +251,11 @@ def _step_arguments(call: StepCall, rows: Any, record: Recording) -> tuple[Any, 
     return (rows,)
 
 
-def _one_name_per_owner(module: nn.Module, entry: TracedInput) -> list[str]:
+def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     """Names of a parameter or buffer, one for each submodule that holds it: a shared submodule has several paths, and
     swapping its tensor twice would leave the swapped one behind."""
     owners: dict[tuple[int, str], str] = {}
-    for name in entry.names:
+    for name in names:
         owner, _, leaf = name.rpartition(".")
         owners.setdefault((id(module.get_submodule(owner)), leaf), name)
     return list(owners.values())
@@ -270,11 +265,11 @@ def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: t
     """Buffers that the step replaced by another tensor (`self.buffer = ...`)."""
     found: dict[str, Tensor] = {}
     for entry, tensor in zip(inputs, tensors, strict=True):
-        if entry.kind == "buffer":
-            owner, _, name = entry.names[0].rpartition(".")
+        if isinstance(entry, BufferInput):
+            owner, _, name = entry.name.rpartition(".")
             now = getattr(module.get_submodule(owner), name)
             if now is not tensor:
-                found[entry.names[0]] = now
+                found[entry.name] = now
     return found
 
 

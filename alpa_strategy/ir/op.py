@@ -126,6 +126,12 @@ def target_name(target: Any) -> str:
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 
 
+def aten_name(target: Any) -> str:
+    """The name of ATen's op, without namespace and overload: `add`; empty where the target is none of ATen's."""
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return target._schema.name.removeprefix("aten::") if is_aten else ""
+
+
 @dataclass(frozen=True)
 class InnerCollective:
     """A collective that a strategy's local implementation runs itself, on its axis (for costing).

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
-from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta, bind, rebuild, slots
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta, aten_name, bind, rebuild, slots
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
-from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
 from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules
 
 aten = torch.ops.aten
@@ -35,8 +35,6 @@ _ADDING_NUMBERS = (
     aten.rsub.Scalar,
 )
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-# The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
-_SIZED_RANDOM = "aten::randint"
 
 
 ANY = 0
@@ -176,7 +174,8 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     adds_number = call.target in _ADDING_NUMBERS and len(call.operands) == 1 and isinstance(call.args[0], Slot)
     if adds_number and call.results[0].dtype.is_floating_point:
         yield TimeStrategy((SUM,), (SUM,), added_number=1)
-    if _is_sized_random(call):
+    # The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
+    if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
             yield TimeStrategy(whole, (rows(dim, ANY),))
     if call.target is aten.repeat.default:
@@ -212,19 +211,14 @@ def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
     for dim in range(index_rank):
         states = {source.index: rows(0)}
         for i in tensors:
-            shape = call.operands[i].shape
-            own = dim - (index_rank - len(shape))
-            states[i] = rows(own) if own >= 0 and shape[own] != 1 else WHOLE
+            own = broadcast_dim(call, i, dim, index_rank)
+            states[i] = WHOLE if own is None else rows(own)
         numbers = states[tensors[0]]
         if numbers.kind == "rows" and (
             call.operands[tensors[0]].shape[numbers.dim] == call.operands[source.index].shape[0]
         ):
             states[tensors[0]] = State("numbers", numbers.dim)
             yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
-
-
-def _is_sized_random(call: OpCall) -> bool:
-    return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.name == _SIZED_RANDOM
 
 
 def _repeated_dims(call: OpCall) -> list[int]:
@@ -244,14 +238,14 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     if strategy.added_number is not None:
         args = list(local.args)
         args[strategy.added_number] = args[strategy.added_number] / num_microbatches
-        return OpCall(local.target, tuple(args), local.kwargs, local.operands, results, local.returns_tuple)
+        return replace(local, args=tuple(args))
     if local == call:
         return call
     if (changes := sizes_along(call, local.operands, num_microbatches)) is not None:
         return rebuild(call, local.operands, results, changes)
     if call.target in _ARANGES:
         return rebuild(call, (), results, {"end": results[0].shape[0]})
-    if _is_sized_random(call):
+    if aten_name(call.target) == "randint":
         return rebuild(call, local.operands, results, {"size": results[0].shape})
     if call.target is aten.repeat.default:
         source, target = local.operands[0].shape, results[0].shape
@@ -273,20 +267,14 @@ RowCut = tuple[int, int]  # dim, segments
 _SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
-def _name(call: OpCall) -> str:
-    if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
-        return ""
-    return call.target._schema.name.split("::")[1]
-
-
 def regroups_dims(call: OpCall) -> bool:
     """Whether the op may merge or split dims, so that rows in several runs do not stay where single runs do."""
-    return _name(call) in RESHAPES
+    return aten_name(call.target) in RESHAPES
 
 
 def row_views(call: OpCall, cuts: Sequence[RowCut | None], num_parts: int) -> tuple[RowCut, ...] | None:
     """Where the results have their rows when the operands have them at `cuts` (None: whole); None: not as rows."""
-    name, first = _name(call), cuts[0]
+    name, first = aten_name(call.target), cuts[0]
     if name in RESHAPES and len(cuts) == 1 and first is not None and call.target._overloadname != "dtype":
         found = _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
         return None if found is None else (found,)
@@ -354,7 +342,7 @@ def _picked(call: OpCall, cut: RowCut, sizes: list[int]) -> tuple[RowCut, ...] |
 
 def sizes_along(call: OpCall, operands: tuple[TensorMeta, ...], num_microbatches: int) -> dict[str, Any] | None:
     """Size arguments of a split or slice along a dim that is cut; None when there are none to change."""
-    name = _name(call)
+    name = aten_name(call.target)
     if name not in (*_SPLITS, "slice", "narrow"):
         return None
     dim = _dim(call)

@@ -94,7 +94,6 @@ class _Facts:
         self.step, self.num_microbatches = step, num_microbatches
         self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
         self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
-        self.producer = {value: index for index, op in enumerate(step.ops) for value in op.results}
 
     @cached_property
     def independent(self) -> frozenset[int]:
@@ -245,7 +244,7 @@ class _Walk:
 
     def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
-        index = self.facts.producer.get(value)
+        index = self.step.makers.get(value)
         if want.kind not in ("rows", "numbers") or self.state[value] != WHOLE or index is None or index in self.forced:
             return None
         if want.kind == "numbers" and value in self.step.escaping:

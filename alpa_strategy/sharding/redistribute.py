@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from alpa_strategy.cluster.spec import LogicalMesh, volume_factor
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, chunk_sizes, shard
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, shard, value_layout
 
 _EARLIER_AXIS_WEIGHT = 4.0
 _CALL_WEIGHT = 1e-3  # in full tensors: of equal volumes, take the fewer collectives
@@ -72,8 +72,9 @@ def reshard_steps(
     current = list(src)
     steps = []
     for axis, placement in _axis_changes(tuple(src), tuple(dst), tuple(mesh_shape)):
-        seen = _largest_local_shape(shape, current, mesh_shape, without=axis)
-        steps.append(AxisStep(axis, current[axis], placement, seen))
+        others = value_layout((*current[:axis], INVARIANT, *current[axis + 1 :]))
+        largest = others.local_shape(shape, mesh_shape, (0,) * len(mesh_shape))
+        steps.append(AxisStep(axis, current[axis], placement, largest))
         current[axis] = placement
     return tuple(steps)
 
@@ -215,14 +216,3 @@ def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int
         if other != axis and placement.shard_dim is not None:
             share /= mesh_shape[other]
     return share
-
-
-def _largest_local_shape(
-    shape: Sequence[int], layout: Sequence[DualPlacement], mesh_shape: Sequence[int], without: int
-) -> tuple[int, ...]:
-    """Largest local shape under `layout`, the axis `without` taken as not sharding."""
-    sizes = list(shape)
-    for axis, placement in enumerate(layout):
-        if axis != without and placement.shard_dim is not None:
-            sizes[placement.shard_dim] = chunk_sizes(sizes[placement.shard_dim], mesh_shape[axis])[0]
-    return tuple(sizes)

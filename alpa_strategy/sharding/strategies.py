@@ -15,7 +15,7 @@ import torch
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, bind, rebuild
+from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, aten_name, bind, rebuild
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
 from alpa_strategy.sharding.rule_families import RESHAPES
@@ -110,9 +110,7 @@ def is_random(call: OpCall) -> bool:
 def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:
     if operands == call.operands and results == call.results:
         return call  # the very object: costs are remembered by call
-    if not isinstance(call.target, torch._ops.OpOverload) or call.target.namespace != "aten":
-        return rebuild(call, operands, results, {})
-    name = call.target._schema.name.split("::")[1]
+    name = aten_name(call.target)
     if name in _VIEWS and call.target._overloadname != "dtype":  # view.dtype changes the elements
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
@@ -143,8 +141,7 @@ def _groups(argument: str) -> Changes:
 
 def _channel_dim(call: OpCall) -> int:
     weight = bind(call).get("weight")
-    name = call.target._schema.name
-    if "conv" in name and isinstance(weight, Slot):
+    if "conv" in aten_name(call.target) and isinstance(weight, Slot):
         # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
         return len(call.operands[0].shape) - len(call.operands[weight.index].shape) + 1
     return 1
