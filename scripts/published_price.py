@@ -31,7 +31,7 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.schedules import in_flight
-from alpa_strategy.sharding.cross_mesh import boundary_seconds
+from alpa_strategy.sharding.cross_mesh import boundary_link
 from alpa_strategy.sharding.strategies import localize
 
 ZERO = {0: "data", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -256,7 +256,8 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     per_node = min(num_devices, case.cluster.devices_per_node)
     submesh = num_devices // per_node, per_node
     size = 2 * case.rows * case.dp * case.model["seq_len"] * case.model["dim"]
-    wire = 2 * boundary_seconds(size, submesh, submesh, case.cluster) if stages > 1 else 0.0
+    link = boundary_link(submesh, submesh, case.cluster)
+    wire = 2 * (link.latency + size / link.bandwidth) if stages > 1 else 0.0
     seconds = simulated_seconds(
         schedule, case.pp, case.num_microbatches, costs, [False] * stages, [wire] * (stages - 1) + [0.0],
         runtime_seconds(case.cluster.device),

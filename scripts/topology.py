@@ -56,15 +56,23 @@ def plan_on(recipe_name: str, cluster: ClusterSpec, options: PlanOptions) -> Pla
 
 
 def rates(cluster: ClusterSpec) -> Table:
-    """A row a logical mesh of all devices: GB/s of its axes, searched and as numbered."""
-    table = Table("logical mesh", *(f"axes of {order}, GB/s" for order in ("searched", "numbered")))
+    """A row a logical mesh of all devices: GB/s of its axes in every order that is planned in, and as numbered.
+
+    Then a row a size of meshes: GB/s of messages between the first of that size and the next one.
+    """
+    orders = [*cluster.orders(), replace(cluster, order="numbered")]
+    heads = [", ".join(map(str, order.ranks_of(0, 8))) or "as numbered" for order in orders]
+    table = Table("logical mesh", *(f"{head}, GB/s" for head in heads))
     table.title = f"{cluster.name}, {cluster.num_nodes} x {cluster.devices_per_node}"
     for shape in cluster.logical_shapes():
         cells = []
-        for found in (cluster.orders()[0], replace(cluster, order="numbered")):
+        for found in orders:
             axes = found.logical_mesh(shape).axes
             cells.append("  ".join(f"{axis.size}: {axis.link.bandwidth / 1e9:.1f}" for axis in axes))
         table.add_row(" x ".join(map(str, shape)), *cells)
+    for size in (n for n in range(1, cluster.num_devices // 2 + 1) if cluster.num_devices % n == 0):
+        links = [found.between((0, size), (size, size)) for found in orders]
+        table.add_row(f"{size} to {size}", *(f"{link.bandwidth / 1e9:.1f}" for link in links))
     return table
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
-from alpa_strategy.cluster.topology import Level, Order, Topology, read_levels, read_links
+from alpa_strategy.cluster.topology import Level, Order, Topology, Way, read_levels, read_links
 from alpa_strategy.errors import ClusterError
 
 ORDERS = ("searched", "numbered")
@@ -227,6 +227,28 @@ class ClusterSpec:
         ranks = self._order[first : first + count]
         return () if ranks == tuple(range(first, first + count)) else ranks
 
+    def way(self, groups: Sequence[Order]) -> Way:
+        """What groups of ranks have that communicate at the same time: the slowest group's."""
+        return self._topology.way(groups)
+
+    def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+        """(latency, seconds) of messages between ranks at the same time: (source, target) -> bytes."""
+        return self._topology.messages(sizes)
+
+    def between(self, source: tuple[int, int], target: tuple[int, int]) -> Link:
+        """What a tensor has on its way between meshes, given as (first place, devices): every byte goes once, each
+        device sends and receives as much as the others of its mesh, in order."""
+        if (source, target) not in self._between:
+            parts = math.lcm(source[1], target[1])
+            places = [(source[0] + i * source[1] // parts, target[0] + i * target[1] // parts) for i in range(parts)]
+            latency, seconds = self.messages(Counter((self._order[a], self._order[b]) for a, b in places))
+            self._between[source, target] = Link(latency, parts / seconds if seconds else math.inf)
+        return self._between[source, target]
+
+    @cached_property
+    def _between(self) -> dict[tuple[tuple[int, int], tuple[int, int]], Link]:
+        return {}
+
     def in_order(self, ranks: Order) -> ClusterSpec:
         """The cluster with its devices in an order that is given."""
         if self.is_uniform and ranks == tuple(range(self.num_devices)):
@@ -237,7 +259,7 @@ class ClusterSpec:
         """The cluster in every order of its devices that some mesh is better off in than in the others.
 
         One where its links do not differ, or its order is given. Orders are left out whose every mesh has in another
-        order links that are as good on each axis: no plan is faster in them.
+        order links that are as good on each axis, and to the mesh after it: no plan is faster in them.
         """
         if self.is_uniform or self.order != "searched":
             return [self]
@@ -250,10 +272,13 @@ class ClusterSpec:
         return [found for found, _ in kept]
 
     def _offers(self) -> _Offers:
-        """What the meshes of each submesh size have: per logical shape its axes' sizes and rates, smallest first."""
+        """What the meshes of each submesh size have: per logical shape its axes' sizes and rates, smallest first.
+
+        Under (0, size) what messages from mesh to mesh have that lie in a row: all one after the other, the slowest.
+        """
         inside = [(1, n) for n in range(2, self.devices_per_node + 1) if self.devices_per_node % n == 0]
         beyond = [(n, self.devices_per_node) for n in range(2, self.num_nodes + 1) if self.num_nodes % n == 0]
-        return {
+        found = {
             submesh: [
                 sorted(
                     (a.size, a.link.bandwidth, -a.link.latency, a.exchange) for a in self.logical_mesh(s, submesh).axes
@@ -262,6 +287,14 @@ class ClusterSpec:
             ]
             for submesh in inside + beyond
         }
+        for size in (1, *map(math.prod, inside + beyond)):
+            rows = range(0, self.num_devices - 2 * size + 1, size)
+            links = [self.between((first, size), (first + size, size)) for first in rows]
+            if links:
+                total = 1 / sum(1 / link.bandwidth for link in links)
+                slowest = min(link.bandwidth for link in links)
+                found[0, size] = [[(size, total, -sum(link.latency for link in links), slowest)]]
+        return found
 
     def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
         """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).

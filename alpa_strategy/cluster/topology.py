@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from typing import Any
@@ -154,7 +154,7 @@ class Topology:
                 blocks = np.repeat(level.block_of(num_nodes), per_node)
             else:
                 blocks = np.array(level.block_of(per_node) * num_nodes) + len(ranks) * (ranks // per_node)
-            self._ways.append((blocks, level.latency, level.bandwidth))
+            self._ways.append((np.unique(blocks, return_inverse=True)[1], level.latency, level.bandwidth))
         self._reached: dict[Order, float] = {}
         self._cut: dict[Order, tuple[tuple[float, ...], Order]] = {}
 
@@ -171,6 +171,34 @@ class Topology:
                 latency = max(latency, beyond)
                 crossed = min(crossed, shared / max(crossing.values()))
         return Way(latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts)))
+
+    def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+        """(latency, seconds) of messages that are under way at the same time: (source, target) -> bytes.
+
+        The slowest of: a link that two devices have to themselves, a device's way to all others, a block's way out or
+        in, which all share that cross it.
+        """
+        moved = [(source, target, size) for (source, target), size in sizes.items() if source != target]
+        if not moved:
+            return 0.0, 0.0
+        source, target = np.array([pair[:2] for pair in moved]).T
+        size = np.array([pair[2] for pair in moved], dtype=float)
+        own = np.zeros(len(size))
+        if self._links is not None:
+            inside = source // self._per_node == target // self._per_node
+            own = self._links[source % self._per_node, target % self._per_node] * inside
+        latency, is_shared = self._inside[0], own == 0
+        seconds = float((size[~is_shared] / own[~is_shared]).max(initial=0.0))
+        limits = [(source, target, is_shared, self._inside[1])]
+        for blocks, beyond, shared in self._ways:
+            leaves = blocks[source] != blocks[target]
+            latency = max(latency, beyond) if leaves.any() else latency
+            limits.append((blocks[source], blocks[target], leaves, shared))
+        for out, into, counts, bandwidth in limits:
+            for end in (out, into):
+                busiest = np.bincount(end[counts], size[counts]).max(initial=0.0)
+                seconds = max(seconds, float(busiest) / bandwidth)
+        return latency, seconds
 
     def orders(self) -> list[Order]:
         """Orders of the devices that are worth a look, as they are numbered among them.

@@ -76,7 +76,7 @@ class _Costs:
         work: seconds of a step.
         seconds: of a micro-batch.
         wires: [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one.
-        near: [cut, submesh] likewise, to a stage on an equal mesh in the same node.
+        near: [cut, submesh] likewise, to a stage on an equal mesh, or on the same.
         overhead: seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`.
     """
 
@@ -103,11 +103,22 @@ def _costs(
     sizes = np.array([math.prod(mesh) for mesh in meshes])
     wires = near = np.zeros((len(each) + 1, len(sizes)))
     if tables.boundary is not None:
-        inside = tables.boundary if tables.nearby is None else tables.nearby
-        leaves = sizes >= job.cluster.devices_per_node  # the next stage begins on another node
-        least = np.where(leaves[:, None], tables.boundary, np.minimum(tables.boundary, inside))
-        wires, near = least.min(axis=2), np.diagonal(inside, axis1=1, axis2=2)
+        wires = np.stack([tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1)
+        near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
+        if not job.cluster.is_uniform:  # from the last mesh to the first: on links that no neighbours have
+            near = np.zeros_like(wires)
     return _Costs(job, sizes, _of_runs(work, B * overhead), _of_runs(each, overhead), wires, near, overhead)
+
+
+def _links(tables: StageTables) -> list[np.ndarray]:
+    """Per submesh, the links that a stage on it may have to the next one."""
+    if tables.fits is None or tables.link_at is None:
+        return [np.zeros(1, dtype=int)] * len(tables.num_devices)
+    found = []
+    for size, fits in zip(map(int, tables.num_devices), tables.fits.T, strict=True):
+        after = np.flatnonzero(fits) - size  # devices left for the next stage
+        found.append(np.unique(tables.link_at[after[after > 0]]) if (after > 0).any() else np.zeros(1, dtype=int))
+    return found
 
 
 def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
@@ -213,7 +224,9 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
     first, last = np.pad(inner, ((0, 0), (1, 0))), np.pad(inner, ((0, 0), (0, 1)), constant_values=L)
     seconds, work = costs.seconds[first, last, index], costs.work[first, last, index]
     wires = costs.wires[inner, index]
-    if SCHEDULES[name].is_folded:
+    if not costs.job.cluster.is_uniform:
+        wires = costs.near[inner, index]
+    elif SCHEDULES[name].is_folded:
         wires[:, ranks - 1] = costs.near[inner[:, ranks - 1], index]
     end = seconds_of_many(name, seconds / 3, seconds * 2 / 3, B, ranks, wires / 2)
     return float((end + v * (work - B * seconds).max(axis=1)).min())

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
@@ -28,7 +28,7 @@ from alpa_strategy.schedules import (
     timeline,
     why_not,
 )
-from alpa_strategy.sharding.cross_mesh import boundary_seconds
+from alpa_strategy.sharding.cross_mesh import boundary_link
 
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
@@ -128,11 +128,12 @@ def _regular(
             equal = _on_equal_meshes(
                 tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
             )
-            places = [math.prod(mesh) * mesh_of(schedule, ranks, i) for i in range(total)]
-            equal = replace(equal, crosses=crossings(job, places))
+            wired = on_equal_meshes(job, meshes, tables, index, [mesh_of(schedule, ranks, i) for i in range(total)])
+            assert wired.boundary is not None
+            only = slice(index, index + 1)
+            equal = replace(equal, boundary=wired.boundary[:, :, only, only], link_at=wired.link_at)
             solved = partial(solve_stages, equal, total, weights, own[::-1], job.memory_limit, [total], steps=v)
             choice = solved(tolerance=TOLERANCE, known=known())
-            wired = replace(tables, crosses=equal.crosses)
             made = partial(_on_one_submesh, job, runs, wired, schedule, v, own, index)
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
@@ -261,17 +262,15 @@ def _any_meshes(
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
     """Only the submeshes `kept`, devices counted in `unit`s of which all of these sizes are multiples."""
-    pairs = np.ix_(np.arange(tables.seconds.shape[0] + 1), kept, kept)
     return StageTables(
         tables.num_devices[kept] // unit,
         tables.seconds[:, :, kept],
         tables.once_seconds[:, :, kept],
         tables.bytes_always[:, :, kept],
         tables.bytes_in_flight[:, :, kept],
-        None if tables.boundary is None else tables.boundary[pairs],
+        None if tables.boundary is None else tables.boundary[:, :, kept][..., kept],
         None if tables.fits is None else tables.fits[::unit, kept],
-        None if tables.nearby is None else tables.nearby[pairs],
-        None if tables.crosses is None else tables.crosses[::unit],
+        None if tables.link_at is None else tables.link_at[::unit],
     )
 
 
@@ -299,7 +298,7 @@ def to_candidates(
     choices: Sequence[StageChoice],
     alive: tuple[int, ...],
 ) -> list[Candidate]:
-    """All of as many stages; `left`: per stage, what `tables.crosses` counts by."""
+    """All of as many stages; `left`: per stage, what `tables.link_at` counts by."""
     pipelines = [_pipeline(runs, tables, left, choice) for choice in choices]
     seconds = _simulated(
         schedule, len(alive) // stages_per_mesh, job.num_microbatches, pipelines, runtime_seconds(job.cluster.device)
@@ -358,17 +357,18 @@ def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence
         others = np.ones(seconds.shape[:2], dtype=bool)
         others[pinned[:-1], pinned[1:]] = False
         seconds[others] = np.inf
-    return StageTables(
+    tables = StageTables(
         np.array([math.prod(mesh) for mesh in meshes]),
         seconds,
         stack("once", 0.0),
         stack("always", 0.0),
         stack("in_flight", 0.0),
-        _boundaries(job, meshes, job.cluster.num_nodes > 1),
-        stage_fits(job.cluster, tuple(meshes)),
-        _boundaries(job, meshes, False),
-        crossings(job, range(job.cluster.num_devices)),
+        fits=stage_fits(job.cluster, tuple(meshes)),
     )
+    # Stages take devices in order: where one ends the next one starts.
+    D, some = job.cluster.num_devices, range(len(meshes))
+    joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
+    return _wired(job, meshes, tables, joints, list(product(some, some)))
 
 
 def pinned_layers(job: CostJob) -> list[int]:
@@ -376,28 +376,64 @@ def pinned_layers(job: CostJob) -> list[int]:
     return [job.cuts.index(cut) for cut in stage_cuts(job.graph, job.options.stages)]
 
 
-def _boundaries(job: CostJob, meshes: Sequence[tuple[int, int]], crosses: bool) -> np.ndarray:
-    """[cut, submesh, submesh] seconds of a micro-batch's values and their gradients, between nodes or inside one."""
-    graph = job.graph
-    found = np.zeros((len(job.cuts), len(meshes), len(meshes)))
-    for index, crossing in enumerate(job.crossing):
-        metas = [graph.values[v] for v in crossing]
-        sizes = [sum(m.num_bytes for m in metas), sum(m.num_bytes for m in metas if m.requires_grad)]
-        for a, source in enumerate(meshes):
-            for b, target in enumerate(meshes):
-                found[index, a, b] = sum(
-                    boundary_seconds(size, source, target, job.cluster, crosses) for size in sizes if size
-                )
-    return found
+def on_equal_meshes(
+    job: CostJob, meshes: Sequence[tuple[int, int]], tables: StageTables, submesh: int, holders: Sequence[int]
+) -> StageTables:
+    """The tables with messages between stages on equal meshes, by the stages left; `holders`: the mesh of each."""
+    size = math.prod(meshes[submesh])
+    ends = [None if a == b else (size * (a + 1), size * b) for a, b in pairwise(holders)]
+    return _wired(job, meshes, tables, [None, *reversed(ends), None], [(submesh, submesh)])
 
 
-def crossings(job: CostJob, places: Sequence[int]) -> np.ndarray:
-    """[left] whether, of stages that may start at devices `places`, the one with `left` of them left (its own included)
-    starts on another node than the place before it."""
-    nodes = [place // job.cluster.devices_per_node for place in places]
-    found = np.zeros(len(places) + 1, dtype=bool)
-    for index in range(1, len(places)):
-        found[len(places) - index] = nodes[index] != nodes[index - 1]
+def _wired(
+    job: CostJob,
+    meshes: Sequence[tuple[int, int]],
+    tables: StageTables,
+    joints: Sequence[tuple[int, int] | None],
+    pairs: Sequence[tuple[int, int]],
+) -> StageTables:
+    """The tables with messages between stages.
+
+    Args:
+        joints: of each number of devices, or stages, that may be left: the place after the sender's last device, that
+            of the receiver's first; None: one mesh is both.
+        pairs: of submeshes that are asked for.
+    """
+    kinds = list(joints)
+    if job.cluster.is_uniform:  # it only matters whether the places are on two nodes
+        nodes = [(0, 0) if joint is None else (joint[0] - 1, joint[1]) for joint in joints]
+        kinds = [(0, int(a // job.cluster.devices_per_node != b // job.cluster.devices_per_node)) for a, b in nodes]
+    number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+    nothing = np.zeros((len(meshes), len(meshes), 2))
+    every = np.stack([nothing if k is None else _links(job.cluster, meshes, tables, k, pairs) for k in number])
+    worst = np.nan_to_num(np.fmax.reduce(every, axis=0))  # where there are no such two stages, too: fewer differ
+    links, link_at = np.unique(np.where(np.isnan(every), worst, every), axis=0, return_inverse=True)
+    latency, each = links[:, None, ..., 0], links[:, None, ..., 1]
+    sizes = job.crossing_bytes[:, :, None, None]
+    boundary = (sizes > 0).sum(1) * latency + sizes.sum(1) * each
+    return replace(tables, boundary=boundary, link_at=link_at.ravel()[[number[kind] for kind in kinds]])
+
+
+def _links(
+    cluster: ClusterSpec,
+    meshes: Sequence[tuple[int, int]],
+    tables: StageTables,
+    joint: tuple[int, int],
+    pairs: Sequence[tuple[int, int]],
+) -> np.ndarray:
+    """[submesh, submesh, 2] latency and seconds a byte at a joint; nan where there are no such two stages."""
+    assert tables.fits is not None
+    found = np.full((len(meshes), len(meshes), 2), np.nan)
+    for a, b in pairs:
+        if cluster.is_uniform:
+            link = boundary_link(meshes[a], meshes[b], cluster, bool(joint[1]))
+        else:
+            sizes, D = (math.prod(meshes[a]), math.prod(meshes[b])), cluster.num_devices
+            first, start = joint[0] - sizes[0], joint[1]
+            if first < 0 or start + sizes[1] > D or not (tables.fits[D - first, a] and tables.fits[D - start, b]):
+                continue
+            link = cluster.between((first, sizes[0]), (start, sizes[1]))
+        found[a, b] = link.latency, 1 / link.bandwidth
     return found
 
 
@@ -411,16 +447,12 @@ def _on_equal_meshes(
         width = runs[index].remat.shape[2]
         seconds = seconds.copy()
         seconds[:, :, 0, :width][runs[index].remat] = np.inf
-    assert tables.boundary is not None
-    assert tables.nearby is not None
     return StageTables(
         np.ones(1, dtype=int),
         seconds,
         tables.once_seconds[:, :, only],
         tables.bytes_always[:, :, only] * stages_per_mesh,
         tables.bytes_in_flight[:, :, only],
-        tables.boundary[:, only, only],
-        nearby=tables.nearby[:, only, only],
     )
 
 

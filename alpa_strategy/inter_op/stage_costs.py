@@ -103,6 +103,14 @@ class CostJob:
         """Per cut, the values that cross it."""
         return [crossing_values(self.graph, cut) for cut in self.cuts]
 
+    @cached_property
+    def crossing_bytes(self) -> np.ndarray:
+        """[cut, 2] bytes of these values, and of their gradients."""
+        every = [[self.graph.values[v] for v in values] for values in self.crossing]
+        return np.array(
+            [[sum(m.num_bytes for m in ms), sum(m.num_bytes for m in ms if m.requires_grad)] for ms in every]
+        )
+
     @property
     def keeps_by_tensor(self) -> bool:
         """Whether it is solved for each activation to be kept or made again: compiled programs decide by themselves."""

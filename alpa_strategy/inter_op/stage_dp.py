@@ -39,12 +39,11 @@ class StageTables:
         seconds: [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no such stage.
         once_seconds: same shape, seconds once per step.
         bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches alive).
-        boundary: [L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a stage
-            on the first submesh to one on the second; charged to the sender.
+        boundary: [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a
+            stage on the first submesh to one on the second; charged to the sender.
         fits: [devices left, m] whether a stage may start where so many devices are left (its own included).
-        nearby: like `boundary`, where both stages end and begin inside one node; None: the same.
-        crosses: [devices left] whether a stage that starts where so many devices are left starts on another node than
-            the one before it ended on.
+        link_at: [devices left] which of the links a stage has to the one before it that starts where so many devices
+            are left; None: the first.
     """
 
     num_devices: np.ndarray
@@ -54,15 +53,12 @@ class StageTables:
     bytes_in_flight: np.ndarray
     boundary: np.ndarray | None = None
     fits: np.ndarray | None = None
-    nearby: np.ndarray | None = None
-    crosses: np.ndarray | None = None
+    link_at: np.ndarray | None = None
 
     def wire(self, cut: int, source: int, target: int, left: int) -> float:
         """Seconds of the transfer at a cut between stages on two submeshes, the second with `left` devices left."""
-        table = self.boundary
-        if self.nearby is not None and self.crosses is not None and not self.crosses[left]:
-            table = self.nearby
-        return 0.0 if table is None else float(table[cut, source, target])
+        link = 0 if self.link_at is None else self.link_at[left]
+        return 0.0 if self.boundary is None else float(self.boundary[link, cut, source, target])
 
 
 @dataclass(frozen=True)
@@ -168,13 +164,13 @@ class _Search:
         allowed = range(1, self.max_stages + 1) if num_stages is None else num_stages
         self.allowed = sorted({s for s in allowed if 1 <= s <= self.max_stages})
         self.max_stages = max(self.allowed, default=0)
-        boundary = np.zeros((self.num_layers + 1, self.num_submeshes, self.num_submeshes))
+        boundary = np.zeros((1, self.num_layers + 1, self.num_submeshes, self.num_submeshes))
         if tables.boundary is not None:
             boundary = tables.boundary
         everywhere = np.ones(num_devices + 1, dtype=bool)
-        self._wires = [(boundary, everywhere)]
-        if tables.nearby is not None and tables.crosses is not None:
-            self._wires = [(boundary, tables.crosses), (tables.nearby, ~tables.crosses)]
+        self._wires = [(boundary[0], everywhere)]
+        if tables.link_at is not None:
+            self._wires = [(table, tables.link_at == link) for link, table in enumerate(boundary)]
         self.fits = np.ones((num_devices + 1, self.num_submeshes), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
         self.memory_limit, self.steps, self.sender_share = memory_limit, steps, sender_share

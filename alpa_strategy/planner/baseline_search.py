@@ -19,7 +19,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, crossings, pinned_layers, stage_tables, to_candidates
+from alpa_strategy.inter_op.candidates import Candidate, on_equal_meshes, pinned_layers, stage_tables, to_candidates
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.ir.plan import Plan
@@ -96,8 +96,9 @@ class Space:
             return None
         tables = self.tables
         if v > 1:
-            places = [sizes[0] * mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
-            tables, left = replace(tables, crosses=crossings(job, places)), list(range(len(sizes), 0, -1))
+            holders = [mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
+            tables = on_equal_meshes(job, self.meshes, tables, state.stages[0][1], holders)
+            left = list(range(len(sizes), 0, -1))
         choice = StageChoice(stages, 0.0, 0.0)
         return to_candidates(job, self.runs, tables, left, state.schedule, v, [choice], alive)[0]
 

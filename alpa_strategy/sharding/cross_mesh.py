@@ -9,14 +9,16 @@ all-gather"). No process groups here: `comm/messages.py` carries plans out.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
@@ -191,42 +193,21 @@ def _size(box: Box) -> int:
 
 
 def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
-    """Time of a transfer on idle links: the slowest device or node, plus the gathers on the target's mesh.
-
-    A device sends and receives at the rate of the link inside a node; all devices of a node share its link to others.
-    """
-    per_node = cluster.devices_per_node
-    device_bytes: dict[tuple[str, int], int] = {}
-    node_bytes: dict[tuple[str, int], int] = {}
-    messages: dict[tuple[str, int], set[int]] = {}
-    latency = 0.0
+    """Time of a transfer on idle links: the slowest link, device or way out, plus the gathers on the target's mesh."""
+    sizes: Counter[tuple[int, int]] = Counter()
     for piece in plan.pieces:
-        if piece.source == piece.target:
-            continue
-        size = piece.num_elements * plan.itemsize
-        crosses = piece.source // per_node != piece.target // per_node
-        latency = max(latency, (cluster.inter_node if crosses else cluster.intra_node).latency)
-        ends = (("out", piece.source, piece.target), ("in", piece.target, piece.source))
-        for direction, rank, peer in ends:
-            messages.setdefault((direction, rank), set()).add(peer)
-            device_bytes[direction, rank] = device_bytes.get((direction, rank), 0) + size
-            if crosses:
-                node = (direction, rank // per_node)
-                node_bytes[node] = node_bytes.get(node, 0) + size
+        if piece.source != piece.target:
+            sizes[piece.source, piece.target] += piece.num_elements * plan.itemsize
+    latency, seconds = cluster.messages(sizes)
     # A device starts its messages one after the other.
-    seconds = max(map(len, messages.values()), default=0) * latency
-    seconds += max(
-        max(device_bytes.values(), default=0) / cluster.intra_node.bandwidth,
-        max(node_bytes.values(), default=0) / cluster.inter_node.bandwidth,
-    )
-    return seconds + _gather_seconds(plan, cluster)
+    started = max((n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0)
+    return started * latency + seconds + _gather_seconds(plan, cluster)
 
 
 def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
     """Time of the all-gathers from `received` to the target's layout, innermost axis first."""
-    target, per_node = plan.target, cluster.devices_per_node
-    coordinates = list(product(*map(range, target.shape)))
-    rank_at = dict(zip(coordinates, target.ranks, strict=True))
+    target = plan.target
+    ranks = np.array(target.ranks).reshape(target.shape)
     seconds = 0.0
     placements = list(plan.received.placements)
     for axis in reversed(range(len(target.shape))):
@@ -235,26 +216,19 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
         placements[axis] = target.layout[axis]
         after = Layout(tuple(placements)).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
         size = target.shape[axis]
-        leaving: dict[int, int] = {}  # node -> groups whose ring leaves it
-        for line in (c for c in coordinates if c[axis] == 0):
-            nodes = {rank_at[(*line[:axis], i, *line[axis + 1 :])] // per_node for i in range(size)}
-            for node in nodes if len(nodes) > 1 else ():
-                leaving[node] = leaving.get(node, 0) + 1
-        link = cluster.inter_node if leaving else cluster.intra_node
-        bandwidth = link.bandwidth / max(leaving.values(), default=1)
+        way = cluster.way(list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist())))
         volume = (size - 1) / size * math.prod(after) * plan.itemsize
-        seconds += link.latency + volume / bandwidth
+        seconds += way.latency + volume / way.bandwidth
     return seconds
 
 
-def boundary_seconds(
-    num_bytes: float,
+def boundary_link(
     source_submesh: tuple[int, int],
     target_submesh: tuple[int, int],
     cluster: ClusterSpec,
     crosses_nodes: bool | None = None,
-) -> float:
-    """Quick estimate for a boundary of `num_bytes` between two submeshes (n_nodes, n_devices), layouts unknown.
+) -> Link:
+    """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike; layouts unknown.
 
     Every byte goes once; the links of both ends work side by side: one per node between nodes, one per device inside.
 
@@ -266,7 +240,7 @@ def boundary_seconds(
         crosses_nodes = max(source_submesh[0], target_submesh[0]) > 1 or together > cluster.devices_per_node
     link, ends = (cluster.inter_node, 0) if crosses_nodes else (cluster.intra_node, 1)
     parallel = min(source_submesh[ends], target_submesh[ends])
-    return link.latency + num_bytes / (link.bandwidth * parallel)
+    return Link(link.latency, link.bandwidth * parallel)
 
 
 # --- Channels: which values go from which stage to which other, forward and back. Data for the pipeline's runtime.

@@ -25,15 +25,16 @@ def random_tables(rng: np.random.Generator, num_layers: int, submeshes, candidat
         rng.uniform(0, 0.5, shape),
         work * rng.uniform(1, 3, shape),
         work * rng.uniform(0, 1, shape),
-        rng.uniform(0, 0.3, (num_layers + 1, m, m)) if boundary else None,
+        rng.uniform(0, 0.3, (1, num_layers + 1, m, m)) if boundary else None,
     )
 
 
 def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) -> StageTables:
-    """The same with cheaper boundaries within nodes, which begin at random devices."""
+    """The same with one to three kinds of links, which stages have at random places."""
     assert tables.boundary is not None
-    nearby = tables.boundary * rng.uniform(0, 1, tables.boundary.shape)
-    return replace(tables, nearby=nearby, crosses=rng.random(num_devices + 1) < 0.5)
+    kinds = int(rng.integers(1, 4))
+    boundary = tables.boundary * rng.uniform(0, 1, (kinds, *tables.boundary.shape[1:]))
+    return replace(tables, boundary=boundary, link_at=rng.integers(0, kinds, num_devices + 1))
 
 
 def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0):

@@ -73,10 +73,12 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, clus
 
 def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None):
     runs = [RunCosts((), *[np.zeros(0)] * 6, least=least[:, a], least_each=each[:, a]) for a in range(len(meshes))]
-    cluster = SimpleNamespace(num_devices=num_devices, devices_per_node=num_devices, overlap=0.0)
+    cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
-    return step_bound(job, meshes, runs, SimpleNamespace(boundary=boundary, nearby=None), overhead)
+    sizes = np.array([math.prod(mesh) for mesh in meshes])
+    tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=None, link_at=None)
+    return step_bound(job, meshes, runs, tables, overhead)
 
 
 def simulated(schedule, seconds, once, count, v=1, wires=()):
@@ -96,14 +98,14 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
     sizes = np.array([1, 2, 4, 8])
     each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
     once = rng.uniform(0, 2.0, (L, 1)) / sizes
-    boundary = rng.uniform(0, rng.choice([1e-9, 0.3, 1.5]), (L + 1, 4, 4))
+    boundary = rng.uniform(0, rng.choice([1e-9, 0.3, 1.5]), (1, L + 1, 4, 4))
     bound = bound_of(count * each + once, each, count, D, [(1, n) for n in sizes], boundary=boundary)
     best = count * each[:, 3].sum() + once[:, 3].sum()
     for p in range(2, L + 1):
         for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(4), repeat=p)):
             ends = list(zip(pairwise((0, *cuts, L)), meshes, strict=True))
             seconds, per_step = ([float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once))
-            wires = [float(boundary[cut, a, b]) for cut, (a, b) in zip(cuts, pairwise(meshes), strict=True)]
+            wires = [float(boundary[0, cut, a, b]) for cut, (a, b) in zip(cuts, pairwise(meshes), strict=True)]
             if sizes[list(meshes)].sum() == D:
                 best = min(best, simulated("1F1B", seconds, per_step, count, 1, wires))
             for name, v in product(("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)):

@@ -12,7 +12,8 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
+from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.candidates import TOLERANCE, runtime_seconds, solve_schedules
 from alpa_strategy.inter_op.pins import submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
@@ -57,6 +58,21 @@ def test_nothing_that_a_search_finds_is_better(space, name):
     assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
     assert [s for _, s in trace.history] == sorted((s for _, s in trace.history), reverse=True)
     assert sum(space.sizes[s.submesh] for s in trace.best.choice.stages) % CLUSTER.num_devices == 0
+
+
+@pytest.mark.parametrize("schedule", [None, "Interleaved1F1B"])
+def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(schedule):
+    """Two racks of two nodes with a slow way out, three micro-batches' worth of layers: all states are tried."""
+    up = {"name": "rack", "nodes": [[0, 2], [1, 3]], "latency": 1e-4, "bandwidth": 2e8}
+    racks = ClusterSpec.from_dict({**CLUSTER.with_nodes(4, 1).to_dict(), "levels": [up]})
+    for cluster in racks.orders():
+        space = space_of(4, 8, cluster, schedule)
+        solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
+        trace = SEARCHES["exhaustive"](space, 5.0, 0)
+        assert trace.best is not None
+        assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
+        bound = step_bound(space.job, space.meshes, space.runs, space.tables, runtime_seconds(cluster.device))
+        assert bound <= trace.best.seconds * (1 + 1e-9)
 
 
 def test_the_solved_stages_have_their_price_as_a_state(space):

@@ -17,7 +17,7 @@ from alpa_strategy.ir.placement import Layout
 from alpa_strategy.sharding.cross_mesh import (
     MeshSide,
     best_transfer,
-    boundary_seconds,
+    boundary_link,
     plan_transfer,
     transfer_seconds,
 )
@@ -155,7 +155,8 @@ def test_seconds_follow_the_links():
     )
     same = plan_transfer((1000,), 4, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (0,), Layout.parse("R")))
     assert transfer_seconds(same, cluster) == 0.0
-    assert boundary_seconds(1e6, (1, 8), (1, 8), cluster) > boundary_seconds(1e6, (1, 4), (1, 4), cluster)
+    across, inside = (boundary_link((1, n), (1, n), cluster) for n in (8, 4))
+    assert (across, inside.bandwidth) == (cluster.inter_node, 4 * cluster.intra_node.bandwidth)
     # A node's link is shared by its devices.
     sources = MeshSide((8,), tuple(range(8)), Layout.parse("S0"))
     targets = MeshSide((8,), tuple(range(8, 16)), Layout.parse("S0"))
