@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,28 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
     if isinstance(config, dict):  # Inductor's; see `options.compile_options`
         return {"options": {**config, "triton.cudagraphs": False}}
     return {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
+
+
+@contextmanager
+def compiled_as_written(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the module and its children are compiled where they are called, as after `module.compile()`.
+
+    What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
+    it is.
+    """
+    modules = list(module.modules())
+    if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
+        yield
+        return
+    parts = [module, *module.children()]
+    with torch._dynamo.config.patch(suppress_errors=True):
+        for part in parts:
+            part.compile(**options)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._compiled_call_impl = None
 
 
 def device_limit(job: Job) -> float:

@@ -24,7 +24,7 @@ from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo
@@ -162,6 +162,10 @@ class WrittenRun(PlacedModule):
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
+            if job.compile is not None and say:
+                rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
+        elif job.compile is not None:
+            self._adapted.enter_context(compiled_as_written(module, job.compile))
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:

@@ -76,6 +76,21 @@ def test_statistics_of_batches(pool, tmp_path, plan):
         assert graphs
 
 
+@pytest.mark.parametrize(
+    ("parallel", "backend", "compiles"),
+    [("data", "aot_eager", True), ("zero3", "aot_eager", False), ("data", "fails", False)],
+)
+def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, backend, compiles):
+    """But for parameters in parts, which come and go while a module runs; what fails runs as it is."""
+    plan = {"capture": "never", "parallel": parallel, "cluster": "pcie_8gpu"}
+    arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
+    references = pool.run(2, record, "gpt", MODELS["gpt"], plan, *arguments)
+    runs = pool.run(2, record_compiled, "gpt", MODELS["gpt"], {**plan, "compile": {"backend": backend}}, *arguments)
+    for (run, _, graphs), reference in zip(runs, references, strict=True):
+        assert_same(run, reference, 1e-9)
+        assert bool(graphs) is compiles
+
+
 def test_a_split_backward_runs_uncompiled_and_says_so(pool, tmp_path):
     plan = {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"}
     for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, plan, "aot_eager"):
