@@ -90,12 +90,20 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
             print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
     if ending.wait(REPORT_SECONDS):
         return
-    for child in children:
+    _say_ended(first_rank - 1)
+    for rank, child in enumerate(children, first_rank):
         if child.poll() is None:
+            _say_ended(rank)
             child.kill()
             child.wait()
     discard_unfinished()
     os.kill(os.getpid(), signal.SIGKILL)  # the main thread may hang in a collective, where no exception reaches it
+
+
+def _say_ended(rank: int) -> None:
+    """Of a rank that knows nothing of the lost one: it plans, say, or waits for whoever does."""
+    text = f"\nalpa: rank {rank} is ended: it was still at work {REPORT_SECONDS:.0f} s after another was lost"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _how(number: int) -> str:

@@ -97,6 +97,8 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     assert "FINISHED" not in done.stdout
     assert time.time() - float((tmp_path / "killed").read_text()) < 60
     named = rf"rank {lost} \(process \d+\) was ended by SIGKILL|no sign of life from rank {lost}|rank {lost} is gone"
+    if launcher == "torchrun":  # which names it itself, last
+        named += rf"|Root Cause[^=]*\srank +: {lost} "
     assert re.search(named, done.stderr), done.stderr
     for rank in set(range(world)) - {lost}:
         assert re.search(rf"alpa: rank {rank}\b", done.stderr), done.stderr
