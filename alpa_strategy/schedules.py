@@ -454,16 +454,13 @@ def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
     return [min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S)]
 
 
-def _needs_full_meshes(name: str, needs_rounds: bool = True) -> Callable[[int, int], str | None]:
-    def refuses(num_meshes: int, num_microbatches: int) -> str | None:
-        rounds = max(1, num_microbatches // num_meshes)
-        if needs_rounds and num_microbatches % rounds:
-            return f"{name} on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
-        if num_microbatches < num_meshes:
-            return f"{name} on {num_meshes} meshes needs at least as many micro-batches"
-        return None
-
-    return refuses
+def _needs_full_meshes(name: str, num_meshes: int, num_microbatches: int, needs_rounds: bool = True) -> str | None:
+    rounds = max(1, num_microbatches // num_meshes)
+    if needs_rounds and num_microbatches % rounds:
+        return f"{name} on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
+    if num_microbatches < num_meshes:
+        return f"{name} on {num_meshes} meshes needs at least as many micro-batches"
+    return None
 
 
 def _zbv_refuses(num_meshes: int, num_microbatches: int) -> str | None:
@@ -487,7 +484,7 @@ for _schedule in (
         "LoopedBFS",
         _each_mesh(_looped_bfs),
         LOOPS,
-        refuses=_needs_full_meshes("LoopedBFS", needs_rounds=False),
+        refuses=partial(_needs_full_meshes, "LoopedBFS", needs_rounds=False),
         bubble=1.0,
         alive=lambda S, B, v: [B * v] * S,
     ),
@@ -495,7 +492,7 @@ for _schedule in (
         "Interleaved1F1B",
         _each_mesh(_interleaved),
         LOOPS,
-        refuses=_needs_full_meshes("Interleaved1F1B"),
+        refuses=partial(_needs_full_meshes, "Interleaved1F1B"),
         bubble=1.0,
         alive=_interleaved_alive,
         is_searched=True,
@@ -504,7 +501,7 @@ for _schedule in (
         "InterleavedZeroBubble",
         _each_mesh(partial(_interleaved, zero_bubble=True)),
         LOOPS,
-        refuses=_needs_full_meshes("InterleavedZeroBubble"),
+        refuses=partial(_needs_full_meshes, "InterleavedZeroBubble"),
         bubble=1 / 3,
         is_searched=True,
     ),

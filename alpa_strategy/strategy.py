@@ -26,11 +26,11 @@ from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.errors import check_names
+from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors, raise_still_sharded
+from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.job import Job, compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
@@ -261,7 +261,10 @@ class AlpaStrategy(ParallelJob):
         if self.run is None:
             broadcast_states(self._module)
         elif fitting:
-            raise_still_sharded(self._module)
+            raise AlpaError(
+                f"{type(self._module).__name__} is still in shards from the training before: it does not fit whole",
+                "save a checkpoint, and train on with a new Trainer and `ckpt_path`",
+            )
         with deferred_init.recording():
             if fitting:
                 self.setup_optimizers(trainer)

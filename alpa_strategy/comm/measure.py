@@ -86,22 +86,22 @@ def measure_cluster(
     num_nodes: int,
     devices_per_node: int,
     make_mesh: Callable[[tuple[int, ...]], MeshComm],
+    folder: Path,
     device: torch.device = CPU,
     budget_seconds: float = 1.5,
-    folder: Path | None = None,
     backend: str = "gloo",
 ) -> ClusterSpec:
     """The running job's cluster as a measured ClusterSpec, equal on all ranks.
 
     Args:
         make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape on all ranks alike.
-        budget_seconds: per mesh axis.
         folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it, else written.
+        budget_seconds: per mesh axis.
     """
     shapes = factorisations(num_nodes * devices_per_node)
     whole = make_mesh(shapes[0])
-    path = None if folder is None else stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
-    found = None if path is None else load_stored(path)
+    path = stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
+    found = load_stored(path)
     if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:
         assert found is not None
         return found
@@ -126,11 +126,10 @@ def measure_cluster(
         tables=tuple(tables),
         measured=True,
     )
-    if path is not None:
-        try:
-            write_json(path, cluster.to_dict())
-        except OSError as error:  # costs the next job its time, not this one
-            logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
+    try:
+        write_json(path, cluster.to_dict())
+    except OSError as error:  # costs the next job its time, not this one
+        logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
     return cluster
 
 
@@ -162,20 +161,14 @@ def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> C
     """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
     n = axis.size
     columns = _exact_bytes(n, size) // (4 * n)
-    match kind:
-        case "all_reduce":
-            whole = torch.ones(n, columns, device=device)
-            return lambda: axis.all_reduce(whole)
-        case "reduce_scatter":
-            whole = torch.ones(n, columns, device=device)
-            return lambda: axis.reduce_scatter(whole, 0)
-        case "all_gather":
-            row = torch.ones(1, columns, device=device)
-            return lambda: axis.all_gather(row, 0, n)
-        case "all_to_all":
-            row = torch.ones(1, columns, device=device)
-            return lambda: axis.all_to_all(row, 0, n, 1)
-    raise ValueError(f"cannot measure {kind!r}: one of {', '.join(KINDS)}")
+    whole = torch.ones(n, columns, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: axis.all_reduce(whole),
+        "reduce_scatter": lambda: axis.reduce_scatter(whole, 0),
+        "all_gather": lambda: axis.all_gather(whole[:1], 0, n),
+        "all_to_all": lambda: axis.all_to_all(whole[:1], 0, n, 1),
+    }
+    return calls[kind]
 
 
 class _AgreedClock:

@@ -40,13 +40,6 @@ class _Slot:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class _Sent:
-    work: Any
-    tensor: Tensor
-    peer: int
-
-
 class Outbox:
     """Sends under way: keeps their buffers until they have left, without holding up the sender.
 
@@ -55,18 +48,18 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._held: deque[_Sent] = deque()
+        self._held: deque[tuple[dist.P2POp, Any]] = deque()  # with the handle of each
         self._held_bytes = 0
         self._background = Background("alpa-outbox")
 
     def send(self, ops: Sequence[dist.P2POp]) -> None:
         """Start all sends."""
         for op in ops:
-            self._held.append(_Sent(_begin(op), op.tensor, op.peer))
+            self._held.append((op, _begin(op)))
             self._held_bytes += op.tensor.numel()
             if dist.get_backend(op.group) != "gloo":
-                while self._held and self._held[0].work.is_completed():
-                    self._held_bytes -= self._held.popleft().tensor.numel()
+                while self._held and self._held[0][1].is_completed():
+                    self._held_bytes -= self._held.popleft()[0].tensor.numel()
             elif self._held_bytes > HELD_BYTES:
                 held, self._held, self._held_bytes = self._held, deque(), 0
                 self._background.run(partial(_wait_for, held))
@@ -78,11 +71,11 @@ class Outbox:
         self._background.wait()
 
 
-def _wait_for(held: deque[_Sent]) -> None:
+def _wait_for(held: deque[tuple[dist.P2POp, Any]]) -> None:
     """Each buffer goes when it has left."""
     while held:
-        sent = held.popleft()
-        _named(sent.peer, "a message to", sent.work.wait)
+        op, work = held.popleft()
+        _named(op, work.wait)
 
 
 class Transfer:
@@ -220,7 +213,7 @@ class Receipt:
     def wait(self) -> list[Tensor]:
         """The local tensors, in the bundle's order. Collective on the target's mesh where a plan gathers."""
         for op, work in zip(self.ops, self.works, strict=True):
-            _named(op.peer, "a message from", work.wait)
+            _named(op, work.wait)
         return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
 
 
@@ -235,7 +228,7 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag:
     ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
     if ops and dist.get_backend(ops[0].group) == "gloo":
         for op, work in [(op, _begin(op)) for op in ops]:
-            _named(op.peer, _direction(op), work.wait)
+            _named(op, work.wait)
     elif ops:
         for work in dist.batch_isend_irecv(ops):  # one NCCL group: alone, a send could wait for its receive for ever
             work.wait()
@@ -265,10 +258,9 @@ def _dual(layout: Layout) -> DualLayout:
 
 
 def _begin(op: dist.P2POp) -> Any:
-    """Start one message."""
     if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
-        return _named(op.peer, _direction(op), lambda: ThroughHost(op))
-    return _named(op.peer, _direction(op), lambda: op.op(op.tensor, op.peer, op.group, op.tag))
+        return _named(op, lambda: ThroughHost(op))
+    return _named(op, lambda: op.op(op.tensor, op.peer, op.group, op.tag))
 
 
 class ThroughHost:
@@ -286,16 +278,13 @@ class ThroughHost:
             self._op.tensor.copy_(self._host)
 
 
-def _direction(op: dist.P2POp) -> str:
-    return "a message to" if op.op is dist.isend else "a message from"
-
-
-def _named(peer: int, what: str, call: Callable[[], Any]) -> Any:
+def _named(op: dist.P2POp, call: Callable[[], Any]) -> Any:
     """`call()`; a failure of the connection becomes an error that names the other rank."""
     try:
         return call()
     except RuntimeError as error:
-        text = str(error)
+        text, peer = str(error), op.peer
+        what = "a message to" if op.op is dist.isend else "a message from"
         if "imed out" in text or "imeout" in text:
             problem = f"{what} rank {peer} did not get through in time: rank {peer} hangs, or waits for one that does"
         else:

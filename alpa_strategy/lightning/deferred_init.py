@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,20 +240,12 @@ def skip_sanity_check(trainer: Any) -> None:
 
 def stays_sharded(run: Any) -> bool:
     """Whether the module has to leave a training in shards, because it does not fit whole (with a word about it)."""
-    against = run.headroom.for_release()
+    against = run.no_room_for_release()
     if against is not None:
         rank_zero_info(
             f"alpa: the module stays in shards after training: {against}. This trainer saves and evaluates it as before"
         )
     return against is not None
-
-
-def raise_still_sharded(module: nn.Module) -> NoReturn:
-    """AlpaError: a second training of a module that did not fit whole after the first."""
-    raise AlpaError(
-        f"{type(module).__name__} is still in shards from the training before: it does not fit whole",
-        "save a checkpoint, and train on with a new Trainer and `ckpt_path`",
-    )
 
 
 def _agree(recorder: Recorder) -> None:

@@ -44,17 +44,6 @@ def digest(tensor: Tensor) -> Tensor:
     return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * places).sum()  # modulo 2^64
 
 
-def _differing(found: Tensor) -> tuple[int, list[int]] | None:
-    """The first column that differs between the rows, one a rank, and the ranks that differ in it from most."""
-    unequal = (found != found[0]).any(0)
-    if not bool(unequal.any()):
-        return None
-    column = int(unequal.int().argmax())
-    values = found[:, column].tolist()
-    most = max(values, key=values.count)
-    return column, [rank for rank, value in enumerate(values) if value != most]
-
-
 class LeafAgreement:
     """Checks of every batch that its leaves that are no rows are the same on all ranks, as the step takes them to be.
 
@@ -87,9 +76,13 @@ class LeafAgreement:
         with torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext():  # not behind the forward
             work.wait()
             found = found.cpu()
-        where = _differing(found)
-        if where is not None:
-            raise _not_rows(self.names[where[0]], f"ranks {where[1]} have another than most")
+        unequal = (found != found[0]).any(0)  # [leaves]
+        if bool(unequal.any()):
+            first = int(unequal.int().argmax())
+            values = found[:, first].tolist()
+            most = max(values, key=values.count)
+            ranks = [rank for rank, value in enumerate(values) if value != most]
+            raise _not_rows(self.names[first], f"ranks {ranks} have another than most")
 
     def described(self, batch: Any) -> dict[str, tuple[str, int]]:
         """Each leaf's shape and digest by its name, for `check_leaves`."""
@@ -247,10 +240,6 @@ class GradientCheck:
         else:
             self._was_finite = True
             self.copies.compare(f"at step {step}")
-        self.forget()
-
-    def forget(self) -> None:
-        """What the step under way has shown."""
         self._losses.clear()
         self._own.clear()
         self.batch = None

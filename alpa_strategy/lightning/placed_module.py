@@ -65,7 +65,7 @@ class PlacedModule(ABC):
         self.on_use: GatherOnUse | None = None
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
         self._evaluation = ExitStack()
-        self.headroom = MemoryHeadroom(store, optimizer_info, limit)
+        self._optimizer_info, self._limit = optimizer_info, limit
         self.metrics = MetricStates()
         self._parameters = ParametersAsTheyWere(module)
         self.buffers_differ = False
@@ -183,7 +183,7 @@ class PlacedModule(ABC):
             self.metrics.make_local()
         if not self.store.sharded_parameters:
             return
-        if any_rank([self.headroom.for_evaluation(self.plan.predicted.peak_bytes) is not None])[0]:
+        if any_rank([self.no_room_for_evaluation() is not None])[0]:
             self._group = self._group or cpu_group()
             self.whole.on_use = GatherOnUse(self.module, self.store, self._group)
             self._evaluation.callback(self.whole.on_use.remove)
@@ -214,6 +214,35 @@ class PlacedModule(ABC):
             on_use.rounds.finish(for_good=True)
         self._evaluation.close()
 
+    # What has room on a device beside a training; None where it has, else why it has not, for a message
+
+    def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
+        """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
+        whole = self._whole_bytes(self.store.parameters)
+        parts = sum(p.numel() * p.element_size() for p in self.store.parameters)
+        state = sum(p.numel() for p in self.store.parameters) * self._optimizer_info.state_bytes
+        return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
+
+    def no_room_for_evaluation(self) -> str | None:
+        """Copies of all that lies in shards, for a while, beside the largest that a step needs."""
+        copies = self._whole_bytes(self.store.sharded_parameters)
+        return self._against("they and a training step", self.plan.predicted.peak_bytes + copies)
+
+    def no_room_for_release(self) -> str | None:
+        """Whole parameters and optimizer state, for good."""
+        whole = self._whole_bytes(self.store.parameters)
+        trained = sum(self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad)
+        state = trained * self._optimizer_info.state_bytes
+        return self._against("whole parameters and optimizer state", whole + state)
+
+    def _whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(self.store.whole_shape(p).numel() * p.element_size() for p in parameters)
+
+    def _against(self, what: str, needed: float) -> str | None:
+        if needed <= self._limit:
+            return None
+        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"
+
     # The Trainer's own, the end
 
     def adapt_trainer(self, trainer: Any) -> None:
@@ -223,7 +252,7 @@ class PlacedModule(ABC):
             clips = use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
             self._adapted.enter_context(clips)
         if self.store.sharded_parameters:
-            hooks = unshard_for_hooks(trainer, self.module, self.whole, self.headroom.for_whole)
+            hooks = unshard_for_hooks(trainer, self.module, self.whole, self.no_room_for_whole)
             self._adapted.enter_context(hooks)
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -263,41 +292,3 @@ def shard_all(
     for optimizer in optimizers:
         shard_state(optimizer, store, values)
     return check
-
-
-class MemoryHeadroom:
-    """Each answer is None where they fit, else why they do not, for a message.
-
-    Args:
-        store: the run's parameters (a `ParameterStore`).
-        limit: bytes of the device that may be used.
-    """
-
-    def __init__(self, store: Any, optimizer: OptimizerInfo, limit: float) -> None:
-        self._store, self._optimizer, self._limit = store, optimizer, limit
-
-    def for_whole(self, with_gradients: bool = False) -> str | None:
-        """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
-        whole = self._whole_bytes(self._store.parameters)
-        parts = sum(p.numel() * p.element_size() for p in self._store.parameters)
-        state = sum(p.numel() for p in self._store.parameters) * self._optimizer.state_bytes
-        return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
-
-    def for_evaluation(self, step_bytes: int) -> str | None:
-        """Copies of all that lies in shards, for a while, beside the largest that a step of `step_bytes` needs."""
-        copies = self._whole_bytes(self._store.sharded_parameters)
-        return self._against("they and a training step", step_bytes + copies)
-
-    def for_release(self) -> str | None:
-        """Whole parameters and optimizer state, for good."""
-        whole = self._whole_bytes(self._store.parameters)
-        trained = sum(self._store.whole_shape(p).numel() for p in self._store.parameters if p.requires_grad)
-        return self._against("whole parameters and optimizer state", whole + trained * self._optimizer.state_bytes)
-
-    def _whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        return sum(self._store.whole_shape(p).numel() * p.element_size() for p in parameters)
-
-    def _against(self, what: str, needed: float) -> str | None:
-        if needed <= self._limit:
-            return None
-        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"

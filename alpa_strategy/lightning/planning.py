@@ -27,14 +27,7 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
 from alpa_strategy.ir.user_code import user_line
-from alpa_strategy.lightning.batch_rows import (
-    agreed_kinds,
-    check_batch_sizes,
-    check_own_leaves,
-    known_kinds,
-    naming,
-    own_leaves,
-)
+from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
@@ -62,9 +55,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    kinds = agreed_kinds(known_kinds(module.trainer, module, batch))
+    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, module, batch))
     is_joint = job.options.rows == "rank" and world_size() > 1
-    own = own_leaves(kinds, batch) if is_joint else {}
+    own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
 
     captured = partial(
         capture_step,
@@ -78,11 +71,11 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
 
     def work() -> StepGraph:
         try:
-            with job.progress("capture"), naming(own):
+            with job.progress("capture"), batch_rows.naming(own):
                 step = captured(batch)
-            check_own_leaves(own, step)
+            batch_rows.check_own_leaves(own, step)
             if is_joint and job.may_run_as_written:
-                check_batch_sizes(module, step, batch, captured)
+                batch_rows.check_batch_sizes(module, step, batch, captured)
             return step
         except Exception as error:
             if isinstance(error, AlpaError) or not job.may_run_as_written:
@@ -149,8 +142,8 @@ def job_cluster(job: Job) -> ClusterSpec:
             job.num_nodes,
             job.devices_per_node,
             build_mesh,
+            job.folder / "costs",
             job.device,
-            folder=job.folder / "costs",
             backend="nccl" if job.device.type == "cuda" else "gloo",
         )
 

@@ -27,6 +27,7 @@ from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import changed_value
+from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import any_overridden
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
@@ -35,15 +36,6 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
-from alpa_strategy.lightning.step_effects import (
-    append_to_lists,
-    fill,
-    leave_logs,
-    own_rows_of,
-    update_metrics_and_log,
-    verify,
-    write_buffers,
-)
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram, WholeStep
@@ -133,7 +125,7 @@ class Run(PlacedModule):
         pending: list[Pending] | None = [] if is_async and not captured.own_rows else None
         counters = step_counters(self.module.trainer, batch_idx)
         values = captured.program(batch, counters, pending)
-        self._placed.random.num_steps += 1
+        self._placed.num_steps += 1
         try:
             captured.leaves.finish()  # long there: the forward has taken its time
         except NotRowsError:
@@ -145,8 +137,8 @@ class Run(PlacedModule):
             self._unfinished = finish
         else:
             finish()
-        own = own_rows_of(values, captured.own_rows)
-        return fill(captured.step.output, own, pytree.tree_leaves(batch), counters)
+        own = step_effects.own_rows_of(values, captured.own_rows)
+        return step_effects.fill(captured.step.output, own, pytree.tree_leaves(batch), counters)
 
     @override
     def finish_backward(self) -> None:
@@ -171,11 +163,13 @@ class Run(PlacedModule):
         for each in pending:
             each.wait()
         step = captured.step
-        verify(step, values)
-        write_buffers(self.module, step, values)
+        step_effects.verify(step, values)
+        step_effects.write_buffers(self.module, step, values)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            update_metrics_and_log(self.module, step, values, counters, self.metrics)
-        append_to_lists(self.module, step, own_rows_of(values, captured.own_rows), batch, counters)
+            step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
+        step_effects.append_to_lists(
+            self.module, step, step_effects.own_rows_of(values, captured.own_rows), batch, counters
+        )
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
@@ -209,7 +203,7 @@ class Run(PlacedModule):
             self._captured.move_to_end(key)
             return known[index]
         if not known:
-            shapes, steps = len(self._captured), self._placed.random.num_steps
+            shapes, steps = len(self._captured), self._placed.num_steps
             if may_differ and shapes >= min(MANY_SHAPES, 2 + steps // STEPS_PER_SHAPE):
                 raise CaptureError(
                     f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would be captured and "
@@ -276,7 +270,7 @@ class Run(PlacedModule):
     @override
     def leave_steps(self) -> None:
         forbid_async_loss(self.module.trainer)
-        leave_logs(self.module.trainer, [each.step for steps in self._captured.values() for each in steps])
+        step_effects.leave_logs(self.module.trainer, [each.step for steps in self._captured.values() for each in steps])
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
@@ -357,23 +351,17 @@ class CapturedStep:
     leaves: LeafAgreement  # what must be the same in the batches of all ranks
     own_rows: Mapping[int, Cut]  # see `rows_of_ranks`
 
-    def fits(self, counters: dict[str, int]) -> bool:
-        """True when the step's Python would take the same path for these counters."""
-        return all(guard.holds(**counters) for guard in self.step.guards)
-
-    def change(self, batch: Any) -> str | None:
-        """What the step reads besides tensors and counters and has changed since it was captured; None: nothing."""
-        if not leaves_hold(self.step.leaves, batch):
-            return "a value in the batch that is no tensor"
-        return changed_value(self.step.attributes)
-
 
 def _fitting(steps: Sequence[CapturedStep], counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:
     """The index of the step that serves the batch, or what has changed since one that would."""
     changed: str | None = None
-    for index, captured in reversed(list(enumerate(steps))):
-        if captured.fits(counters):
-            changed = captured.change(batch)
-            if changed is None:
-                return index, None
+    for index, step in reversed([(index, captured.step) for index, captured in enumerate(steps)]):
+        if not all(guard.holds(**counters) for guard in step.guards):
+            continue  # the step's Python would take another path
+        if leaves_hold(step.leaves, batch):
+            changed = changed_value(step.attributes)
+        else:
+            changed = "a value in the batch that is no tensor"
+        if changed is None:
+            return index, None
     return None, changed

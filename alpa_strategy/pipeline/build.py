@@ -21,7 +21,6 @@ from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import COUNTERS
-from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
@@ -31,7 +30,6 @@ from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Recompute, Span
 from alpa_strategy.pipeline.spec import (
-    BatchTensor,
     PipelineSpec,
     SharedParameter,
     SpanProgram,
@@ -92,7 +90,8 @@ def build_pipeline(
     spec = PipelineSpec(
         stages=specs,
         metas={v: graph.values[v] for v in sorted(values)},
-        batch=tuple(_batch_tensor(graph, leaf.meta, leaf.batch_dim, micro.num_microbatches) for leaf in graph.batch),
+        batch=graph.batch,
+        whole_batch=graph.batch_scope == "global",
         num_microbatches=micro.num_microbatches,
         schedule=schedule,
         loss=graph.loss,
@@ -211,13 +210,6 @@ def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSp
             b.name: b.update for b in graph.buffers if b.update is not None and b.name in micro.sequential_buffers
         },
     )
-
-
-def _batch_tensor(graph: StepGraph, meta: TensorMeta, batch_dim: int | None, num_microbatches: int) -> BatchTensor:
-    if batch_dim is None:
-        return BatchTensor(meta, None)
-    whole = replace(meta, shape=(meta.shape[0] * num_microbatches, *meta.shape[1:]))
-    return BatchTensor(whole, batch_dim, graph.batch_scope == "global")
 
 
 def _shared(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ class Pipeline:
         self.spec, self._own, self._device = spec, dict(own), device
         self._rank, self._world = dist.get_rank() if dist.is_initialized() else 0, world_size()
         # How many ranks bring rows of their own, which follow each other in whole tensors.
-        self._num_parts = 1 if any(t.on_every_rank for t in spec.batch) else self._world
+        self._num_parts = 1 if spec.whole_batch else self._world
         self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
         self._workers: dict[int, StageWorker] = {}
@@ -223,9 +222,7 @@ class Pipeline:
 
     def _given_values(self, index: int, given: Values) -> list[Values]:
         """Per micro-batch: this rank's parts of the given values that stage `index` reads."""
-        stage = self.spec.stages[index]
-        place = stage.ranks.index(self._rank)
-        coordinate = tuple(int(i) for i in np.unravel_index(place, stage.mesh_shape))
+        stage, coordinate = self.spec.stages[index], self._own[index].mesh.coordinate
         result: list[Values] = []
         for m in range(self.spec.num_microbatches):
             found = {}
@@ -298,7 +295,7 @@ class Delivery:
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
         self._tensors: list[int] = []  # plan -> tensor of the batch
         plans: list[TransferPlan] = []
-        everyone = tuple(range(world))
+        start = MeshSide((world,), tuple(range(world)), Layout.parse("R" if spec.whole_batch else "S0"))
         for stage in spec.stages:
             if stage.ranks != ranks:
                 continue
@@ -308,9 +305,7 @@ class Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                shape = (tensor.meta.shape[0] // spec.num_microbatches, *tensor.meta.shape[1:])  # [rows, ...]
-                start = MeshSide((world,), everyone, Layout.parse("R" if tensor.on_every_rank else "S0"))
-                plan = plan_transfer(shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
+                plan = plan_transfer(tensor.meta.shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
                 plans += [plan] * spec.num_microbatches
                 self._tensors += [position] * spec.num_microbatches
         dtypes = [spec.batch[position].meta.dtype for position in self._tensors]

@@ -10,22 +10,11 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.ir.graph import BatchInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Combine, Cut
 from alpa_strategy.sharding.cross_mesh import StageSpec
-
-
-@dataclass(frozen=True)
-class BatchTensor:
-    """A tensor of the batch: metadata of the global batch. `batch_dim` 0: rows; None: the same on every rank.
-
-    `on_every_rank`: each rank brings all rows (`batch_scope="global"`), not only its own.
-    """
-
-    meta: TensorMeta
-    batch_dim: int | None = 0
-    on_every_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,8 @@ class PipelineSpec:
     Attributes:
         stages: in order.
         metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
-        batch: tensors of the global batch.
+        batch: tensors of a micro-batch of all ranks.
+        whole_batch: each rank brings all rows (`batch_scope="global"`), not only its own.
         num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
         schedule: a name of `schedules.SCHEDULES`.
         loss: value index of the loss, a summand of each micro-batch.
@@ -61,10 +51,11 @@ class PipelineSpec:
 
     stages: tuple[StageSpec, ...]
     metas: Mapping[int, TensorMeta]
-    batch: tuple[BatchTensor, ...]
+    batch: tuple[BatchInput, ...]
     num_microbatches: int
     schedule: str
     loss: int
+    whole_batch: bool = False
     combine: Mapping[int, Combine] = field(default_factory=dict)
     cuts: Mapping[int, Cut] = field(default_factory=dict)
     given: tuple[int, ...] = ()

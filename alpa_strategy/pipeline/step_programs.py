@@ -66,25 +66,9 @@ class StepProgram(ABC):
         Args:
             batch: this rank's, as the user's step would get it.
             counters: `batch_idx`, `global_step`, `current_epoch`.
-            pending: where given, values may be on their way still: it gets what to wait for before they are read.
+            pending: where given, a `DirectStep`'s values may be on their way still: it gets what to wait for before
+                they are read.
         """
-
-
-@dataclass
-class JobRandom:
-    """The job's seed, the same on all ranks, and how many steps it has served: both go into checkpoints."""
-
-    seed: int
-    num_steps: int = 0
-
-    @contextmanager
-    def same_on_all_ranks(self) -> Iterator[None]:
-        """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
-        # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
-        here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=here):
-            torch.manual_seed(self.seed * 1_000_003 + self.num_steps)
-            yield
 
 
 class PlacedPlan:
@@ -95,7 +79,11 @@ class PlacedPlan:
         parameters: of the step that was planned.
         optimizer: updates parameters within the backward, where the plan has it so.
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
+        seed: the job's, the same on all ranks.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
+
+    Attributes:
+        num_steps: training steps that were run.
     """
 
     def __init__(
@@ -113,7 +101,7 @@ class PlacedPlan:
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
-        self.random = JobRandom(seed)
+        self._seed, self.num_steps = seed, 0  # both go into checkpoints
         stages = plan.stages
         meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend)
         self._places = StagePlaces(
@@ -149,6 +137,15 @@ class PlacedPlan:
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
         return PipelinedStep(self, step, micro, pipeline)
 
+    @contextmanager
+    def same_random(self) -> Iterator[None]:
+        """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
+        # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
+        here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=here):
+            torch.manual_seed(self._seed * 1_000_003 + self.num_steps)
+            yield
+
     def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
         """All of a parameter, to differentiate by. Collective."""
         parameter = self.module.get_parameter(name)
@@ -159,8 +156,8 @@ class PlacedPlan:
         randoms = {str(stage): random.state_dict() for stage, random in self._places.randoms.items()}
         return {
             "devices": self._devices(),
-            "seed": self.random.seed,
-            "num_steps": self.random.num_steps,
+            "seed": self._seed,
+            "num_steps": self.num_steps,
             "randoms": randoms,
         }
 
@@ -168,7 +165,7 @@ class PlacedPlan:
         """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or of another kind."""
         if state.get("devices") != self._devices():
             return
-        self.random.seed, self.random.num_steps = state["seed"], state.get("num_steps", 0)
+        self._seed, self.num_steps = state["seed"], state.get("num_steps", 0)
         for stage, random in self._places.randoms.items():
             random.load_state_dict(state["randoms"][str(stage)])
 
@@ -191,7 +188,6 @@ class DirectStep(StepProgram):
     mesh: MeshComm
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """See `StepProgram`."""
         buffers = step_buffers(self.module, self.step, counters)
         with self.parameters.regather_hooks() if self.regathers else nullcontext():
             inputs = self.parameters.step_inputs()
@@ -215,7 +211,6 @@ class PipelinedStep(StepProgram):
         self._placed, self._step, self._micro, self._pipeline = placed, step, micro, pipeline
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """See `StepProgram`; all values are there."""
         micro, pipeline = self._micro, self._pipeline
         buffers = step_buffers(self._placed.module, self._step, counters)
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
@@ -238,7 +233,7 @@ class PipelinedStep(StepProgram):
             return {}
         parameters = {p.name: self._placed.whole_leaf(p.name) for p in part.parameters}
         rows = _global_rows(part, batch)
-        with self._placed.random.same_on_all_ranks() if any(is_random(op.call) for op in part.ops) else nullcontext():
+        with self._placed.same_random() if any(is_random(op.call) for op in part.ops) else nullcontext():
             found = run_step(part, parameters, buffers, rows, values)
         return {value: found[value] for value in part.escaping}
 
@@ -250,12 +245,11 @@ class WholeStep(StepProgram):
         self._placed, self._step = placed, step
 
     def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """See `StepProgram`; all values are there."""
         step, store, scale = self._step, self._placed.store, self._placed.loss_scale()
         buffers = step_buffers(self._placed.module, step, counters)
         whole = {p.name: self._placed.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
         rows = _global_rows(step, batch)
-        with self._placed.random.same_on_all_ranks(), torch.enable_grad():
+        with self._placed.same_random(), torch.enable_grad():
             found = run_step(step, whole, buffers, rows)
             trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
             grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)

@@ -82,13 +82,13 @@ class Meshes:
         return run_on_threads((self.world,), lambda mesh: fn(make(mesh.axes[0].index)))
 
 
-def measure(meshes: Meshes, folder: Path | None = None, nodes: int = 1) -> list[ClusterSpec]:
+def measure(meshes: Meshes, folder: Path, nodes: int = 1) -> list[ClusterSpec]:
     per_node = meshes.world // nodes
-    return meshes.run(lambda make: measure_cluster(nodes, per_node, make, budget_seconds=0.02, folder=folder))
+    return meshes.run(lambda make: measure_cluster(nodes, per_node, make, folder, budget_seconds=0.02))
 
 
-def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh():
-    specs = measure(Meshes(4), nodes=2)
+def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh(tmp_path):
+    specs = measure(Meshes(4), tmp_path, nodes=2)
     assert all(spec == specs[0] for spec in specs)
     assert specs[0].measured
     assert specs[0].tables
@@ -117,7 +117,7 @@ def test_a_rank_without_the_file_makes_all_measure(tmp_path):
     def run(make):
         mesh = make((2,))
         folder = full if mesh.axes[0].index == 0 else empty
-        return measure_cluster(1, 2, make, budget_seconds=0.02, folder=folder)
+        return measure_cluster(1, 2, make, folder, budget_seconds=0.02)
 
     one, other = Meshes(2).run(run)
     assert one == other
@@ -133,8 +133,8 @@ def test_a_broken_file_is_reported_and_measured_again(text: str, tmp_path, caplo
     assert str(path) in caplog.text
 
 
-def test_one_device_needs_no_links():
-    (spec,) = measure(Meshes(1))
+def test_one_device_needs_no_links(tmp_path):
+    (spec,) = measure(Meshes(1), tmp_path)
     assert spec.tables == ()
     assert spec.logical_mesh((1,)).axes[0].seconds("all_reduce", 1e6) == 0
 

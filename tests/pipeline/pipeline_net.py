@@ -16,12 +16,12 @@ from torch.nn.functional import linear
 
 from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.graph import BatchInput, ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.pipeline.spec import BatchTensor, PipelineSpec, SharedParameter
+from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
@@ -195,9 +195,9 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         stages=tuple(specs),
         metas=metas,
         batch=(
-            BatchTensor(TensorMeta((ROWS, WIDTH), F64)),
-            BatchTensor(TensorMeta((ROWS, WIDTH), F64)),
-            BatchTensor(TensorMeta((ROWS,), torch.int64)),
+            BatchInput(-1, 0, TensorMeta((rows, WIDTH), F64), 0),
+            BatchInput(-1, 1, TensorMeta((rows, WIDTH), F64), 0),
+            BatchInput(-1, 2, TensorMeta((rows,), torch.int64), 0),
         ),
         num_microbatches=num_microbatches,
         schedule=schedule,
