@@ -150,9 +150,14 @@ def compile_options(value: object) -> dict[str, Any] | None:
     return dict(value)
 
 
-def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES, least: int = LEAST_BUCKET_BYTES) -> int:
+def waiting_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Bytes of complete gradients that wait for an update within the backward, where all have `total_bytes`."""
+    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, 1))
+
+
+def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Bytes at which a bucket is closed where all gradients have `total_bytes`."""
-    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, least))
+    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
 
 
 def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:

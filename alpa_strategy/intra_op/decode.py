@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.recompute import recomputed
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo, bucket_limit
+from alpa_strategy.options import OptimizerInfo, waiting_limit
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
@@ -188,7 +188,7 @@ def stepping_bytes(intra: IntraOp, assignment: Sequence[int]) -> int:
         return 0
     sizes = [0, *(local.num_bytes for plan, local in _trained(intra, assignment) if is_complete_at_once(plan))]
     # One gradient more than the limit may wait: the one that reaches it.
-    return min(sum(sizes), bucket_limit(sum(sizes), least=1) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
+    return min(sum(sizes), waiting_limit(sum(sizes)) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
 
 
 def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[ParameterPlan, TensorMeta]]:

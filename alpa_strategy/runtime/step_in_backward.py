@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from alpa_strategy.options import bucket_limit
+from alpa_strategy.options import waiting_limit
 
 
 class StepInBackward:
@@ -38,7 +38,7 @@ class StepInBackward:
         left alone. Returns the hooks."""
         known = {p for group in self._optimizer.param_groups for p in group["params"]}
         watched = [parameter for parameter in parameters if parameter in known]
-        self._limit = bucket_limit(sum(p.numel() * p.element_size() for p in watched), self._bucket_bytes, least=1)
+        self._limit = waiting_limit(sum(p.numel() * p.element_size() for p in watched), self._bucket_bytes)
         return [parameter.register_post_accumulate_grad_hook(self._add) for parameter in watched]
 
     def has_stepped(self, parameter: nn.Parameter) -> bool:
