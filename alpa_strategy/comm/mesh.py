@@ -109,7 +109,8 @@ class AxisComm:
         sizes = chunk_sizes(tensor.shape[dim], self.size)
         if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
             return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
-        rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)])
+        # Contiguous: a stack keeps the strides of its parts.
+        rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]).contiguous()
         own = self.start_reduce_scatter(rows).wait()
         return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
 

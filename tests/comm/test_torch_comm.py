@@ -69,6 +69,23 @@ def check_mesh(shape, backend="torch"):
     return sum(counts)
 
 
+def check_strides():
+    """Tensors that do not lie row by row in memory are summed and moved as others are."""
+    axis = build_mesh((2,)).axes[0]
+    plain = make((4, 2, 6, 8), torch.float32, axis.index)
+    pairs = [(plain, plain.contiguous(memory_format=torch.channels_last))]
+    pairs += [(each, each.transpose(0, -1).contiguous().transpose(0, -1)) for each in (plain, plain[0])]
+    for same, apart in pairs:
+        assert not apart.is_contiguous()
+        for dim in range(same.dim()):
+            torch.testing.assert_close(axis.reduce_scatter(apart, dim), axis.reduce_scatter(same, dim))
+            total = 2 * same.shape[dim]
+            torch.testing.assert_close(axis.all_gather(apart, dim, total), axis.all_gather(same, dim, total))
+            moved = (axis.all_to_all(x, dim, total, (dim + 1) % same.dim()) for x in (apart, same))
+            torch.testing.assert_close(*moved)
+    return True
+
+
 def check_two_meshes():
     (mesh,) = (mesh for mesh in build_stage_meshes([((1,), (0,)), ((2,), (1, 2))]) if mesh is not None)
     return [mesh.ranks, mesh.axes[0].all_reduce(torch.tensor(1.0)).item()]
@@ -82,6 +99,10 @@ def check_objects():
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (1, 2)], ids=str)
 def test_collectives(pool, shape):
     assert min(pool.run(torch.tensor(shape).prod().item(), check_mesh, shape)) > 0
+
+
+def test_collectives_of_tensors_with_other_strides(pool):
+    assert pool.run(2, check_strides) == [True, True]
 
 
 def test_collectives_through_deepspeed(pool):
