@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument(
         "--search",
-        choices=("mcmc", "greedy", "exhaustive", "megatron"),
+        choices=("mcmc", "greedy", "exhaustive", "megatron", "flexflow-like"),
         help="find stages by this instead, on the same costs: for comparison",
     )
     plan.add_argument(

@@ -18,6 +18,7 @@ from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_problem import StageCost
+from alpa_strategy.inter_op.stage_solve import SolvedStage
 from alpa_strategy.schedules import (
     SCHEDULES,
     in_flight,
@@ -40,7 +41,7 @@ SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated
 class Candidate:
     """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
 
-    `seconds`: simulated, from the costs of the tables.
+    `seconds`: simulated, from the costs of the tables. `solved`: its stages, where their layouts are known already.
     """
 
     seconds: float
@@ -53,6 +54,7 @@ class Candidate:
     remat: tuple[bool, ...]
     alive: tuple[int, ...]
     wires: tuple[float, ...]
+    solved: tuple[SolvedStage, ...] = ()
 
     @property
     def num_meshes(self) -> int:

@@ -216,9 +216,17 @@ class StageSolver:
         found = self._solve(priced, cutoff)
         if found.solution.seconds >= cutoff:
             raise NotCheaper
+        return self._solved(priced, found)
+
+    def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
+        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits or not."""
+        working = working_bytes(priced.finest.intra, solution.assignment)
+        return self._solved(priced, _Solved(priced.wish.starts, solution, working))
+
+    def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
-        plan = replace(self._plan(stage.intra, found, cost, wish), derives_again=priced.derives_again)
+        plan = replace(self._plan(stage.intra, found, cost, priced.wish), derives_again=priced.derives_again)
         return SolvedStage(
             plan, cost, _gap(found.solution), found.solution.seconds, found.solution.method,
             found.solution is priced.free,

@@ -4,7 +4,9 @@ A state is a schedule and stages, each so many layers on a submesh; its price is
 `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are functions from a
 `Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may find something else
 every time. `megatron` tries equal stages of one shape, `exhaustive` every state in turn, `greedy` takes the best change
-while there is one, `mcmc` changes at random and takes what is better, or slightly worse (FlexFlow, arXiv 1807.05358).
+while there is one, `mcmc` changes at random and takes what is better, or slightly worse. `flexflow-like` has no stages:
+it changes how one op is divided at a time, from data parallelism on, and takes changes likewise (FlexFlow, arXiv
+1807.05358, section 6); a parameter lies as is best for its ops. What it finds is planned as it found it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,15 +22,29 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, on_equal_meshes, pinned_layers, stage_tables, to_candidates
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.candidates import (
+    Candidate,
+    on_equal_meshes,
+    pinned_layers,
+    runtime_seconds,
+    simulated_seconds,
+    stage_tables,
+    to_candidates,
+)
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
+from alpa_strategy.inter_op.stage_problem import weighted
+from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.intra_op.problem import Solution, evaluate
+from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
+LOOKS = 20  # at what a chain of layouts has come to
+TOO_LARGE = 1e12  # seconds, times bytes / limit, of layouts that do not fit: fewer bytes are better first of all
 
 
 @dataclass(frozen=True)
@@ -170,8 +187,11 @@ class _Watch:
         return time.perf_counter() >= self.end
 
     def price(self, state: State) -> float:
-        found = self.space.price(state)
         self.trace.tried += 1
+        return self.note(self.space.price(state))
+
+    def note(self, found: Candidate | None) -> float:
+        """Its seconds; kept where it is the best."""
         if found is None:
             return math.inf
         if self.trace.best is None or found.seconds < self.trace.best.seconds:
@@ -214,9 +234,101 @@ def mcmc(space: Space, seconds: float, seed: int = 0) -> Trace:
     while state is not None and not watch.is_over:
         change = rng.choice(list(space.changes(state)) or [state])
         price = watch.price(change)
-        if price < now or (math.isfinite(price) and rng.random() < math.exp(-(price / now - 1) / HEAT)):
+        if _is_taken(price, now, HEAT, rng):
             state, now = change, price
     return watch.trace
+
+
+def _is_taken(price: float, now: float, heat: float, rng: random.Random) -> bool:
+    """Metropolis: what is better, and now and then what is worse."""
+    return price < now or (math.isfinite(price) and rng.random() < math.exp(-(price / now - 1) / heat))
+
+
+def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
+    """One stage on all devices: random changes of how an op is divided, from data parallelism on every logical mesh.
+
+    The tables in which changes are priced are made outside of `seconds`, as those of the other searches are.
+    """
+    job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
+    if job.options.num_stages not in (None, 1) or job.options.schedule is not None:
+        return watch.trace
+    whole = len(space.meshes) - 1
+    ways = [again for again in (False, True) if job.remat in (None, again)]
+    starts = list(product(ways, allowed_shapes(job, space.meshes[whole])))
+    for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
+        began = time.perf_counter()
+        wish = StageWish(0, len(job.graph.ops), space.meshes[whole], shape, again, alive=1, cuts=tuple(job.cuts[1:-1]))
+        chain = _Chain(job, wish, rng)
+        spent = time.perf_counter() - began
+        watch.started, watch.end = watch.started + spent, watch.end + spent
+        share = (watch.end - time.perf_counter()) / left
+        for _ in range(LOOKS):
+            end = time.perf_counter() + share / LOOKS
+            while time.perf_counter() < end:
+                chain.change()
+                watch.trace.tried += 1
+            watch.note(chain.found(whole))
+    return watch.trace
+
+
+class _Chain:
+    """Layouts of one stage on one logical mesh, an op changed at a time."""
+
+    def __init__(self, job: CostJob, wish: StageWish, rng: random.Random) -> None:
+        self.job, self.rng, self.solver = job, rng, StageSolver(job)
+        self.priced = self.solver.price(wish)
+        self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
+        self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
+        plain = replace(job.options, parallel="data") if job.options.parallel == "auto" else job.options
+        self.at = list(self.solver.under(plain).price(wish).free.assignment)
+        self.seconds, self.num_bytes = evaluate(self.problem, self.at)
+        self.best: tuple[float, list[int]] = (math.inf, self.at)
+        intra = self.priced.intra
+        self.ops = range(len(intra.parameters), len(intra.parameters) + len(intra.ops))
+        self.read: dict[int, set[int]] = defaultdict(set)  # parameters of ops
+        for transfer in self.problem.transfers:
+            for use in transfer.uses if transfer.producer < len(intra.parameters) else ():
+                self.read[use.choice].add(transfer.producer)
+
+    def _weighed(self, seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+        return np.where(num_bytes <= self.limit, seconds, TOO_LARGE * num_bytes / self.limit)
+
+    def change(self) -> None:
+        """Another strategy for an op, and the modes that are best for it for its parameters; or none of it."""
+        op, at = self.rng.choice(self.ops), list(self.at)
+        new = self.rng.randrange(len(self.problem.choices[op].cost))
+        seconds, num_bytes = self.seconds, self.num_bytes
+        for choice in (op, *sorted(self.read[op])):
+            after, filled = self.near.totals(at, choice)
+            after, filled = seconds + (after - after[at[choice]]), num_bytes + (filled - filled[at[choice]])
+            at[choice] = new if choice == op else int(self._weighed(after, filled).argmin())
+            seconds, num_bytes = float(after[at[choice]]), float(filled[at[choice]])
+            if not math.isfinite(seconds):
+                return
+        pair = np.array([seconds, self.seconds]), np.array([num_bytes, self.num_bytes])
+        price, now = map(float, self._weighed(*pair))
+        if _is_taken(price, now, HEAT / len(self.ops), self.rng):
+            self.at, self.seconds, self.num_bytes = at, seconds, num_bytes
+            if num_bytes <= self.limit and price < self.best[0]:
+                self.best = price, at
+
+    def found(self, submesh: int) -> Candidate | None:
+        """The best that fits; short-lived memory that does not is reserved from then on."""
+        job, wish, (_, at) = self.job, self.priced.wish, self.best
+        if math.isinf(self.best[0]):
+            return None
+        seconds, num_bytes = evaluate(self.problem, at)
+        bound = self.priced.free.bound
+        stage = self.solver.laid_out(self.priced, Solution(tuple(at), seconds, num_bytes, bound, "mcmc"))
+        excess = stage.plan.predicted.peak_bytes - job.memory_limit
+        if excess > 0:
+            self.limit, self.best = self.limit - excess, (math.inf, at)
+            return None
+        step = simulated_seconds(
+            "1F1B", 1, job.num_microbatches, [stage.cost], [wish.remat], (0.0,), runtime_seconds(job.cluster.device)
+        )
+        choice = StageChoice((StageRange(0, job.num_layers, submesh, 0),), step, 0.0)
+        return Candidate(step, job, "1F1B", 1, choice, (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,))
 
 
 def exhaustive(space: Space, seconds: float, seed: int = 0) -> Trace:
@@ -258,6 +370,7 @@ SEARCHES: dict[str, Callable[[Space, float, int], Trace]] = {
     "greedy": greedy,
     "exhaustive": exhaustive,
     "megatron": megatron,
+    "flexflow-like": flexflow_like,
 }
 
 

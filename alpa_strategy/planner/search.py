@@ -380,6 +380,8 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
 def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
     """The stages that the DP chose, each solved by the ILP."""
     job, solver = candidate.job, StageSolver(candidate.job)
+    if candidate.solved:
+        return plan_of(job, fingerprint, candidate.solved, [0], candidate.schedule, candidate.wires)
     solved: list[SolvedStage] = []
     first_devices: list[int] = []
     stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device

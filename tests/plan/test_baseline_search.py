@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cli import main
+from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.candidates import TOLERANCE, runtime_seconds, solve_schedules
@@ -19,7 +21,10 @@ from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.baseline_search import SEARCHES, Space, State
+from alpa_strategy.planner.baseline_search import SEARCHES, Space, State, plan_by
+from alpa_strategy.planner.plan_check import check_plan
+from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.task import PlanTask
 
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
 
@@ -87,3 +92,36 @@ def test_states_that_leave_devices_or_layers_over_have_none(space):
     one = space.sizes.index(1)
     assert space.price(State("1F1B", 1, ((space.job.num_layers, one),))) is None
     assert space.price(State("1F1B", 1, ((1, space.sizes.index(4)),))) is None
+
+
+def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a_stage():
+    """From data parallelism, which is far from it where links are slow; the plan has the layouts that were found."""
+    module = MODELS["mlp"](d_in=2048, d_hidden=4096)
+    step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
+    cluster = replace(CLUSTER.with_nodes(1, 4), intra_node=Link(5e-6, 2e9))
+    task = PlanTask(step, cluster, PlanOptions(num_microbatches=1), OptimizerInfo())
+    found = plan_by(task, "flexflow-like", 3.0)
+    best = plan_pipeline(replace(task, options=replace(task.options, num_stages=1)))
+    plain = plan_pipeline(replace(task, options=replace(task.options, num_stages=1, parallel="data")))
+    assert len(found.stages) == 1
+    assert best.predicted.step_seconds < 0.9 * plain.predicted.step_seconds
+    assert best.predicted.step_seconds * (1 - TOLERANCE) <= found.predicted.step_seconds
+    assert found.predicted.step_seconds <= 1.05 * best.predicted.step_seconds
+    check_plan(found, microbatch(step, 1).graph, 4)
+
+
+def test_layouts_that_do_not_fit_are_left_first():
+    """Data parallelism needs more than twice the memory that there is; no plan is returned that does not fit."""
+    module = MODELS["mlp"](d_in=256, d_hidden=512)
+    step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
+    task = PlanTask(step, CLUSTER, PlanOptions(num_microbatches=1, parallel="data", num_stages=1), OptimizerInfo())
+    most = plan_pipeline(task).predicted.peak_bytes / 2.2
+    limited = replace(task, options=PlanOptions(num_microbatches=1, memory_limit=most))
+    assert plan_by(limited, "flexflow-like", 3.0).predicted.peak_bytes <= limited.memory_limit
+
+
+def test_every_search_can_be_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "gpt_tiny", "--cluster", "dgx_h100", "--search", "by hand"])
+    offered = capsys.readouterr().err
+    assert all(f"'{name}'" in offered for name in SEARCHES)
