@@ -49,12 +49,13 @@ class Reshard:
         for step in reshard_steps(src, dst, self.shape, mesh.shape):
             others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
             seen = Layout(tuple(others)).local_shape(self.shape, mesh.shape, mesh.coordinate)
-            forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
-            backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
             current[step.axis] = step.dst
-        # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
-        self.forward_steps = _without_idle(forward)
-        self.backward_steps = _without_idle(backward[::-1])
+            # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
+            if step.src.value != step.dst.value:
+                forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
+            if step.dst.grad != step.src.grad:
+                backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
+        self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
         self._sums_over = _summed_axis(self.forward_steps, mesh)
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -122,10 +123,6 @@ class _ReshardNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped, None), None, None, None
-
-
-def _without_idle(steps: list[LocalStep]) -> tuple[LocalStep, ...]:
-    return tuple(step for step in steps if step.src != step.dst)
 
 
 def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:

@@ -21,19 +21,14 @@ MAX_WIDTH = 120  # of the lines in a terminal
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Slots of every mesh (`TimedAction.mesh`) in seconds, for the first `num_drawn` of the plan's micro-batches.
-
-    meshes: name of each mesh, such as `0-3`.
-    stages: per mesh, its stages.
-    seconds: from the first start to the last end.
-    """
+    """Slots of every mesh (`TimedAction.mesh`) in seconds, for the first `num_drawn` of the plan's micro-batches."""
 
     timed: tuple[TimedAction, ...]
-    meshes: tuple[str, ...]
-    stages: tuple[tuple[int, ...], ...]
+    meshes: tuple[str, ...]  # name of each, such as `0-3`
+    stages: tuple[tuple[int, ...], ...]  # per mesh, its stages
     num_drawn: int
     num_microbatches: int
-    seconds: float
+    seconds: float  # from the first start to the last end
 
     def idle_share(self, mesh: int) -> float:
         """The share of the time in which a mesh has nothing to do."""

@@ -45,23 +45,14 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Pass:
-    """One iteration over a loader, as far as it has come.
+    """One iteration over a loader, as far as it has come."""
 
-    Attributes:
-        start: random state before the iteration began; None: as it is.
-        num_drawn: batches that were taken from it.
-        num_ahead: of those, how many the Trainer has not used yet.
-        before_last: random state before the last of them was taken, where that is known.
-        epoch: which one it is, counted from 0 (and its sampler's); None: what the Trainer says.
-        now: random state with which the training goes on.
-    """
-
-    start: dict[str, Any] | None = None
-    num_drawn: int = 0
-    num_ahead: int = 0
-    before_last: dict[str, Any] | None = None
-    epoch: int | None = None
-    now: dict[str, Any] | None = None
+    start: dict[str, Any] | None = None  # random state before the iteration began; None: as it is
+    num_drawn: int = 0  # batches that were taken from it
+    num_ahead: int = 0  # of those, how many the Trainer has not used yet
+    before_last: dict[str, Any] | None = None  # random state before the last was taken, where that is known
+    epoch: int | None = None  # which one it is, counted from 0 (and its sampler's); None: what the Trainer says
+    now: dict[str, Any] | None = None  # random state with which the training goes on
 
 
 class ResumableLoader:
@@ -125,26 +116,23 @@ class _Iteration:
         self._is_sized = sized_len(loader) is not None
         self.num_drawn, self.epoch = 0, epoch
         self.before_last: dict[str, Any] | None = None
-        self._go_on: dict[str, Any] | None = None
-        # Without a start state there is nothing to replay: the pass begins anew.
-        middle = resume if resume is not None and resume.start is not None else None
-        if resume is not None:
-            if resume.epoch is not None:
-                # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
-                self.epoch = resume.epoch
-                _set_sampler_epoch(loader, resume.epoch)
-            state = resume.now if middle is None else middle.start
-            if state is not None:
-                set_random_state(state)
+        resume = resume or Pass()
+        if resume.epoch is not None:
+            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
+            self.epoch = resume.epoch
+            _set_sampler_epoch(loader, resume.epoch)
+        state = resume.start or resume.now
+        if state is not None:
+            set_random_state(state)
         self.start = random_state()
         self._iterator = iter(loader)
-        if middle is not None:
-            self._go_on = middle.now
-            for _ in range(middle.num_drawn - middle.num_ahead):
-                next(self._iterator, None)
-                self.num_drawn += 1
-        elif resume is not None:
-            self._go_on = random_state()
+        if resume.start is None:  # there is nothing to replay: the pass begins anew
+            self._go_on: dict[str, Any] | None = random_state()
+            return
+        self._go_on = resume.now
+        for _ in range(resume.num_drawn - resume.num_ahead):
+            next(self._iterator, None)
+            self.num_drawn += 1
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -179,15 +167,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Resume:
-    """What this rank takes up from a checkpoint.
+    """What this rank takes up from a checkpoint."""
 
-    Attributes:
-        passes: per training dataloader.
-        run: `Run.state_dict()`, None where the ranks are not those that wrote it.
-    """
-
-    passes: tuple[Pass, ...]
-    run: dict[str, Any] | None
+    passes: tuple[Pass, ...]  # per training dataloader
+    run: dict[str, Any] | None  # `Run.state_dict()`, None where the ranks are not those that wrote it
 
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:

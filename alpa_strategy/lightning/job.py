@@ -23,38 +23,22 @@ from alpa_strategy.planner.written_plan import against_written
 
 @dataclass(frozen=True)
 class Job:
-    """What planning and running need to know of the job.
-
-    Attributes:
-        num_nodes, devices_per_node: the job's shape.
-        device: this rank's.
-        options: planning options.
-        compile: arguments of `torch.compile` for the stages' programs; None: they are not compiled.
-        limits: timeouts and sizes that no plan depends on.
-        backend: library of the collectives: `auto`, `torch` or `deepspeed`.
-        folder: `.alpa` folder: measurements below `costs`.
-        plan_folder: the plan store.
-        plan_file: a plan to use instead, or None.
-        cluster: declared costs (spec, file or name), or None to measure.
-        context: what surrounds `training_step` (autocast of the precision plugin).
-        log_context: what surrounds logging instead, where a captured step ran.
-        progress: shows phases, lines and tables, where this rank shows anything.
-    """
+    """What planning and running need to know of the job."""
 
     num_nodes: int
     devices_per_node: int
-    device: torch.device
+    device: torch.device  # this rank's
     options: PlanOptions
-    compile: dict[str, Any] | None
-    limits: Limits
-    backend: str
-    folder: Path
-    plan_folder: Path
-    plan_file: Path | None
-    cluster: ClusterSpec | str | Path | None
-    context: Callable[[], AbstractContextManager[None]]
-    log_context: Callable[[], AbstractContextManager[None]]
-    progress: Progress
+    compile: dict[str, Any] | None  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
+    limits: Limits  # timeouts and sizes that no plan depends on
+    backend: str  # library of the collectives: `auto`, `torch` or `deepspeed`
+    folder: Path  # `.alpa`: measurements below `costs`
+    plan_folder: Path  # the plan store
+    plan_file: Path | None  # a plan to use instead
+    cluster: ClusterSpec | str | Path | None  # declared costs (spec, file or name), or None to measure
+    context: Callable[[], AbstractContextManager[None]]  # around `training_step` (autocast of the precision plugin)
+    log_context: Callable[[], AbstractContextManager[None]]  # around logging instead, where a captured step ran
+    progress: Progress  # shows phases, lines and tables, where this rank shows anything
 
     @property
     def may_run_as_written(self) -> bool:

@@ -45,21 +45,13 @@ from alpa_strategy.sharding.cross_mesh import StageSpec
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for.
+    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for."""
 
-    Attributes:
-        meshes: per stage this rank's mesh, None for stages of others.
-        randoms: this rank's stages -> random streams (`stage_randoms`).
-        device: this rank's.
-        cluster: where given, cross-mesh transfers are chosen by its links.
-        compiler: of the stages, None: they are not compiled.
-    """
-
-    meshes: Sequence[MeshComm | None]
-    randoms: Mapping[int, ShardedRandom]
-    device: torch.device
-    cluster: ClusterSpec | None = None
-    compiler: Compiler | None = None
+    meshes: Sequence[MeshComm | None]  # per stage this rank's mesh, None for stages of others
+    randoms: Mapping[int, ShardedRandom]  # this rank's stages -> random streams (`stage_randoms`)
+    device: torch.device  # this rank's
+    cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
+    compiler: Compiler | None = None  # of the stages, None: they are not compiled
 
 
 def build_pipeline(

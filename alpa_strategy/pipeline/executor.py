@@ -22,7 +22,7 @@ from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, cut, joined
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter, Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker
+from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action, Orders, actions
 from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
@@ -45,18 +45,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Order:
-    """What this mesh does in a step.
-
-    Attributes:
-        posted: by place in `actions`: those whose receives are posted before it.
-        sends: (stage, `F` or `B`) -> micro-batches in the order in which the stage sends on, or back; of all stages.
-        last_backward: place of the last backward of the stages that share a store -> that store.
-    """
+    """What this mesh does in a step."""
 
     actions: tuple[Action, ...]
-    posted: tuple[tuple[Action, ...], ...]
-    sends: Mapping[tuple[int, str], Sequence[int]]
-    last_backward: Mapping[int, MeshParameters]
+    posted: tuple[tuple[Action, ...], ...]  # by place in `actions`: those whose receives are posted before it
+    sends: Sends  # of all stages
+    last_backward: Mapping[int, MeshParameters]  # place of the last backward of the stages that share a store -> store
 
     @classmethod
     def of(cls, orders: Orders, mesh: int, stores: Mapping[int, MeshParameters]) -> _Order:

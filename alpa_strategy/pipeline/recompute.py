@@ -21,17 +21,12 @@ from alpa_strategy.pipeline.spec import SpanProgram, StageInputs, Values
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a stage's ops that is recomputed together.
-
-    Attributes:
-        reads: values handed in: what the stage received, and what earlier spans made.
-        differentiable: those made for later spans that get a gradient.
-        used_before: names of trainable parameters that earlier spans use too: their gradients are complete only there.
-    """
+    """A run of a stage's ops that is recomputed together."""
 
     program: SpanProgram
-    reads: tuple[int, ...]
-    differentiable: tuple[int, ...] = ()
+    reads: tuple[int, ...]  # values handed in: what the stage received, and what earlier spans made
+    differentiable: tuple[int, ...] = ()  # values made for later spans that get a gradient
+    # Names of trainable parameters that earlier spans use too: their gradients are complete only there.
     used_before: frozenset[str] = frozenset()
 
 
@@ -46,18 +41,13 @@ class Kept:
     wanted: set[int]  # received values that want a gradient
 
 
+@dataclass(frozen=True)
 class Recompute:
-    """A stage as its spans, in order.
+    """A stage as its spans, in order."""
 
-    Args:
-        bookmark: of the stage's random numbers (`ShardedRandom.bookmark`).
-        loss: value index of the loss where a span makes it.
-    """
-
-    def __init__(self, spans: Sequence[Span], bookmark: Callable[[], Replay], loss: int | None) -> None:
-        self.spans = tuple(spans)
-        self._bookmark = bookmark
-        self.loss = loss
+    spans: Sequence[Span]
+    bookmark: Callable[[], Replay]  # of the stage's random numbers (`ShardedRandom.bookmark`)
+    loss: int | None  # value index of the loss where a span makes it
 
     def forward(self, inputs: StageInputs, wanted: Collection[int]) -> tuple[Values, Values, Kept]:
         """(escaping, sent, what its backward needs); `wanted`: received values that want a gradient."""
@@ -66,7 +56,7 @@ class Recompute:
         sent: Values = {}
         with torch.no_grad():  # nothing is saved for a backward: the spans run again for it
             for span in self.spans:
-                kept.replays.append(self._bookmark())
+                kept.replays.append(self.bookmark())
                 handed = _picked(kept.values, span.reads)
                 left, handed_on, made = span.program(replace(inputs, received=handed))
                 escaping |= left

@@ -19,15 +19,11 @@ from alpa_strategy.sharding.cross_mesh import StageSpec
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that stages on different meshes use: its gradient is summed over them after the step.
+    """A parameter that stages on different meshes use: its gradient is summed over them after the step."""
 
-    shape: of the whole parameter, in the dims of its storage layouts.
-    uses: (stage, the parameter's name there, storage layout there); one per mesh is enough.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter, in the dims of its storage layouts
     dtype: torch.dtype
-    uses: tuple[tuple[int, str, Layout], ...]
+    uses: tuple[tuple[int, str, Layout], ...]  # (stage, name there, storage layout there); one per mesh is enough
 
 
 @dataclass(frozen=True)
@@ -68,18 +64,12 @@ Values = dict[int, Tensor]  # by value index of the micro-batched step
 
 @dataclass(frozen=True)
 class StageInputs:
-    """One micro-batch's local tensors.
+    """One micro-batch's local tensors."""
 
-    Attributes:
-        parameters, buffers: by name; the counters among the buffers under `COUNTERS`.
-        batch: by place in the step's batch.
-        received: what other stages made, and earlier spans of this one, by value.
-    """
-
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Any]
-    batch: Mapping[int, Tensor]
-    received: Mapping[int, Tensor]
+    parameters: Mapping[str, Tensor]  # by name
+    buffers: Mapping[str, Any]  # by name; the counters under `COUNTERS`
+    batch: Mapping[int, Tensor]  # by place in the step's batch
+    received: Mapping[int, Tensor]  # what other stages made, and earlier spans of this one, by value
 
 
 # Gives (escaping values, whole on every device of the stage; values sent to other stages, in the stage's layouts).

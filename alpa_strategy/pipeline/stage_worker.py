@@ -31,20 +31,14 @@ Sends = Mapping[tuple[int, str], Sequence[int]]
 
 @dataclass
 class OwnStage:
-    """What this rank brings for one of its stages. Stages on one mesh may pass the same `store`.
+    """What this rank brings for one of its stages. Stages on one mesh may pass the same `store`."""
 
-    parameters: name -> the module's parameter, whose `.grad` a step makes (local storage shard).
-    buffers: name -> tensor; entries are replaced when a micro-batch updates them.
-    program: a `Recompute` where the stage recomputes its activations.
-    per_step: what the program makes of the parameters once per step.
-    """
-
-    program: StageProgram | Recompute
+    program: StageProgram | Recompute  # `Recompute` where the stage recomputes its activations
     store: MeshParameters
     mesh: MeshComm
-    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    buffers: dict[str, Any] = field(default_factory=dict)
-    per_step: PerStepValues | None = None
+    parameters: Mapping[str, nn.Parameter]  # by name; a step makes their `.grad`s (local storage shards)
+    buffers: dict[str, Any]  # by name; entries are replaced when a micro-batch updates them
+    per_step: PerStepValues  # what the program makes of the parameters once per step
 
 
 class ChannelEnd:
@@ -152,8 +146,7 @@ class StageWorker:
         self._batches, self._given = [], []
         self.escaped: dict[int, Values] = {}  # by micro-batch, in the order of the forwards
         self._in_flight.clear()
-        if self._own.per_step is not None:
-            self._own.per_step.forget()
+        self._own.per_step.forget()
 
     def post(self, action: Action) -> None:
         """Post the receives that a forward or backward waits for."""

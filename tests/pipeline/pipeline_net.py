@@ -21,6 +21,7 @@ from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
@@ -185,7 +186,7 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
             store.shard()
         program = program_of(case, mesh, net, sent[i], i == last, rows)
         parameters = {n: net.get_parameter(n) for n in mine}
-        own[i] = OwnStage(program, store.of_stage[0], mesh, parameters, {"count": net.count})
+        own[i] = OwnStage(program, store.of_stage[0], mesh, parameters, {"count": net.count}, PerStepValues(()))
     shared = []
     for name, stages in users.items():
         if len({cases[i].ranks for i in stages}) > 1:
