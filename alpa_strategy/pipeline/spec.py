@@ -28,35 +28,23 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """What every rank knows of the pipeline.
+    """What every rank knows of the pipeline."""
 
-    Attributes:
-        stages: in order.
-        metas: value -> metadata in one micro-batch at global shapes, for all values that are received or escape.
-        batch: tensors of a micro-batch of all ranks.
-        whole_batch: each rank brings all rows (`batch_scope="global"`), not only its own.
-        num_microbatches: micro-batch m is made of the m-th part of every rank's rows (`inter_op.microbatch`).
-        schedule: a name of `schedules.SCHEDULES`.
-        loss: value index of the loss, a summand of each micro-batch.
-        combine: escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
-        cuts: value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
-        given: received values that no stage makes (a prologue's): every rank has them whole before the step.
-        shared: parameters used on several meshes.
-        cluster: where given, cross-mesh transfers are chosen by its links.
-    """
-
-    stages: tuple[StageSpec, ...]
-    metas: Mapping[int, TensorMeta]
-    batch: tuple[BatchInput, ...]
-    num_microbatches: int
-    schedule: str
-    loss: int
-    whole_batch: bool = False
+    stages: tuple[StageSpec, ...]  # in order
+    metas: Mapping[int, TensorMeta]  # of all values that are received or escape: in one micro-batch, at global shapes
+    batch: tuple[BatchInput, ...]  # tensors of a micro-batch of all ranks
+    num_microbatches: int  # micro-batch m is made of the m-th part of every rank's rows (`microbatch/`)
+    schedule: str  # a name of `schedules.SCHEDULES`
+    loss: int  # value index of the loss, a summand of each micro-batch
+    whole_batch: bool = False  # each rank brings all rows (`batch_scope="global"`), not only its own
+    # Escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
     combine: Mapping[int, Combine] = field(default_factory=dict)
+    # Value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
     cuts: Mapping[int, Cut] = field(default_factory=dict)
+    # Received values that no stage makes (a prologue's): every rank has them whole before the step.
     given: tuple[int, ...] = ()
-    shared: tuple[SharedParameter, ...] = ()
-    cluster: ClusterSpec | None = None
+    shared: tuple[SharedParameter, ...] = ()  # parameters used on several meshes
+    cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
 
 
 Values = dict[int, Tensor]  # by value index of the micro-batched step
