@@ -93,7 +93,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise OptionError(f"there is no recipe {path}", _nearest_recipe(path)) from None
     except BadFileError as error:
-        raise OptionError(f"{path} {error}", "give a recipe: a small YAML file") from None
+        raise OptionError(f"{path} {error}", "correct it: a recipe is a small YAML file") from None
     except (OSError, OmegaConfBaseException) as error:
         raise OptionError(f"{path} cannot be read: {_first_line(error)}", "give a YAML text file") from None
     if not OmegaConf.is_dict(content):
