@@ -150,7 +150,7 @@ class _Converter:
             self.input_views.append(self.views[node])
             if isinstance(entry, ParameterInput):
                 self.parameters.add(entry.value)
-        for node in self.trace.graph.nodes:
+        for node in self.trace.module.graph.nodes:
             if node.op == "get_attr":
                 self.views[node] = self._constant(node)
 
@@ -188,7 +188,7 @@ class _Converter:
     # The walk
 
     def run(self) -> None:
-        for node in self.trace.graph.nodes:
+        for node in self.trace.module.graph.nodes:
             self.builder.module, self.builder.source = self.trace.origins.get(node, ("", ""))
             if node.op == "call_function":
                 self._call(node)
@@ -468,6 +468,6 @@ class _Converter:
 def convert(trace: Trace) -> StepGraph:
     """The frozen graph of a trace."""
     converter = _Converter(trace)
-    converter.add_inputs([n for n in trace.graph.nodes if n.op == "placeholder"])
+    converter.add_inputs([n for n in trace.module.graph.nodes if n.op == "placeholder"])
     converter.run()
     return converter.finish()

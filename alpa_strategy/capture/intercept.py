@@ -31,8 +31,6 @@ from alpa_strategy.ir.graph import ListPlace, MetricRef
 from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard
 from alpa_strategy.ir.user_code import user_frame
 
-_NO_DIMS = torch.Size()
-
 
 @dataclass
 class Recording:
@@ -372,11 +370,9 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
 
     distribution_init = torch.distributions.Distribution.__init__
 
-    def init_unchecked(
-        self: Any, batch_shape: Any = _NO_DIMS, event_shape: Any = _NO_DIMS, validate_args: Any = None
-    ) -> None:
+    def init_unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
         record.note("checks of arguments in torch.distributions are left out: they look at the values of tensors")
-        distribution_init(self, batch_shape, event_shape, validate_args=False)
+        distribution_init(self, *args[:2], **{**kwargs, "validate_args": False})  # the third argument is this one
 
     def next_of(iterator: Any, *default: Any) -> Any:
         if id(iterator) in held and get_ident() == thread:

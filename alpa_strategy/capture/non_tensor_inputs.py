@@ -19,11 +19,7 @@ ALWAYS_READ = (bool, type(None))  # `is None` and `is True` cannot be watched
 
 
 class LeafRead(BaseException):
-    """The step looks at leaf `index`. No Exception: the user's own handlers are not meant."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
+    """The step looks at a leaf. No Exception: the user's own handlers are not meant."""
 
 
 class UnreadLeaf:
@@ -43,9 +39,9 @@ class UnreadLeaf:
 
 
 def _look(leaf: UnreadLeaf, *_: Any, **__: Any) -> NoReturn:
-    index = object.__getattribute__(leaf, "_index")
-    object.__getattribute__(leaf, "_seen").add(index)  # a bare `except:` of the user's may swallow the exception
-    raise LeafRead(index)
+    seen = object.__getattribute__(leaf, "_seen")  # a bare `except:` of the user's may swallow the exception
+    seen.add(object.__getattribute__(leaf, "_index"))
+    raise LeafRead
 
 
 _OPERATIONS = (
@@ -88,8 +84,8 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
             result = trace(read, seen)
             if not seen:
                 return result
-        except LeafRead as error:
-            seen.add(error.index)
+        except LeafRead:
+            pass  # `seen` says which
         # The next trace reads more leaves, and ends the same way if they were not to blame.
         except Exception:  # the user's, or of C code that was given an UnreadLeaf and only said that it is no text
             unread = {index for index, (_, leaf) in enumerate(leaves) if may_be_unread(leaf)} - read

@@ -59,7 +59,6 @@ class Trace:
     `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
     """
 
-    graph: fx.Graph
     module: fx.GraphModule
     inputs: tuple[TracedInput, ...]
     leaves: tuple[Any, ...]
@@ -178,7 +177,6 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         *trainer_guards(module._trainer, record.trainer_reads),
     )
     return Trace(
-        module_graph.graph,
         module_graph,
         tuple(inputs),
         made["leaves"],

@@ -87,8 +87,7 @@ class _RingAttention(torch.autograd.Function):
         due = coming_due.wait()
         grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
         grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
-        needed = [g if is_needed else None for g, is_needed in zip(grads, ctx.needs_input_grad, strict=False)]
-        return *needed, None, None, None
+        return *grads, None, None, None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -147,27 +146,21 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
     """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width]; or back."""
     n, i = comm.size, comm.index
-    in_order, folded = (2 * i, 2 * i + 1), (i, 2 * n - 1 - i)
-
-    def owner_in_order(half: int) -> int:
-        return half // 2
-
-    def owner_folded(half: int) -> int:
-        return min(half, 2 * n - 1 - half)
-
-    held, wanted, to, of = (in_order, folded, owner_folded, owner_in_order)
-    if back:
-        held, wanted, to, of = folded, in_order, owner_in_order, owner_folded
+    in_order = [(2 * device, 2 * device + 1) for device in range(n)]
+    folded = [(device, 2 * n - 1 - device) for device in range(n)]
+    before, after = (folded, in_order) if back else (in_order, folded)
+    comes_from, goes_to = ({half: d for d, pair in enumerate(at) for half in pair} for at in (before, after))
+    held, wanted = before[i], after[i]
     halves = [x.chunk(2, -2) for x in tensors]
     shapes = [pair[0].shape for pair in halves]
     size = sum(shape.numel() for shape in shapes)
-    flat = _flat([pair[p] for p in sorted((0, 1), key=lambda p: to(held[p])) for pair in halves])
+    flat = _flat([pair[p] for p in sorted((0, 1), key=lambda p: goes_to[held[p]]) for pair in halves])
     sent, received = [0] * n, [0] * n
     for mine, others in zip(held, wanted, strict=True):
-        sent[to(mine)] += size
-        received[of(others)] += size
+        sent[goes_to[mine]] += size
+        received[comes_from[others]] += size
     came = comm.start_exchange(flat, sent, received).wait().split(size)
-    places = sorted((0, 1), key=lambda p: of(wanted[p]))  # halves that one device sends come in their order
+    places = sorted((0, 1), key=lambda p: comes_from[wanted[p]])  # halves that one device sends come in their order
     ordered = [part.split([shape.numel() for shape in shapes]) for _, part in sorted(zip(places, came, strict=True))]
     return tuple(
         torch.cat([ordered[0][k].view(shape), ordered[1][k].view(shape)], -2) for k, shape in enumerate(shapes)

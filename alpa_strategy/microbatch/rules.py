@@ -26,14 +26,6 @@ aten = torch.ops.aten
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
 _LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
-_ADDING_NUMBERS = (
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.rsub.Tensor,
-    aten.rsub.Scalar,
-)
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
@@ -171,8 +163,8 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
         factor = call.args[position]
         if isinstance(factor, Slot):
             yield TimeStrategy(tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,))
-    adds_number = call.target in _ADDING_NUMBERS and len(call.operands) == 1 and isinstance(call.args[0], Slot)
-    if adds_number and call.results[0].dtype.is_floating_point:
+    adds_number = aten_name(call.target) in ("add", "sub", "rsub") and len(call.operands) == 1
+    if adds_number and isinstance(call.args[0], Slot) and call.results[0].dtype.is_floating_point:
         yield TimeStrategy((SUM,), (SUM,), added_number=1)
     # The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
     if aten_name(call.target) == "randint":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, slots
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.rule_families import aligned, along, broadcast_dim
+from alpa_strategy.sharding.rule_families import aligned, along
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 
 
@@ -102,80 +102,12 @@ def adding(call: OpCall) -> Found:
     return replace(found, splits=(*found.splits, along if cuts_alike else None))
 
 
-@dataclass(frozen=True)
-class _Indexed:
-    """What x[i, :, j] is made of: operands `by_dim` index dims of x, the broadcast index is at `start` in the result.
-
-    `order[d]`: the dim of x that dim d of the result is, None for the dims of the index.
-    """
-
-    by_dim: dict[int, int]
-    index_rank: int
-    start: int
-    order: tuple[int | None, ...]
-
-
-def _indexed(call: OpCall, source: Slot, indices: tuple[Slot | None, ...]) -> _Indexed | None:
-    """None for masks: their results' sizes depend on data."""
-    by_dim = {d: i.index for d, i in enumerate(indices) if isinstance(i, Slot)}
-    if not by_dim or any(call.operands[i].dtype.itemsize == 1 for i in by_dim.values()):
-        return None
-    index_rank = max(len(call.operands[i].shape) for i in by_dim.values())
-    first, last = min(by_dim), max(by_dim)
-    start = first if last - first + 1 == len(by_dim) else 0  # indices with a slice between them go to the front
-    free = [d for d in range(len(call.operands[source.index].shape)) if d not in by_dim]
-    return _Indexed(by_dim, index_rank, start, (*free[:start], *[None] * index_rank, *free[start:]))
-
-
-def index_put(call: OpCall) -> Found:
-    """x[i, :, j] = values: the dims of x that are not indexed, which the values share or broadcast over."""
-    bound = bind(call)
-    source, values = bound["self"].index, bound["values"].index
-    indexed = _indexed(call, bound["self"], bound["indices"])
-    if indexed is None:
-        return Found()
-    rank = len(indexed.order)
-    splits = [
-        split_from_dims(call, [(source, d), (values, broadcast_dim(call, values, at, rank))], [d])
-        for at, d in enumerate(indexed.order)
-        if d is not None
-    ]
-    return Found(splits)
-
-
 def fourier(call: OpCall) -> Found:
     """fft and its relatives: linear, and the dims that are not transformed are independent."""
     dims, sizes = bind(call)["dim"], bind(call).get("s")
     if dims is None and sizes is not None:
         dims = tuple(range(-len(sizes), 0))
     return replace(along(call, dims, ((0,),)), origin="notation")
-
-
-def index_select(call: OpCall) -> Found:
-    """index_select: other dims of the source are parallel; or the index is cut and the source is whole."""
-    source, index = (s.index for s in slots(call)[:2])
-    rank = len(call.results[0].shape)
-    if rank == 0 or len(call.operands[index].shape) != 1:
-        return Found()
-    dim = bind(call)["dim"] % rank
-    splits = [split_from_dims(call, [(source, d)], [d]) for d in range(rank) if d != dim]
-    splits.append(split_from_dims(call, [(index, 0), (source, None)], [dim]))
-    return Found(splits, (frozenset({source}),) if source != index else (), True)
-
-
-def index(call: OpCall) -> Found:
-    """x[i, :, j]: dims of x that are not indexed are parallel, and so are the dims of the (broadcast) index tensors."""
-    source = bind(call)["self"]
-    indexed = _indexed(call, source, bind(call)["indices"])
-    if indexed is None:
-        return Found()
-    splits = [split_from_dims(call, [(source.index, d)], [at]) for at, d in enumerate(indexed.order) if d is not None]
-    for dim in range(indexed.index_rank):
-        cut = [(i, broadcast_dim(call, i, dim, indexed.index_rank)) for i in indexed.by_dim.values()]
-        if any(own is not None for _, own in cut):
-            splits.append(split_from_dims(call, [(source.index, None), *cut], [indexed.start + dim]))
-    linear = () if source.index in indexed.by_dim.values() else (frozenset({source.index}),)
-    return Found(splits, linear, True)
 
 
 def factory(call: OpCall) -> Found:

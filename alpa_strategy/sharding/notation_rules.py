@@ -406,6 +406,58 @@ def _quantile(call: OpCall, axis_size: int) -> str:
     return _terms([own, quantiles], [*quantiles, *result])
 
 
+def _index_select(call: OpCall, axis_size: int) -> str:
+    """Other dims of the source are parallel; or the index is cut and the source is whole."""
+    rank = len(call.operands[bind(call)["self"].index].shape)
+    picked = bind(call)["dim"] % max(rank, 1)
+    source = ["s!" if d == picked else f"x{d}" for d in range(rank)]
+    return _terms([source, ["i"]], ["i" if d == picked else f"x{d}" for d in range(rank)])
+
+
+def _indexed(call: OpCall, index: str) -> tuple[str, str]:
+    """Indices of x, and of what x[i, :, j] reads or writes; `index`: those of the (broadcast) index tensors.
+
+    Masks (how much they pick depends on data) leave every dim whole.
+    """
+    bound = bind(call)
+    places = [d for d, given in enumerate(bound["indices"]) if isinstance(given, Slot)]
+    if not places or any(call.operands[bound["indices"][d].index].dtype.itemsize == 1 for d in places):
+        return "*s!", "*p!"
+    own = [f"s{d}!" if d in places else f"x{d}" for d in range(len(call.operands[bound["self"].index].shape))]
+    free = [name for d, name in enumerate(own) if d not in places]
+    start = places[0] if places[-1] - places[0] < len(places) else 0  # with a slice between them they go to the front
+    return ", ".join(own), ", ".join([*free[:start], index, *free[start:]])
+
+
+def _index(call: OpCall, axis_size: int) -> str:
+    own, read_there = _indexed(call, "*i")
+    return f"[{own}]{', [*i]?' * len(bind(call)['indices'])} -> [{read_there}]"
+
+
+def _index_put(call: OpCall, axis_size: int) -> str:
+    own, values = _indexed(call, "*i!")
+    return f"[{own}]{', [*i!]?' * len(bind(call)['indices'])}, [{values}] -> [{own}]"
+
+
+def _sum_to_size(call: OpCall, axis_size: int) -> str:
+    """The dims that stay are parallel, the others are contracted."""
+    source, target = call.operands[0].shape, call.results[0].shape
+    offset = len(source) - len(target)
+    result = [f"d{d + offset}" if source[d + offset] == size else f"one{d}!" for d, size in enumerate(target)]
+    return _terms([[f"d{d}" for d in range(len(source))]], result)
+
+
+def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> str:
+    """A tensor with a part of it replaced: the dims that the part has as well.
+
+    lacking: arguments that name dims which the part lacks; whole: that name dims which must not be cut.
+    """
+    rank, bound = len(call.results[0].shape), bind(call)
+    gone, uncut = ({bound[name] % rank for name in names} for names in (lacking, whole))
+    own = [f"x{d}!" if d in gone | uncut else f"x{d}" for d in range(rank)]
+    return _terms([own, [index for d, index in enumerate(own) if d not in gone]], own)
+
+
 def _stft(call: OpCall, axis_size: int) -> str:
     parts = ", c!" if len(call.results[0].shape) == len(call.operands[0].shape) + 2 else ""  # real and imaginary
     return f"[*b, t!], [w!]? -> [*b, f!, k!{parts}]"
@@ -467,6 +519,18 @@ NOTATION: dict[str, Notation] = {
     "aten.pdist": Notation(lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"),
     "aten.histc": Notation(lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"),
     **{f"aten.{name}": Notation(_quantile) for name in ("quantile", "nanquantile")},
+    "aten.index.Tensor": Notation(_index, linear=FIRST, carries=True),
+    "aten.index_put": Notation(_index_put),
+    "aten.sum_to_size": Notation(_sum_to_size, linear=FIRST, carries=True),
+    **{
+        f"aten.{name}": Notation(rule, linear=((0, 1),), carries=True)
+        for name, rule in (
+            ("select_scatter", partial(_write_into, lacking=("dim",))),
+            ("diagonal_scatter", partial(_write_into, lacking=("dim1", "dim2"))),
+            ("slice_scatter", partial(_write_into, whole=("dim",))),
+        )
+    },
+    "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
     "aten.stft": Notation(_stft, linear=EACH),
     "alpa.ctc_rows": Notation(_ctc_rows),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),

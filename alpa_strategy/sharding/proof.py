@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,47 +55,40 @@ class WholeRun:
         added = added_operand(self.call) if strategy.implementation is not None else None
         if added is not None:  # part of the sum once
             parts[added][1:] = [torch.zeros_like(part) for part in parts[added][1:]]
-        runs = []
+        results, grads = [], []  # of each device
         for device in range(n):
             local = localize(self.call, (strategy,), (n,), (device,)).call
-            received = [each[device] for each in cotangents]
             try:
-                results, grads = _run(local, [part[device] for part in parts], lambda _, r=received: r)  # type: ignore[misc]
+                leaves, own = _forward(local, [part[device] for part in parts])
+                found = _backward(leaves, own, [each[device] for each in cotangents])
             except Exception:  # of the op, of any type: it refuses a part, which the whole did not deserve
                 return False
-            runs.append((results, [None if i == added and device else g for i, g in enumerate(grads)]))
+            results.append(_detached(own))
+            grads.append([None if i == added and device else g for i, g in enumerate(found)])
+        compared = list(zip(self.results, zip(*results, strict=True), strategy.outputs, strict=True))
+        for i, (whole, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
+            of_devices = [each[i] for each in grads]
+            if whole is None and all(grad is None for grad in of_devices):
+                continue
+            # Autograd gives None for a gradient of zeros.
+            filled = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(of_devices, parts[i], strict=True))
+            expected = torch.zeros_like(self.operands[i]) if whole is None else whole
+            compared.append((expected, filled, _of_gradient(dual)))
         tolerance = max(
             (_TOLERANCES.get(t.dtype, 2e-2) for t in given if t.is_floating_point() or t.is_complex()), default=0.0
         )
-        for i, (whole, dual) in enumerate(zip(self.results, strategy.outputs, strict=True)):
-            if not _recombines(whole, [results[i] for results, _ in runs], dual, tolerance):
-                return False
-        for i, (grad, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
-            found = [grads[i] for _, grads in runs]
-            if grad is None and all(each is None for each in found):
-                continue
-            # Autograd gives None for a gradient of zeros.
-            expected = torch.zeros_like(self.operands[i]) if grad is None else grad
-            filled = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parts[i], strict=True)]
-            if not _recombines(expected, filled, _of_gradient(dual), tolerance):
-                return False
-        return True
+        return all(_recombines(whole, found, dual, tolerance) for whole, found, dual in compared)
 
 
 def whole_run(call: OpCall, operands: Sequence[Tensor], generator: torch.Generator) -> WholeRun | None:
     """The op run on this data; None when it refuses it."""
-
-    result_grads: list[Tensor | None] = []
-
-    def grads_for(results: Sequence[Tensor]) -> list[Tensor | None]:
-        result_grads[:] = [_normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results]
-        return result_grads
-
     try:
-        results, grads = _run(call, operands, grads_for)
+        leaves, results = _forward(call, operands)
+        result_grads = [_normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results]
+        grads = _backward(leaves, results, result_grads)
     except Exception:  # of the op, of any type
         return None
-    return WholeRun(call, tuple(operands), results, tuple(result_grads), grads)
+    return WholeRun(call, tuple(operands), _detached(results), tuple(result_grads), grads)
 
 
 def runs_on_random_data(call: OpCall) -> Iterator[WholeRun]:
@@ -109,25 +101,29 @@ def runs_on_random_data(call: OpCall) -> Iterator[WholeRun]:
             yield run
 
 
-def _run(
-    call: OpCall, operands: Sequence[Tensor], grads_for: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-) -> tuple[tuple[Tensor, ...], Optionals]:
-    """(detached results, operand gradients) of `call`; `grads_for(results)` gives the results' gradients."""
+def _forward(call: OpCall, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Leaves with the operands' data, and what `call` gives on them."""
     with torch.enable_grad():
         leaves = [
             t.detach().clone().requires_grad_(m.requires_grad) for t, m in zip(operands, call.operands, strict=True)
         ]
         results = call.call(*leaves)
-        results = (results,) if isinstance(results, Tensor) else tuple(results)
-        given = zip(results, grads_for(results), strict=True)
-        pairs = [(result, grad) for result, grad in given if grad is not None and result.requires_grad]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found: Iterator[Tensor | None] = itertools.repeat(None)
-        if pairs and wanted:
-            outputs, cotangents = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
-        grads = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
-    return tuple(result.detach().clone() for result in results), grads
+    return leaves, (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _backward(leaves: list[Tensor], results: tuple[Tensor, ...], cotangents: Sequence[Tensor | None]) -> Optionals:
+    """The leaves' gradients."""
+    pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if g is not None and r.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanted:
+        return (None,) * len(leaves)
+    outputs, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+def _detached(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(result.detach().clone() for result in results)
 
 
 def _of_gradient(dual: DualPlacement) -> DualPlacement:

@@ -93,8 +93,8 @@ def compare_along(
     return Found(_broadcast(call, mark), linear_sets(call, linear), origin="reduction")
 
 
-def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
-    """Reductions over the dims in `argument` (None: all).
+def reduction(call: OpCall, kind: str) -> Found:
+    """Reductions over the argument `dim` (None: all).
 
     kind: `sum`, `mean`, `nansum` (a sum, but of summands it is not that of their sum), or `other` (reduced dims stay
     whole).
@@ -103,7 +103,7 @@ def reduction(call: OpCall, kind: str, argument: str = "dim") -> Found:
     operand = slots(call)[0].index
     shape = call.operands[operand].shape
     rank = len(shape)
-    reduced = dims_of(bound.get(argument), rank)
+    reduced = dims_of(bound.get("dim"), rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
     splits: list[Split | None] = []
     position = 0
@@ -296,22 +296,6 @@ def concatenate(call: OpCall, dim: int | None = None) -> Found:
     return Found(splits, (frozenset(operands),), True, "view")
 
 
-def write_into(call: OpCall, *removed: str, whole: str = "") -> Found:
-    """select_scatter, slice_scatter, diagonal_scatter: a tensor with a part of it replaced; the part's other dims.
-
-    removed: arguments that name dims which the part lacks; whole: one that names a dim which must not be cut.
-    """
-    target, part = (s.index for s in slots(call))
-    rank, bound = len(call.operands[target].shape), bind(call)
-    kept = [d for d in range(rank) if d not in {bound[name] % rank for name in removed}]
-    splits = [
-        split_from_dims(call, [(target, d), (part, own)], [d])
-        for own, d in enumerate(kept)
-        if not whole or d != bound[whole] % rank
-    ]
-    return Found(splits, linear_sets(call, ((0, 1),)), True, "view")
-
-
 def diag_embed(call: OpCall) -> Found:
     """diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
     bound, rank = bind(call), len(call.results[0].shape)
@@ -326,19 +310,6 @@ def rot90(call: OpCall) -> Found:
     turned = {0: [(first, first), (second, second)], 1: [(first, second)], 2: [], 3: [(second, first)]}
     pairs = [(d, d) for d in range(rank) if d not in (first, second)] + turned[bound["k"] % 4]
     return _moved(call, pairs)
-
-
-def sum_to_size(call: OpCall) -> Found:
-    """sum_to_size: the dims that stay are parallel, the others are contracted."""
-    operand = slots(call)[0].index
-    source, target = call.operands[operand].shape, call.results[0].shape
-    offset = len(source) - len(target)
-    splits: list[Split | None] = []
-    for d, size in enumerate(source):
-        stays = d >= offset and target[d - offset] == size
-        if size > 1:
-            splits.append(_cut(call, operand, d, d - offset if stays else SUM))
-    return Found(splits, (frozenset({operand}),), True, "reduction")
 
 
 def trapezoid(call: OpCall) -> Found:

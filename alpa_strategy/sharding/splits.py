@@ -57,13 +57,6 @@ class Found:
     extra: tuple[AxisStrategy, ...] = ()
 
 
-def differentiable(call: OpCall) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Per operand and per result: whether a gradient flows through it in this call."""
-    results = tuple(r.requires_grad for r in call.results)
-    flows = any(results)  # a parameter in argmax gets no gradient
-    return tuple(flows and o.requires_grad for o in call.operands), results
-
-
 def split_from_dims(
     call: OpCall, dims: Iterable[tuple[int, int | None]], results: Sequence[int | str], **rest: object
 ) -> Split | None:
@@ -96,7 +89,9 @@ def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool
 
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
     """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
-    operand_grads, result_grads = differentiable(call)
+    # Whether a gradient flows through each in this call: a parameter in argmax gets none.
+    result_grads = [meta.requires_grad for meta in call.results]
+    operand_grads = [any(result_grads) and meta.requires_grad for meta in call.operands]
     strategies = [repeated(call)]
 
     def operand(index: int, dim: int | None) -> DualPlacement:

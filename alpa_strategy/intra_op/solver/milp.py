@@ -58,11 +58,6 @@ class LpResult:
     bound: float
     mass: tuple[np.ndarray, ...] | None
 
-    def assignment(self) -> list[int]:
-        """Per choice the strategy that has most of it."""
-        assert self.mass is not None
-        return [int(m.argmax()) for m in self.mass]
-
 
 class _Rows:
     """Collects the non-zeros of the rows as arrays."""
