@@ -7,7 +7,7 @@ so whatever is whole has a gradient that is a summand. Nothing here knows of a g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -67,7 +67,7 @@ class TimeStrategy:
         inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
         mean: the results are means over the micro-batch's part: they count for 1/M of the whole's.
         added: the operand that is added to a sum over micro-batches, so that each adds 1/M of it.
-        added_number: position of the argument, a number, that is added to a sum over micro-batches: likewise.
+        adds_number: the second argument is a number that is added to a sum over micro-batches: likewise.
         sequential: results that are running statistics, carried from one micro-batch to the next.
     """
 
@@ -75,7 +75,7 @@ class TimeStrategy:
     outputs: tuple[State, ...]
     mean: bool = False
     added: int | None = None
-    added_number: int | None = None
+    adds_number: bool = False
     sequential: tuple[int, ...] = ()
 
 
@@ -93,8 +93,8 @@ def view_strategies(call: OpCall, states: tuple[State, ...], num_parts: int) -> 
     """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops have."""
     if any(state.kind == "sum" for state in states) or not any(state.kind == "rows" for state in states):
         return ()
-    found = row_views(call, tuple((s.dim, s.segments) if s.kind == "rows" else None for s in states), num_parts)
-    return () if found is None else (TimeStrategy(states, tuple(rows(*cut) for cut in found)),)
+    found = _row_views(call, states, num_parts)
+    return () if found is None else (TimeStrategy(states, found),)
 
 
 def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int) -> TimeStrategy | None:
@@ -165,7 +165,7 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
             yield TimeStrategy(tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,))
     adds_number = aten_name(call.target) in ("add", "sub", "rsub") and len(call.operands) == 1
     if adds_number and isinstance(call.args[0], Slot) and call.results[0].dtype.is_floating_point:
-        yield TimeStrategy((SUM,), (SUM,), added_number=1)
+        yield TimeStrategy((SUM,), (SUM,), adds_number=True)
     # The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
     if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
@@ -227,13 +227,12 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     )
     local = localize(call, (placements,), (num_microbatches,), (0,)).call
     results = local.results
-    if strategy.added_number is not None:
-        args = list(local.args)
-        args[strategy.added_number] = args[strategy.added_number] / num_microbatches
-        return replace(local, args=tuple(args))
+    if strategy.adds_number:
+        first, number, *others = local.args
+        return replace(local, args=(first, number / num_microbatches, *others))
     if local == call:
         return call
-    if (changes := sizes_along(call, local.operands, num_microbatches)) is not None:
+    if (changes := _sizes_along(call, local.operands, num_microbatches)) is not None:
         return rebuild(call, local.operands, results, changes)
     if call.target in _ARANGES:
         return rebuild(call, (), results, {"end": results[0].shape[0]})
@@ -254,8 +253,6 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
 # can.
 
 
-RowCut = tuple[int, int]  # dim, segments
-
 _SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
@@ -264,23 +261,24 @@ def regroups_dims(call: OpCall) -> bool:
     return aten_name(call.target) in RESHAPES
 
 
-def row_views(call: OpCall, cuts: Sequence[RowCut | None], num_parts: int) -> tuple[RowCut, ...] | None:
-    """Where the results have their rows when the operands have them at `cuts` (None: whole); None: not as rows."""
-    name, first = aten_name(call.target), cuts[0]
-    if name in RESHAPES and len(cuts) == 1 and first is not None and call.target._overloadname != "dtype":
-        found = _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
-        return None if found is None else (found,)
+def _row_views(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[State, ...] | None:
+    """Where the results have their rows when the operands are in `states`; None: not as rows."""
+    name, first = aten_name(call.target), states[0]
     if name in ("cat", "concat"):
-        return _joined(call, cuts)
-    if name in _SPLITS and first is not None and _dim(call) == first[0]:
-        return _picked(call, first, [result.shape[first[0]] for result in call.results])
-    if name in ("slice", "narrow") and first is not None and _dim(call) == first[0]:
-        start = _start(call)
-        run = call.operands[0].shape[first[0]] // first[1]
-        if start is None or start % run:
-            return None
-        return _picked(call, first, [call.results[0].shape[first[0]]])
-    return None
+        return _joined(call, states)
+    if first.kind != "rows":
+        return None
+    if name in RESHAPES and len(states) == 1 and call.target._overloadname != "dtype":
+        return _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
+    if name not in (*_SPLITS, "slice", "narrow") or _dim(call) != first.dim:
+        return None
+    run = call.operands[0].shape[first.dim] // first.segments
+    if name in ("slice", "narrow") and ((start := _start(call)) is None or start % run):
+        return None
+    sizes = [result.shape[first.dim] for result in call.results]
+    if any(size % run or size == 0 for size in sizes):  # whole runs only
+        return None
+    return tuple(rows(first.dim, size // run) for size in sizes)
 
 
 def _dim(call: OpCall) -> int:
@@ -297,42 +295,32 @@ def _start(call: OpCall) -> int | None:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-def _viewed(source: tuple[int, ...], target: tuple[int, ...], cut: RowCut, num_parts: int) -> RowCut | None:
+def _viewed(source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int) -> tuple[State, ...] | None:
     """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in front of them hold."""
-    dim, segments = cut
-    before = math.prod(source[:dim]) * segments
+    before = math.prod(source[: state.dim]) * state.segments
     front = 1
     for j, size in enumerate(target):
         if before % front == 0 and size % (before // front) == 0 and size > 1:
             runs = before // front
             rows_and_after = size // runs
             if rows_and_after % num_parts == 0 and rows_and_after > 0:
-                return j, runs
+                return (rows(j, runs),)
         front *= size
         if front > before:
             return None
     return None
 
 
-def _joined(call: OpCall, cuts: Sequence[RowCut | None]) -> tuple[RowCut, ...] | None:
+def _joined(call: OpCall, states: tuple[State, ...]) -> tuple[State, ...] | None:
     dim = bind(call)["dim"] % len(call.results[0].shape)
-    found = [(slot.index, cuts[slot.index]) for slot in slots(call)]
-    operands = [(index, cut) for index, cut in found if cut is not None and cut[0] == dim]
-    if len(operands) < len(found):
+    joined = [(call.operands[slot.index].shape, states[slot.index]) for slot in slots(call)]
+    runs = {shape[dim] // state.segments for shape, state in joined}
+    if len(runs) > 1 or any((state.kind, state.dim) != ("rows", dim) for _, state in joined):
         return None
-    runs = {call.operands[i].shape[dim] // cut[1] for i, cut in operands}
-    return ((dim, sum(cut[1] for _, cut in operands)),) if len(runs) == 1 else None
+    return (rows(dim, sum(state.segments for _, state in joined)),)
 
 
-def _picked(call: OpCall, cut: RowCut, sizes: list[int]) -> tuple[RowCut, ...] | None:
-    """Parts of the cut dim: whole runs only."""
-    run = call.operands[0].shape[cut[0]] // cut[1]
-    if any(size % run or size == 0 for size in sizes):
-        return None
-    return tuple((cut[0], size // run) for size in sizes)
-
-
-def sizes_along(call: OpCall, operands: tuple[TensorMeta, ...], num_microbatches: int) -> dict[str, Any] | None:
+def _sizes_along(call: OpCall, operands: tuple[TensorMeta, ...], num_microbatches: int) -> dict[str, Any] | None:
     """Size arguments of a split or slice along a dim that is cut; None when there are none to change."""
     name = aten_name(call.target)
     if name not in (*_SPLITS, "slice", "narrow"):

@@ -10,7 +10,7 @@ found from the operands' ranks; cutting `v@name` needs the local implementation 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,7 +55,7 @@ _INDEX = re.compile(r"(\*?)([A-Za-z_][A-Za-z_0-9]*)(!?)(=?)(?:@([a-z_]+))?")
 
 
 def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
-    terms, position = [], 0
+    found, position = [], 0
     while position < len(text) and text[position:].strip():
         match = _TERM.match(text, position)
         if match is None:
@@ -69,9 +69,9 @@ def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
                 raise ShardingError(f"{part!r} is no index in the sharding rule {rule!r}", "see sharding/notation.py")
             star, name, whole, even, implementation = index.groups()
             indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
-        terms.append(Term(tuple(indices), bool(match[3]), bool(match[1])))
+        found.append(Term(tuple(indices), bool(match[3]), bool(match[1])))
         position = match.end()
-    return tuple(terms)
+    return tuple(found)
 
 
 @cache
@@ -81,6 +81,12 @@ def parse(rule: str) -> Signature:
     if not arrow:
         raise ShardingError(f"the sharding rule {rule!r} has no '->'", "write '[operand], ... -> [result], ...'")
     return Signature(_parse_terms(left, rule), _parse_terms(right, rule))
+
+
+def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_results: int = 1) -> str:
+    """A rule from lists of indices; all results alike."""
+    result_term = f"[{', '.join(result)}]"
+    return ", ".join(f"[{', '.join(term)}]" for term in operands) + " -> " + ", ".join([result_term] * num_results)
 
 
 def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:

@@ -6,12 +6,12 @@ business (`i!`), and those in front of them are independent. `NOTATION` at the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
-from alpa_strategy.sharding.notation import read
+from alpa_strategy.sharding.notation import line_of, read
 from alpa_strategy.sharding.rule_families import linear_sets
 from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
@@ -345,12 +345,6 @@ def _feature_dropout(call: OpCall, axis_size: int) -> str:
     return "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
 
 
-def _terms(operands: Iterable[Iterable[str]], result: Iterable[str], num_results: int = 1) -> str:
-    """A line from lists of indices."""
-    result_term = f"[{', '.join(result)}]"
-    return ", ".join(f"[{', '.join(term)}]" for term in operands) + " -> " + ", ".join([result_term] * num_results)
-
-
 def _tensordot(call: OpCall, axis_size: int) -> str:
     bound = bind(call)
     terms: list[list[str]] = []
@@ -358,7 +352,7 @@ def _tensordot(call: OpCall, axis_size: int) -> str:
         rank = len(call.operands[bound[name].index].shape)
         summed = {d % rank: f"k{i}" for i, d in enumerate(contracted)}
         terms.append([summed.get(d, f"{name}{d}") for d in range(rank)])
-    return _terms(terms, [i for term in terms for i in term if i[0] != "k"])
+    return line_of(terms, [i for term in terms for i in term if i[0] != "k"])
 
 
 def _multi_dot(call: OpCall, axis_size: int) -> str:
@@ -369,7 +363,7 @@ def _multi_dot(call: OpCall, axis_size: int) -> str:
         terms[0] = terms[0][1:]
     if ranks[-1] == 1:
         terms[-1] = terms[-1][:1]
-    return _terms(terms, [*terms[0][: ranks[0] - 1], *terms[-1][1:]])
+    return line_of(terms, [*terms[0][: ranks[0] - 1], *terms[-1][1:]])
 
 
 def _kron(call: OpCall, axis_size: int) -> str:
@@ -381,7 +375,7 @@ def _kron(call: OpCall, axis_size: int) -> str:
 def _meshgrid(call: OpCall, axis_size: int) -> str:
     names = [f"i{j}" for j in range(len(slots(call)))]
     result = names[1::-1] + names[2:] if bind(call).get("indexing") == "xy" else names
-    return _terms([[name] for name in names], result, len(names))
+    return line_of([[name] for name in names], result, len(names))
 
 
 def _cartesian_product(call: OpCall, axis_size: int) -> str:
@@ -390,7 +384,7 @@ def _cartesian_product(call: OpCall, axis_size: int) -> str:
     if len(sizes) == 1:
         return "[a] -> [a]"
     first = next((j for j, shape in enumerate(sizes) if shape != (1,)), 0)
-    return _terms([["a="] if j == first else [f"c{j}!"] for j in range(len(sizes))], ["a=", "m!"])
+    return line_of([["a="] if j == first else [f"c{j}!"] for j in range(len(sizes))], ["a=", "m!"])
 
 
 def _quantile(call: OpCall, axis_size: int) -> str:
@@ -401,9 +395,9 @@ def _quantile(call: OpCall, axis_size: int) -> str:
     own = [f"x{d}!" if d in worked else f"x{d}" for d in range(rank)]
     result = [f"k{d}!" if d in worked else f"x{d}" for d in range(rank) if d not in worked or bound["keepdim"]]
     if not isinstance(bound["q"], Slot):
-        return _terms([own], result)
+        return line_of([own], result)
     quantiles = ["q"] * len(call.operands[bound["q"].index].shape)
-    return _terms([own, quantiles], [*quantiles, *result])
+    return line_of([own, quantiles], [*quantiles, *result])
 
 
 def _index_select(call: OpCall, axis_size: int) -> str:
@@ -411,7 +405,7 @@ def _index_select(call: OpCall, axis_size: int) -> str:
     rank = len(call.operands[bind(call)["self"].index].shape)
     picked = bind(call)["dim"] % max(rank, 1)
     source = ["s!" if d == picked else f"x{d}" for d in range(rank)]
-    return _terms([source, ["i"]], ["i" if d == picked else f"x{d}" for d in range(rank)])
+    return line_of([source, ["i"]], ["i" if d == picked else f"x{d}" for d in range(rank)])
 
 
 def _indexed(call: OpCall, index: str) -> tuple[str, str]:
@@ -444,7 +438,7 @@ def _sum_to_size(call: OpCall, axis_size: int) -> str:
     source, target = call.operands[0].shape, call.results[0].shape
     offset = len(source) - len(target)
     result = [f"d{d + offset}" if source[d + offset] == size else f"one{d}!" for d, size in enumerate(target)]
-    return _terms([[f"d{d}" for d in range(len(source))]], result)
+    return line_of([[f"d{d}" for d in range(len(source))]], result)
 
 
 def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> str:
@@ -455,7 +449,9 @@ def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), who
     rank, bound = len(call.results[0].shape), bind(call)
     gone, uncut = ({bound[name] % rank for name in names} for names in (lacking, whole))
     own = [f"x{d}!" if d in gone | uncut else f"x{d}" for d in range(rank)]
-    return _terms([own, [index for d, index in enumerate(own) if d not in gone]], own)
+    part = [index for d, index in enumerate(own) if d not in gone]
+    lengths = ["m!"] * (len(call.operands[bound["src"].index].shape) - len(part))  # of a diagonal, the last
+    return line_of([own, part + lengths], own)
 
 
 def _stft(call: OpCall, axis_size: int) -> str:

@@ -9,7 +9,7 @@ cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -19,7 +19,8 @@ import torch
 
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.ir.placement import shard
-from alpa_strategy.sharding.splits import SUM, Found, Split, split_from_dims
+from alpa_strategy.sharding.notation import line_of, read
+from alpa_strategy.sharding.splits import Found, split_from_dims
 
 
 def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
@@ -29,26 +30,17 @@ def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None
     return own if own >= 0 and shape[own] != 1 else None
 
 
-def _broadcast(
-    call: OpCall, mark: Callable[[int], int | str | None], implementation: str | None = None
-) -> list[Split | None]:
-    """A split for each dim of the operands' broadcast shape; `mark(dim)`: where results are cut, None: no split."""
+def aligned(
+    call: OpCall, whole: tuple[int, ...] = (), linear: tuple[tuple[int, ...], ...] = (), carries: bool = True
+) -> Found:
+    """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
     operands = [s.index for s in slots(call)]
     rank = max((len(call.operands[i].shape) for i in operands), default=0)
     splits = []
     for dim in range(rank):
         dims = [(i, broadcast_dim(call, i, dim, rank)) for i in operands]
-        cut = mark(dim)
-        if cut is not None and any(own is not None for _, own in dims):
-            splits.append(split_from_dims(call, dims, [cut] * len(call.results), implementation=implementation))
-    return splits
-
-
-def aligned(
-    call: OpCall, whole: tuple[int, ...] = (), linear: tuple[tuple[int, ...], ...] = (), carries: bool = True
-) -> Found:
-    """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
-    splits = _broadcast(call, lambda dim: None if dim in whole else dim)
+        if dim not in whole and any(own is not None for _, own in dims):
+            splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
     return Found(splits, linear_sets(call, linear), carries, "pointwise")
 
 
@@ -83,14 +75,11 @@ def compare_along(
     """Broadcast operands, one dim reduced: whole (cosine_similarity), or a sum that is cut (linalg_vecdot)."""
     rank = max(len(call.operands[s.index].shape) for s in slots(call))
     reduced = dims_of(bind(call)[where] if isinstance(where, str) else where, rank)[0]
+    own = [f"x{d}" if d != reduced else "k" if contracted else "k!" for d in range(rank)]
     keep = len(call.results[0].shape) == rank
-
-    def mark(dim: int) -> int | str | None:
-        if dim == reduced:
-            return SUM if contracted else None
-        return dim if keep or dim < reduced else dim - 1
-
-    return Found(_broadcast(call, mark), linear_sets(call, linear), origin="reduction")
+    result = ["one!" if d == reduced else index for d, index in enumerate(own) if keep or d != reduced]
+    line = line_of([own[rank - len(call.operands[s.index].shape) :] for s in slots(call)], result)
+    return Found(read(line, call) or (), linear_sets(call, linear), origin="reduction")
 
 
 def reduction(call: OpCall, kind: str) -> Found:
@@ -99,30 +88,15 @@ def reduction(call: OpCall, kind: str) -> Found:
     kind: `sum`, `mean`, `nansum` (a sum, but of summands it is not that of their sum), or `other` (reduced dims stay
     whole).
     """
-    bound = bind(call)
-    operand = slots(call)[0].index
-    shape = call.operands[operand].shape
-    rank = len(shape)
+    bound, rank = bind(call), len(_source(call))
     reduced = dims_of(bound.get("dim"), rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
-    splits: list[Split | None] = []
-    position = 0
-    for dim in range(rank):
-        if dim not in reduced:
-            splits.append(_cut(call, operand, dim, dim if keep else position))
-            position += 1
-        elif kind != "other" and shape[dim] > 1:
-            splits.append(_cut(call, operand, dim, SUM, "fraction" if kind == "mean" else None))
-    linear = () if kind in ("nansum", "other") else (frozenset({operand}),)
-    return Found(splits, linear, carries=True, origin="reduction")
-
-
-def _cut(call: OpCall, operand: int, dim: int, mark: int | str, implementation: str | None = None) -> Split | None:
-    """One operand cut, all results alike."""
-    return split_from_dims(call, [(operand, dim)], [mark] * len(call.results), implementation=implementation)
-
-
-_REDUCTION_NAMES = {0: "none", 1: "mean", 2: "sum"}
+    mark = {"mean": "@fraction", "other": "!"}.get(kind, "")
+    own = [f"k{d}{mark}" if d in reduced else f"x{d}" for d in range(rank)]
+    result = [f"one{d}!" if d in reduced else index for d, index in enumerate(own) if keep or d not in reduced]
+    linear = () if kind in ("nansum", "other") else ((0,),)
+    splits = read(line_of([own], result, len(call.results)), call) or ()
+    return Found(splits, linear_sets(call, linear), carries=True, origin="reduction")
 
 
 def elementwise_loss(call: OpCall) -> Found:
@@ -134,10 +108,12 @@ def elementwise_loss(call: OpCall) -> Found:
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
     if first != second:
         return Found(origin="reduction")  # see above
-    kind = _REDUCTION_NAMES[bind(call)["reduction"]]
-    if kind == "none":
+    reduction = bind(call)["reduction"]  # 0: none, 1: mean, 2: sum
+    if reduction == 0:
         return aligned(call, carries=False)
-    return Found(_broadcast(call, lambda dim: SUM, "fraction" if kind == "mean" else None), origin="reduction")
+    term = "[*b@fraction]?" if reduction == 1 else "[*b]?"
+    line = ", ".join([term] * len(flat_tensor_arguments(call))) + " -> []"
+    return Found(read(line, call) or (), origin="reduction")
 
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
