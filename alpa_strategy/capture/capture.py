@@ -36,7 +36,7 @@ from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, ma
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, TensorLeaf, Trace, trace_step
+from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import (
     AppendRecord,
@@ -393,9 +393,7 @@ class _Converter:
 
     def finish(self) -> StepGraph:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
-        rest = iter(self.outputs)
-        leaves = [next(rest) if isinstance(x, TensorLeaf) else x for x in self.trace.leaves]
-        found = pytree.tree_unflatten(leaves, self.trace.spec)  # what the step left behind, see `Trace`
+        found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
         loss, updates = loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
         is_trainable = any(
             isinstance(entry, ParameterInput) and entry.meta.requires_grad for entry in self.trace.inputs

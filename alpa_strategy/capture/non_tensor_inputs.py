@@ -60,11 +60,6 @@ def index_of(value: Any) -> int | None:
     return object.__getattribute__(value, "_index") if type(value) is UnreadLeaf else None
 
 
-def is_tensor(value: Any) -> bool:
-    """`isinstance(value, Tensor)` that may be asked of anything."""
-    return type(value) is not UnreadLeaf and isinstance(value, Tensor)
-
-
 def may_be_unread(leaf: Any) -> bool:
     """Whether a leaf can enter the step as an UnreadLeaf."""
     return not isinstance(leaf, (Tensor, *ALWAYS_READ))

@@ -29,7 +29,6 @@ from alpa_strategy.capture.intercept import Recording, check_no_collectives, rec
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
-    is_tensor,
     may_be_unread,
     traced_with_leaves,
     value_text,
@@ -45,7 +44,7 @@ from alpa_strategy.capture.python_state import (
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, ParameterInput
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, ParameterInput, ValueRef
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import user_line
 
@@ -54,24 +53,19 @@ TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place am
 
 @dataclass(frozen=True)
 class Trace:
-    """The raw trace. `results` are, in graph output order, the tensor leaves of the pytree `results_spec`, which holds
-    {"output", "logs", "metrics", "buffers", "checks", "appended"}; other leaves stand in `leaves` as they are.
+    """The raw trace. `results`: {"output", "logs", "metrics", "buffers", "checks", "appended"}, a pytree in which
+    ValueRefs number the graph's outputs.
     `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
     """
 
     module: fx.GraphModule
     inputs: tuple[TracedInput, ...]
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    results: dict[str, Any]
     recording: Recording
     origins: Mapping[fx.Node, tuple[str, str]]
     device: torch.device
     batch_size: int
     read_leaves: tuple[tuple[int, str], ...] = ()
-
-
-class TensorLeaf:
-    """Marks in `Trace.leaves` the place of the next graph output."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +145,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         appended = [each._items for each in record.appended.values()]
         result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result |= {"checks": record.checks, "appended": appended}
-        result_leaves, made["spec"] = pytree.tree_flatten(result)
-        made["leaves"] = tuple(_placeholder(x) for x in result_leaves)
-        return [x for x in result_leaves if is_tensor(x)]
+        outputs: list[Tensor] = []
+        made["results"] = pytree.tree_map(partial(_placeholder, outputs), result)
+        return outputs
 
     with (
         recording(module, device, call.appended, call.namespaces) as record,
@@ -179,8 +173,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     return Trace(
         module_graph,
         tuple(inputs),
-        made["leaves"],
-        made["spec"],
+        made["results"],
         record,
         origins,
         device,
@@ -218,14 +211,17 @@ def _fake_inputs(
     return inputs, fakes
 
 
-def _placeholder(leaf: Any) -> Any:
-    """What stands in the structure of results for one of its leaves."""
+def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
+    """What stands in the structure of results for one of its leaves; a tensor becomes the next of the outputs."""
     index = index_of(leaf)
     if index is not None:
         return LeafRef(index)
     if type(leaf) is StepCounter:
         return leaf.made
-    return TensorLeaf() if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    outputs.append(leaf)
+    return ValueRef(len(outputs) - 1)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

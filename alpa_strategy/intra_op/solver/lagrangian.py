@@ -12,20 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, evaluate, with_transfers
+from alpa_strategy.intra_op.problem import Choice, Problem, Solution, Transfer, evaluate, with_transfers
 
 HULL = 3e-5  # relative distance from the best possible bound at which the search for the price stops
 MAX_PRICES = 25
 MAX_SWEEPS = 20
-
-
-@dataclass(frozen=True)
-class Point:
-    """An assignment with its seconds and bytes."""
-
-    assignment: tuple[int, ...]
-    seconds: float
-    num_bytes: float
 
 
 @dataclass(frozen=True)
@@ -34,13 +25,13 @@ class Dual:
 
     price: float
     bound: float
-    over: Point
-    under: Point
+    over: Solution
+    under: Solution
 
 
-def point(problem: Problem, assignment: Sequence[int]) -> Point:
-    """An assignment, priced."""
-    return Point(tuple(assignment), *evaluate(problem, assignment))
+def point(problem: Problem, assignment: Sequence[int]) -> Solution:
+    """An assignment, priced; nothing is proved of it."""
+    return Solution(tuple(assignment), *evaluate(problem, assignment), -np.inf, "lagrangian")
 
 
 def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) -> Problem:
@@ -68,8 +59,8 @@ def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) ->
 def best_price(
     problem: Problem,
     minimise: Callable[[float], tuple[Sequence[int], float] | None],
-    over: Point,
-    under: Point,
+    over: Solution,
+    under: Solution,
     deadline: float,
 ) -> Dual:
     """Maximise the bound over prices.
@@ -105,7 +96,7 @@ def best_price(
     return Dual(best.price, best.bound, over, under)
 
 
-def cross(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
+def cross(problem: Problem, over: Solution, under: Solution, near: Neighbourhood) -> Solution:
     """From `over`, take over from `under` the groups of choices that cost the fewest seconds per byte until it fits.
 
     A group is a connected set of choices in which the two differ, so that groups act (almost) independently.
@@ -128,7 +119,7 @@ def cross(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> P
     return point(problem, improve(problem, current, near))
 
 
-def splice(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> Point:
+def splice(problem: Problem, over: Solution, under: Solution, near: Neighbourhood) -> Solution:
     """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
 
     In a deep model of equal layers the two points differ in every layer and are connected throughout, so that no group
@@ -139,7 +130,7 @@ def splice(problem: Problem, over: Point, under: Point, near: Neighbourhood) -> 
     for first, last in ((under, over), (over, under)):
         taking_first_fits_more = first is under
 
-        def at(count: int, first: Point = first, last: Point = last) -> Point:
+        def at(count: int, first: Solution = first, last: Solution = last) -> Solution:
             assignment = list(last.assignment)
             for c in order[:count]:
                 assignment[c] = first.assignment[c]

@@ -13,11 +13,10 @@ import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, with_shared_arrays
-from alpa_strategy.intra_op.solver.elimination import eliminate, min_marginals, network_of, plan_order
+from alpa_strategy.intra_op.solver.elimination import Network, eliminate, min_marginals, network_of, plan_order
 from alpa_strategy.intra_op.solver.lagrangian import (
     Dual,
     Neighbourhood,
-    Point,
     best_price,
     cross,
     improve,
@@ -91,7 +90,8 @@ def solve(
     least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
-    return _solution(problem, _solve_limited(problem, free, least, deadline, gap_target, cutoff))
+    solved = _solve_limited(problem, free, least, deadline, gap_target, cutoff)
+    return replace(solved, bound=min(solved.bound, solved.seconds))
 
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
@@ -109,10 +109,9 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
 
 
 def _by_elimination(problem: Problem) -> _Found | None:
-    network = network_of(problem)
-    order = plan_order(network) if network else None
-    if network is None or order is None:
+    if (planned := _planned(problem)) is None:
         return None
+    network, order = planned
     minimum, values = eliminate(network, order)
     assignment = [int(value) for value in values[: network.num_choices]]
     return _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
@@ -129,8 +128,8 @@ def _least(problem: Problem, deadline: float) -> _Found:
 
 
 def _solve_limited(
-    problem: Problem, free: _Found, least: Point, deadline: float, gap_target: float, cutoff: float
-) -> _Found:
+    problem: Problem, free: _Found, least: Solution, deadline: float, gap_target: float, cutoff: float
+) -> Solution:
     """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
 
@@ -142,49 +141,51 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NotCheaper
     near = Neighbourhood(problem)
-    starts = [least, dual.under]
     mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
-    best = min((*starts, *mixed), key=lambda x: x.seconds)
-    found = _Found(list(best.assignment), max(free.bound, dual.bound), "lagrangian")
-    if _solution(problem, found).gap <= PROVED or np.isinf(found.bound):
-        return found
-    if time.process_time() > deadline:
+    found = min((least, dual.under, *mixed), key=lambda x: x.seconds)
+    found = replace(found, bound=max(free.bound, dual.bound))
+    if found.gap <= PROVED or np.isinf(found.bound) or time.process_time() > deadline:
         return found
     reduced = presolve(problem)
-    if _solution(problem, found).gap <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
+    if found.gap <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
         return found
     excess = _excess(reduced.problem, dual)
     for fraction in CORES if excess is not None else (1.0,):
-        reach = (best.seconds - dual.bound) * fraction
+        reach = (found.seconds - dual.bound) * fraction
         core = reduced
         if excess is not None:
             core = reduced.restrict([np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess])
         if num_columns(core.problem) > MAX_COLUMNS:
             break
         left = deadline - time.process_time()
-        if left <= 0 or (_solution(problem, found).gap <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
+        if left <= 0 or (found.gap <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
             break
-        patience = PATIENCE if _solution(problem, found).gap <= POOR else left
+        patience = PATIENCE if found.gap <= POOR else left
         until = time.process_time() + min(left, patience)
-        exact = _by_program(core.problem, until, core.contract(best.assignment))
+        exact = _by_program(core.problem, until, core.contract(found.assignment))
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
+        best = found
         if exact.assignment is not None:
-            best = min(best, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
-        found = _Found(list(best.assignment), max(found.bound, min(bound, best.seconds)), exact.method)
-        if _solution(problem, found).gap <= PROVED:
+            best = min(found, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
+        found = replace(best, bound=max(found.bound, min(bound, best.seconds)), method=exact.method)
+        if found.gap <= PROVED:
             break
     return found
 
 
 def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
     """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum, at least."""
-    network = network_of(price_memory(problem, dual.price))
-    order = plan_order(network) if network else None
-    if network is None or order is None:
-        return None
+    planned = _planned(price_memory(problem, dual.price))
     base = dual.bound + dual.price * problem.memory_limit
-    return [marginal - base for marginal in min_marginals(network, order)]
+    return None if planned is None else [marginal - base for marginal in min_marginals(*planned)]
+
+
+def _planned(problem: Problem) -> tuple[Network, list[int]] | None:
+    """The factors of a problem and an order to eliminate them in; None where tables would be too large."""
+    network = network_of(problem)
+    order = plan_order(network) if network else None
+    return None if network is None or order is None else (network, order)
 
 
 def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None = None) -> _Found:
