@@ -128,11 +128,6 @@ class ParameterPlan:
         return self.modes if self.num_segments == 1 else tuple(mode.shifted(-1) for mode in self.modes)
 
     @property
-    def module_layout(self) -> Layout:
-        """Storage layout in the dims of the module's parameter (every segment is cut where there are several)."""
-        return Layout(tuple(mode.stored for mode in self.module_modes))
-
-    @property
     def is_whole(self) -> bool:
         """Whether every device stores all of the parameter."""
         return all(mode.is_whole for mode in self.modes)
@@ -265,8 +260,9 @@ class StagePlan:
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Parameter name -> storage layout, in the dims of the module's parameter."""
-        return {name: plan.module_layout for name, plan in self.parameter_plans.items()}
+        """Parameter name -> storage layout, in the dims of the module's parameter (every segment is cut)."""
+        modes = {name: plan.module_modes for name, plan in self.parameter_plans.items()}
+        return {name: Layout(tuple(mode.stored for mode in each)) for name, each in modes.items()}
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:

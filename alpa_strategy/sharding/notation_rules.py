@@ -125,14 +125,6 @@ def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
     return line
 
 
-ROW_LOSSES: dict[str, Callable[[OpCall, int], str]] = {
-    "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
-    "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
-    "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
-    "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
-}
-
-
 def recurrent(call: OpCall, axis_size: int) -> str:
     """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights are whole."""
     bound = bind(call)
@@ -177,12 +169,15 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
     return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
 
 
-RECURRENT: dict[str, Callable[[OpCall, int], str]] = {
+BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
+    **MATRICES,
+    **IMAGES,
+    "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
+    "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
+    "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
+    "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
     **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
-}
-
-LOOKUPS: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.searchsorted.Tensor": searchsorted,
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
@@ -193,8 +188,6 @@ LOOKUPS: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.linalg_solve_triangular": _solved_with(_MATRIX),
     "aten.linalg_lu_solve": _solved_with(_MATRIX, "[*b, r!]"),
 }
-
-BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {**MATRICES, **IMAGES, **ROW_LOSSES, **RECURRENT, **LOOKUPS}
 
 
 @dataclass(frozen=True)

@@ -252,24 +252,18 @@ def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], facto
     paid = np.flatnonzero(cost.any(axis=0))
     if len(paid) > MAX_FLAGS:
         return False
+    flags = np.array([False, True])
     for q in paid:
-        flag: int | None = None
+        last: tuple[int, ...] = ()  # the flag of the uses so far
         for use in sorted(transfer.uses, key=lambda use: use.choice):
-            asked = (np.asarray(use.layout) == q)[:, None]
-            after = np.array([[False, True]])
-            scope: tuple[int, ...]
-            if flag is None:
-                scope, wrong = (use.choice, len(sizes)), asked != after
-            else:
-                before = np.array([False, True])[:, None, None]
-                scope, wrong = (flag, use.choice, len(sizes)), (asked[None] | before) != after[None]
-            factors.append(Factor(scope, np.where(wrong, np.inf, 0.0)))
-            flag = len(sizes)
+            asked = np.asarray(use.layout) == q
+            so_far = flags[:, None] | asked if last else asked  # [flag before, strategy of the use]
+            factors.append(Factor((*last, use.choice, len(sizes)), np.where(so_far[..., None] != flags, np.inf, 0.0)))
+            last = (len(sizes),)
             sizes.append(2)
-        assert flag is not None  # somebody uses the value
         price = np.zeros((sizes[transfer.producer], 2))
         price[:, 1] = cost[np.asarray(transfer.source), q]
-        factors.append(Factor((transfer.producer, flag), price))
+        factors.append(Factor((transfer.producer, *last), price))
     return True
 
 
