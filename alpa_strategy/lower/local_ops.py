@@ -95,30 +95,15 @@ def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return run
 
 
-def _vocabulary(call: OpCall, strategies: tuple[AxisStrategy, ...], mesh: MeshComm) -> tuple[int, int]:
-    """The first id whose row of the table this device holds, and the number of all ids."""
-    weight = call.args[0].index
-    return _slices(call, strategies, weight, mesh)[0][0], call.operands[weight].shape[0]
+def _of_vocabulary(run: Callable[..., Tensor]) -> Callable[..., LocalOp]:
+    """A builder for `run(first, number, *arguments of the op)`: the first id of this device's rows, and of how many."""
 
+    def build(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+        weight = call.args[0].index
+        first_id = _slices(call, strategies, weight, mesh)[0][0]
+        return replace(local.call, target=partial(run, first_id, call.operands[weight].shape[0])).call
 
-def _vocab_embedding(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    first_id, vocabulary = _vocabulary(call, strategies, mesh)
-
-    def run(
-        weight: Tensor, ids: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-    ) -> Tensor:
-        return vocab_embedding(weight, ids, first_id, vocabulary, padding_idx, scale_grad_by_freq)
-
-    return replace(local.call, target=run).call
-
-
-def _vocab_bags(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    first_id, vocabulary = _vocabulary(call, strategies, mesh)
-
-    def run(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int) -> Tensor:
-        return vocab_bags(weight, ids, per_sample_weights, mode == 1, padding_idx, first_id, vocabulary)
-
-    return replace(local.call, target=run).call
+    return build
 
 
 def _vocab_cross_entropy(
@@ -129,13 +114,7 @@ def _vocab_cross_entropy(
     first_class = _slices(call, strategies, logits, mesh)[class_dim][0]
     num_classes = call.operands[logits].shape[class_dim]
     comms = tuple(mesh.axes[axis] for axis in local.axes)
-
-    def run(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
-        return vocab_cross_entropy(
-            logits, target, weight, ignore_index, label_smoothing, first_class, num_classes, comms
-        )
-
-    return replace(local.call, target=run).call
+    return replace(local.call, target=partial(vocab_cross_entropy, first_class, num_classes, comms)).call
 
 
 def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
@@ -173,8 +152,8 @@ def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
 _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {
     "fraction": _fraction,
     "bias_on_first": _added_on_first,
-    "vocab_embedding": _vocab_embedding,
-    "vocab_bags": _vocab_bags,
+    "vocab_embedding": _of_vocabulary(vocab_embedding),
+    "vocab_bags": _of_vocabulary(vocab_bags),
     "vocab_cross_entropy": _vocab_cross_entropy,
     "batch_norm_sync": _batch_norm_sync,
     "ring_attention": _ring_attention,

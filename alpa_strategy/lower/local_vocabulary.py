@@ -47,11 +47,18 @@ class _VocabEmbedding(torch.autograd.Function):
 
 
 def vocab_embedding(
-    weight: Tensor, ids: Tensor, first_id: int, vocabulary: int, padding_idx: int, scale_grad_by_freq: bool
+    first_id: int,
+    vocabulary: int,
+    weight: Tensor,
+    ids: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [..., width].
 
-    `padding_idx` is the whole table's (negative: none). IndexError when an id is outside the whole vocabulary.
+    `padding_idx` is the whole table's (negative: none); gradients are dense. IndexError when an id is outside the whole
+    vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id  # [...], of the local weight; outside it where another device holds the id
@@ -61,17 +68,18 @@ def vocab_embedding(
 
 
 def vocab_bags(
+    first_id: int,
+    vocabulary: int,
     weight: Tensor,
     ids: Tensor,
     per_sample_weights: Tensor | None,
-    mean: bool,
+    mode: int,
     padding_idx: int,
-    first_id: int,
-    vocabulary: int,
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
 
-    Ids of other devices, and padding, weigh nothing here. `padding_idx` is the whole table's (negative: none).
+    Ids of other devices, and padding, weigh nothing here. Sums (mode 0) or means (1); `padding_idx` is the whole
+    table's (negative: none).
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id
@@ -80,7 +88,7 @@ def vocab_bags(
     share = (here & counted).to(weight.dtype)  # [n, k]: what each id adds to its bag on this device
     if per_sample_weights is not None:
         share = share * per_sample_weights
-    if mean:
+    if mode == 1:
         share = share / counted.sum(-1, keepdim=True).clamp(min=1)
     return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
 
@@ -199,14 +207,14 @@ def _target_shares(shifted: Tensor, target: Tensor, weight: Tensor | None, class
 
 
 def vocab_cross_entropy(
+    first_class: int,
+    num_classes: int,
+    comms: tuple[AxisComm, ...],
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
-    first_class: int,
-    num_classes: int,
-    comms: tuple[AxisComm, ...],
 ) -> Tensor:
     """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first_class`.
 
