@@ -1,4 +1,4 @@
-"""Reference executor of a StepGraph: whole tensors on one device. For tests and inspection, not for speed."""
+"""Runs a StepGraph on whole tensors on one device: what a pipeline does once a step; the reference in the tests."""
 
 from __future__ import annotations
 
