@@ -45,8 +45,7 @@ def has_policy(target: Any, device_type: str) -> bool:
     """True when autocast treats this op itself (and not only the ops that it is made of)."""
     # A kernel for the autocast key is what a policy is: see ATen/autocast_mode.h.
     key = "AutocastCUDA" if device_type == "cuda" else "AutocastCPU"
-    name = target._schema.name + (f".{target._schema.overload_name}" if target._schema.overload_name else "")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
 
 
 @lru_cache(maxsize=4096)

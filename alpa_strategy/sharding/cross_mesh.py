@@ -226,18 +226,13 @@ def boundary_link(
     source_submesh: tuple[int, int],
     target_submesh: tuple[int, int],
     cluster: ClusterSpec,
-    crosses_nodes: bool | None = None,
+    crosses_nodes: bool,
 ) -> Link:
     """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike; layouts unknown.
 
     Every byte goes once; the links of both ends work side by side: one per node between nodes, one per device inside.
-
-    Args:
-        crosses_nodes: whether the submeshes lie on different nodes; None: they do unless both fit into one node.
+    crosses_nodes: whether the submeshes lie on different nodes.
     """
-    if crosses_nodes is None:
-        together = source_submesh[1] + target_submesh[1]
-        crosses_nodes = max(source_submesh[0], target_submesh[0]) > 1 or together > cluster.devices_per_node
     link, ends = (cluster.inter_node, 0) if crosses_nodes else (cluster.intra_node, 1)
     parallel = min(source_submesh[ends], target_submesh[ends])
     return Link(link.latency, link.bandwidth * parallel)
