@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +159,17 @@ class Regather:
         self._hooks.__enter__()
         return self
 
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Context in which autograd keeps what it saves."""
+        hooks, self._hooks = self._hooks, nullcontext()
+        hooks.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            hooks.__enter__()
+            self._hooks = hooks
+
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         assert self._token is not None
@@ -165,6 +177,8 @@ class Regather:
         self._found.clear()  # what was saved keeps its own recipe
 
     def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:  # a sparse adjacency, say: it has no storage of its own to know it by
+            return tensor
         gathered = self._found.get(tensor.untyped_storage()._cdata)
         if gathered is None:
             return tensor

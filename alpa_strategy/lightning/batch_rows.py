@@ -1,14 +1,16 @@
 """Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as sizes suggest.
 
-`default_collate` stacks samples, so all its tensors are rows. Any other collate function is asked once, with its first
-samples and one of them twice: what has one row more then has one row a sample. That happens where batches are made (in
-the loader's worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were.
+`default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried on its first samples
+and one of them twice: what has one row more then has one row a sample, if whole numbers in it do not change with what
+else is in the batch, as indices of rows do. That happens where batches are made (in the loader's worker), to samples
+that were loaded anyway, and leaves its random numbers and attributes as they were.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,7 +71,7 @@ class WatchedCollate:
                 if self._found[index] == _KINDS.index("rows") and leaf.shape[:1] != (count,):
                     self._found[index] = _KINDS.index("own")
         elif probe is not None and len(tensors) <= MAX_LEAVES:
-            kinds = [_KINDS.index(kind) for kind in _kinds_in(batch, probe, count)]
+            kinds = [_KINDS.index(kind) for kind in _kinds_in(batch, *probe, count)]
             self._found[1 : 1 + len(kinds)] = torch.tensor(kinds, dtype=torch.int16)
             self._found[0] = 1 + len(kinds)
         return batch
@@ -80,25 +82,48 @@ class WatchedCollate:
         count = int(self._found[0]) - 1
         return None if count < 0 else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
 
-    def _with_one_twice(self, samples: list[Any]) -> Any:
+    def _with_one_twice(self, samples: list[Any]) -> tuple[Any, Any] | None:
+        """Two batches of the same samples, which differ where random numbers are drawn."""
         try:
             with isolate_rng(include_cuda=False), fields_kept(getattr(self.collate, "__self__", self.collate)):
-                # Two calls: within one, a sample that is there twice would be copied once.
-                return self.collate([copy.deepcopy(samples[0]), *copy.deepcopy(samples)])
+                # Two copies: within one, a sample that is there twice would be copied once.
+                first, second = ([copy.deepcopy(samples[0]), *copy.deepcopy(samples)] for _ in range(2))
+                return self.collate(first), self.collate(second)
         except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
             return None
 
 
-def _kinds_in(batch: Any, probe: Any, count: int) -> list[Kind]:
-    """Of every tensor leaf of `batch`, made of `count` samples; probe: the same with the first sample twice."""
+def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
+    """Of every tensor leaf of `batch`, made of `count` samples; probe, again: the same with the first sample twice."""
     register_batch_types(probe)
-    more = {path: leaf for path, leaf in pytree.tree_flatten_with_path(probe)[0] if isinstance(leaf, Tensor)}
-    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
-    return [_kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves]
+    leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
+    found: dict[Any, Kind] = {
+        path: _kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves.items()
+    }
+    rows = [path for path, kind in found.items() if kind == "rows" and leaves[path].layout is torch.strided]
+    is_repeatable = all(torch.equal(more[path], repeated[path]) for path in rows)
+    if is_repeatable and not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
+        found |= {p: "own" for p in rows if _counts(leaves[p]) and not torch.equal(more[p][1:], leaves[p])}
+    return list(found.values())
+
+
+def _tensors_in(batch: Any) -> dict[Any, Tensor]:
+    return {path: leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)}
+
+
+def _joint_rows(leaves: Mapping[Any, Tensor], paths: list[Any]) -> Counter[bytes]:
+    """What the leaves say of each sample, in any order."""
+    samples = zip(*(leaves[path].detach().cpu() for path in paths), strict=True)
+    return Counter(b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows) for rows in samples)
+
+
+def _counts(leaf: Tensor) -> bool:
+    """Whether the values may be numbers of rows."""
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
 
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
-    if leaf.shape[:1] == (count,) and more.shape[:1] == (count + 1,):
+    if leaf.shape[:1] == (count,) and more.shape == (count + 1, *leaf.shape[1:]):
         return "own" if _numbers_rows(leaf, more, count) else "rows"
     return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
 
@@ -106,7 +131,7 @@ def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
 def _numbers_rows(leaf: Tensor, more: Tensor, count: int) -> bool:
     """Whether the values number the rows of their own batch: all go up by one where a sample is put before the others,
     or they are a permutation of its rows."""
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or more[1:].shape != leaf.shape:
+    if not _counts(leaf):
         return False
     if leaf.numel() > 0 and bool((more[1:].long() - leaf.long() == 1).all()):
         return True

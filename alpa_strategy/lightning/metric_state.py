@@ -40,11 +40,11 @@ class MetricStates:
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""
-        is_first = world_size() == 1 or dist.get_rank() == 0
+        num_ranks, rank = (world_size(), dist.get_rank()) if world_size() > 1 else (1, 0)
         for each, sync in self._global.values():
             _set_sync(each, sync)
-            if not is_first and sync:
-                _empty_sums(each)
+            if num_ranks > 1 and sync:
+                _keep_part(each, num_ranks, rank)
         self._global.clear()
 
 
@@ -63,10 +63,19 @@ def _keep_synced(metric: Metric) -> None:
     metric._is_synced, metric._cache = False, None  # else `update` refuses, and `compute` brings the old state back
 
 
-def _empty_sums(metric: Metric) -> None:
-    """Forget what other ranks hold too and the ranks' sum would count again; means and extremes stay."""
+def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
+    """Forget what the ranks' sum would count again: sums stay on rank 0, rows that were kept are dealt out in order.
+
+    Every rank has rows of the same kind then, maybe none: torchmetrics could not gather `[]` with them. Means and
+    extremes stay.
+    """
     for name, reduction in metric._reductions.items():
-        if reduction in (dim_zero_sum, dim_zero_cat):
-            default = metric._defaults[name]
+        state, default = getattr(metric, name), metric._defaults[name]
+        if reduction is dim_zero_cat and len(state):
+            part = dim_zero_cat(state).tensor_split(num_ranks)[rank]
+            setattr(metric, name, [part] if isinstance(default, list) else part)
+        elif reduction is None and isinstance(state, list):
+            setattr(metric, name, state[len(state) * rank // num_ranks : len(state) * (rank + 1) // num_ranks])
+        elif reduction is dim_zero_sum and rank > 0:
             setattr(metric, name, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
     metric._computed = None

@@ -79,6 +79,8 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
             return step
         except Exception as error:
             if isinstance(error, AlpaError) or not job.may_run_as_written:
+                if is_joint and not isinstance(error, AlpaError):
+                    error.add_note(f"alpa: {_JOINT_ROWS}")
                 raise
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
@@ -105,6 +107,7 @@ def _first_that_differs(step: StepGraph) -> list[str]:
     return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size()))
 
 
+_JOINT_ROWS = "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
 _COMPUTES = "what training_step computes"
 _PARTS = (
     (

@@ -49,6 +49,8 @@ MAX_SHAPES = 64  # of which programs are kept
 # Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
 # so many steps. Where they come faster, captures would take longer than the steps that they serve.
 MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
+# The same for what a step reads besides shapes: values of attributes and buffers, paths that Python takes.
+CHANGES = 8
 MAX_PROGRAMS = 16  # of one batch shape
 
 
@@ -104,6 +106,7 @@ class Run(PlacedModule):
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
         self.check_copies(step.buffers)
+        self._num_changes = 0
         self._step_starts: list[float] = []
         self._unfinished: Callable[[], None] | None = None  # see `_finish_step`
 
@@ -202,15 +205,23 @@ class Run(PlacedModule):
             assert index is not None
             self._captured.move_to_end(key)
             return known[index]
+        steps = self._placed.num_steps
         if not known:
-            shapes, steps = len(self._captured), self._placed.num_steps
+            shapes = len(self._captured)
             if may_differ and shapes >= min(MANY_SHAPES, 2 + steps // STEPS_PER_SHAPE):
                 raise CaptureError(
                     f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would be captured and "
                     'planned anew (pad to a few lengths, pad_to_multiple_of, to have them captured: capture="require")'
                 )
             self._same.meet_for_shape(batch)
-        elif changed is not None and not may_differ:
+        elif may_differ:
+            self._num_changes += 1
+            if self._num_changes > CHANGES + steps // STEPS_PER_SHAPE and self.headroom.for_release() is None:
+                raise CaptureError(
+                    f"{changed or 'what the step depends on'} has changed, {self._num_changes} times in {steps + 1} "
+                    "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
+                )
+        elif changed is not None:
             self._same.meet_for_change(changed)
         with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)

@@ -29,6 +29,7 @@ from alpa_strategy.runtime.parameters import ParameterStore
 
 _DONE, _GONE = -1, -2  # what a rank says instead of a unit
 _PAUSE = -3  # parts may get new values: nothing is gathered ahead of it
+_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 _AHEAD = 2  # gatherings under way, the one that is waited for included
 
 Wait = Callable[[], list[Tensor]]
@@ -156,6 +157,7 @@ class GatherOnUse:
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         self._regather: Regather | None = None
         self._depth = 0
+        self._stays_whole = False  # what is whole, for the backward of functions
         self.rounds = Rounds(self._start, self._may_start, group)
         self._install()
 
@@ -203,10 +205,21 @@ class GatherOnUse:
         self._parts = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._whole:  # all ranks are here together
             self._whole = {p: self._store.gather(p) for p in self._sharded}
-        set_data((p, self._whole[p] if self._keeps else self._nothing(p)) for p in self._sharded)
+        set_data((p, self._whole[p] if p in self._whole else self._nothing(p)) for p in self._sharded)
         if for_backward and not self._keeps:
             self._regather = Regather(())
             self._regather.__enter__()
+            torch.autograd.graph.disable_saved_tensors_hooks = self._within_functions  # type: ignore[assignment]
+
+    @contextmanager
+    def _within_functions(self, message: str) -> Iterator[None]:
+        """What torch.func begins with (`disable_saved_tensors_hooks`): parameters stay whole until they are stepped."""
+        assert self._regather is not None
+        for parameter in self._sharded:
+            self.need(parameter)
+        self._stays_whole = True
+        with self._regather.without_hooks(), _disable_saved_tensors_hooks(message):
+            yield
 
     def _end(self, failed: bool = False) -> None:
         """Parameters are parts again; what was changed in whole ones is kept. See `Rounds.pause`."""
@@ -216,11 +229,12 @@ class GatherOnUse:
             self.rounds.pause()
         self._again.clear()
         if self._regather is not None:
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
             self._regather.__exit__(None, None, None)
             self._regather = None
         for parameter in () if failed else list(self._whole):
             self._take_changes(parameter)
-        if not self._keeps:
+        if not self._keeps and not self._stays_whole:
             self._whole.clear()
         self._users.clear()
         set_data(self._parts.items())
@@ -234,6 +248,7 @@ class GatherOnUse:
     def drop(self) -> None:
         """Parts have new values: whole copies are old. Not within `in_use`."""
         self._whole.clear()
+        self._stays_whole = False
 
     def remove(self) -> None:
         """Give the module back as it was."""
@@ -251,12 +266,14 @@ class GatherOnUse:
         if parameter in self._whole or parameter not in self._parts:
             return
         unit = self._unit_of[parameter]
-        for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
-            if each not in self._whole:
-                self._whole[each] = whole
-                set_data([(each, whole)])
-                if self._regather is not None:
-                    self._regather.know(self._parts[each], partial(self.again, each), whole)
+        self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
+        with torch._C._DisableFuncTorch():  # what a function is given is no parameter's data
+            for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
+                if each not in self._whole:
+                    self._whole[each] = whole
+                    set_data([(each, whole)])
+                    if self._regather is not None:
+                        self._regather.know(self._parts[each], partial(self.again, each), whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
         """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
@@ -308,7 +325,7 @@ class GatherOnUse:
                 self._users.update(units)
 
         def after(*_: Any) -> None:
-            if not self._depth or self._keeps:
+            if not self._depth or self._keeps or self._stays_whole:
                 return
             self._users.subtract(units)
             for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):

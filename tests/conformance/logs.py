@@ -218,6 +218,26 @@ def metrics_computed_by_hand(bench: Bench) -> Any:
     return fit_and_look(bench, Logs)
 
 
+def metrics_that_keep_rows(bench: Bench) -> Any:
+    class Logs(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rank_order = torchmetrics.SpearmanCorrCoef(num_outputs=4)
+            self.set_dtype()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            prediction = self.net(x)
+            self.rank_order.update(prediction, y)
+            return F.mse_loss(prediction, y)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("rank_order", self.rank_order.compute().mean())
+            self.rank_order.reset()
+
+    return fit_and_look(bench, Logs, max_epochs=2)
+
+
 def csv_logger(bench: Bench) -> Any:
     class Logs(Net):
         def __init__(self, width: int = 3) -> None:

@@ -52,6 +52,8 @@ def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "cu_seqlens": lengths.cumsum(0),
         "own_row": torch.arange(len(samples)),
         "shuffle": torch.randperm(len(samples)),
+        "nearest": torch.cdist(x, x).fill_diagonal_(9.0).argmin(1),
+        "pairs": x @ x.T,
         "views": torch.cat([x, x]),
         "weights": torch.ones(len(samples[0]["x"])),
         "rate": torch.tensor(0.5),
@@ -69,6 +71,14 @@ def test_what_is_a_row_is_seen_in_the_collation(workers: int) -> None:
         found = dict(zip(batch, kinds, strict=True))
         assert {name for name, kind in found.items() if kind == "rows"} == {"x", "y"}
         assert {name for name, kind in found.items() if kind == "same"} == {"weights", "rate"}
+
+
+def longest_first(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return padded(sorted(samples, key=lambda sample: -len(sample["tokens"])))
+
+
+def test_rows_in_another_order_are_rows() -> None:
+    assert sizes(DataLoader(Samples(), ROWS, collate_fn=longest_first))[1] == ("rows", "rows", "rows")
 
 
 class Counting:
@@ -230,6 +240,22 @@ def demand(root: str, use: str, fault: int | None) -> None:
 def test_where_a_captured_step_is_demanded_the_leaf_is_named(pool, tmp_path, leaf: str, fault: Any, what: str) -> None:
     with pytest.raises(WorkerError, match=rf"NotRowsError: the batch's leaf \['{leaf}'\] {what}"):
         pool.run(2, demand, str(tmp_path), leaf, fault)
+
+
+class WrittenOut(Model):
+    """The number of rows stands in the code."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch["x"]).view(ROWS, 5).square().mean()
+
+
+def demand_with_rows_in_the_code(root: str) -> None:
+    train(root, "mask", 100, model=WrittenOut, num_stages=1, capture="require")
+
+
+def test_where_numbers_of_rows_in_the_code_fail_it_is_said_whose_they_are(pool, tmp_path) -> None:
+    with pytest.raises(WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' rows are one batch"):
+        pool.run(2, demand_with_rows_in_the_code, str(tmp_path))
 
 
 def with_fault(root: str, as_written: bool) -> None:

@@ -485,6 +485,47 @@ class CapturableAtFirst(Program):
         return loss
 
 
+class Annealed(Program):
+    """A temperature that is another number in every batch: each would be another capture."""
+
+    begins_captured = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 2.0
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x) / self.temperature, label)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.temperature *= 0.95
+
+
+class SparseAdjacency(Program):
+    """A graph's neighbours in a sparse matrix, which autograd keeps for the backward."""
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        near = (x @ x.T > 0).to(x.dtype).to_sparse()
+        return F.cross_entropy(torch.sparse.mm(near, self.net(x)), label)
+
+
+class Functions(Program):
+    """Transforms of torch.func: a step of gradient descent inside of the step, tangents, Jacobians."""
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        def inner(weights: Any, x: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(torch.func.functional_call(self.net, weights, (x[None],)), label[None])
+
+        def task(x: Tensor, label: Tensor) -> Tensor:
+            weights = dict(self.net.named_parameters())
+            gradients = torch.func.grad(inner)(weights, x, label)
+            return inner({key: weights[key] - 0.1 * gradients[key] for key in weights}, x, label)
+
+        _, tangent = torch.func.jvp(self.net, (x,), (x.flip(0),))
+        jacobian = torch.func.vmap(torch.func.jacrev(self.net))(x)
+        return torch.func.vmap(task)(x, label).mean() + tangent.square().mean() + jacobian.square().mean()
+
+
 class LengthsLater(Program):
     """Batches of one shape at first, then of shapes that differ between the ranks."""
 
@@ -588,6 +629,9 @@ PROGRAMS = {
         ActorCritic,
         TwoKindsOfOptimizer,
         CapturableAtFirst,
+        Annealed,
+        SparseAdjacency,
+        Functions,
         LengthsLater,
         ManyLengths,
         SparseTables,
