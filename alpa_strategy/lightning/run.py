@@ -216,7 +216,7 @@ class Run(PlacedModule):
             self._same.meet_for_shape(batch)
         elif may_differ:
             self._num_changes += 1
-            if self._num_changes > CHANGES + steps // STEPS_PER_SHAPE and self.headroom.for_release() is None:
+            if self._num_changes > CHANGES + steps // STEPS_PER_SHAPE and self.no_room_for_release() is None:
                 raise CaptureError(
                     f"{changed or 'what the step depends on'} has changed, {self._num_changes} times in {steps + 1} "
                     "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
