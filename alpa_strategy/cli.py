@@ -33,8 +33,7 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import is_possible
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.early_step import TrainerSettings
-from alpa_strategy.recipe import Recipe, build_callbacks, build_data, build_model, build_trainer, load_recipe
+from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe
 
 EXIT_USER_ERROR = 2
 
@@ -175,7 +174,7 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
         model = build_model(recipe)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
-    optimizer = optimizer_info_of(model, _trainer_settings(recipe))
+    optimizer = optimizer_info_of(model)
     store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
     choose = None
     if arguments.search:
@@ -259,15 +258,6 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     if "accumulate_grad_batches" in recipe.trainer:
         given["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
     return PlanOptions.from_user(**given)
-
-
-def _trainer_settings(recipe: Recipe) -> TrainerSettings:
-    """What of the recipe's Trainer decides whether parameters may be updated within the backward."""
-    return TrainerSettings(
-        clips=bool(recipe.trainer.get("gradient_clip_val")),
-        scales=str(recipe.trainer.get("precision")) in ("16", "16-mixed"),
-        callbacks=tuple(build_callbacks(recipe)),
-    )
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:

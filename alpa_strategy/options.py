@@ -150,11 +150,6 @@ def compile_options(value: object) -> dict[str, Any] | None:
     return dict(value)
 
 
-def waiting_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Bytes of complete gradients that wait for an update within the backward, where all have `total_bytes`."""
-    return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, 1))
-
-
 def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Bytes at which a bucket is closed where all gradients have `total_bytes`."""
     return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
@@ -331,9 +326,6 @@ class OptimizerInfo:
         name: class name, for messages.
         parameter_wise: True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
             its own parameters.
-        against_early_step: what stands against a plan that updates each parameter as soon as its gradient is there,
-            within the backward; None where nothing does: such a plan is made where no other fits.
-        steps_in_backward: True while such a plan is made (and run).
         gradient_itemsize: bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own.
     """
 
@@ -341,8 +333,6 @@ class OptimizerInfo:
     element_wise: bool = True
     name: str = "Adam"
     parameter_wise: bool = True
-    against_early_step: str | None = "it is not known what looks at gradients before the optimizer's step"
-    steps_in_backward: bool = False
     gradient_itemsize: int | None = None
 
     def gradient_scale(self, itemsize: int) -> float:

@@ -247,7 +247,7 @@ def microbatches(plan: dict[str, Any], rng: random.Random) -> None:
 
 def recomputation(plan: dict[str, Any], rng: random.Random) -> None:
     stage = a_stage(plan, rng)
-    match rng.randrange(4):
+    match rng.randrange(3):
         case 0:
             stage["remat"] = not stage["remat"]
         case 1:
@@ -255,8 +255,6 @@ def recomputation(plan: dict[str, Any], rng: random.Random) -> None:
             stage["remat"], stage["remat_cuts"] = True, sorted({rng.randint(first, last) for _ in range(3)})
         case 2:
             stage["derives_again"] = not stage["derives_again"]
-        case 3:
-            stage["steps_in_backward"] = not stage["steps_in_backward"]
 
 
 def what_is_only_said(plan: dict[str, Any], rng: random.Random) -> None:

@@ -58,7 +58,7 @@ class IntraOp:
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
     `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
-    by `steps_per_update` training steps. `steps_in_backward`, `gradient_itemsize`: see `OptimizerInfo`.
+    by `steps_per_update` training steps. `gradient_itemsize`: see `OptimizerInfo`.
     `unrestricted` is the problem without pins and penalties, where `problem` has them. `per_step`: of a stage that runs
     micro-batches, what it does once for all of them. `recomputes`: op -> the first of its strategies that run it again
     in the backward (`recompute.py`).
@@ -74,7 +74,6 @@ class IntraOp:
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
     steps_per_update: int = 1
     unrestricted: Problem | None = None
-    steps_in_backward: bool = False
     gradient_itemsize: int | None = None
     per_step: PerStep = field(default_factory=PerStep)
     recomputes: Mapping[int, int] = field(default_factory=dict)
@@ -169,7 +168,6 @@ def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("in
         received,
         sent,
         tables.steps_per_update,
-        steps_in_backward=tables.optimizer.steps_in_backward,
         gradient_itemsize=tables.optimizer.gradient_itemsize,
     )
 

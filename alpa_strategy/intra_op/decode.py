@@ -11,7 +11,6 @@ from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.options import (
     REDUCTIONS,
     bucketed_seconds,
-    is_complete_at_once,
     is_gather,
     local_bytes,
     step_collectives_of,
@@ -21,11 +20,10 @@ from alpa_strategy.intra_op.recompute import recomputed
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo, waiting_limit
+from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
-OPTIMIZER_TEMPORARIES = 2  # Adam's denominator, before and after it is scaled
 
 
 def decode(
@@ -49,7 +47,6 @@ def decode(
         predicted=predict(intra, assignment, costs, optimizer),
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
-        steps_in_backward=intra.steps_in_backward,
         recomputed=recomputed(intra, assignment),
     )
 
@@ -175,20 +172,7 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
         ),
         default=0,
     )
-    return largest_op + 2 * largest_gather + stepping_bytes(intra, assignment)
-
-
-def stepping_bytes(intra: IntraOp, assignment: Sequence[int]) -> int:
-    """Where parameters are updated within the backward: gradients that wait for it, and the optimizer's temporaries.
-
-    A bucket of gradients is closed by the one that fills it; while a parameter is updated, up to
-    `OPTIMIZER_TEMPORARIES` tensors of its size are alive.
-    """
-    if not intra.steps_in_backward:
-        return 0
-    sizes = [0, *(local.num_bytes for plan, local in _trained(intra, assignment) if is_complete_at_once(plan))]
-    # One gradient more than the limit may wait: the one that reaches it.
-    return min(sum(sizes), waiting_limit(sum(sizes)) + max(sizes)) + OPTIMIZER_TEMPORARIES * max(sizes)
+    return largest_op + 2 * largest_gather
 
 
 def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[ParameterPlan, TensorMeta]]:

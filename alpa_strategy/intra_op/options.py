@@ -106,11 +106,6 @@ def step_collectives_of(
     return found
 
 
-def is_complete_at_once(plan: ParameterPlan) -> bool:
-    """Whether the parameter's gradient is complete when autograd has made it: it needs no once-per-step reduction."""
-    return all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in plan.modes)
-
-
 def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> float:
     """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
 
@@ -154,9 +149,7 @@ def parameter_options(
                 for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
             )
             cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
-            size += int(stored_meta.num_elements * optimizer.state_bytes)
-            if not (optimizer.steps_in_backward and is_complete_at_once(plan)):
-                size += int(scale * stored_meta.num_bytes)
+            size += int(stored_meta.num_elements * optimizer.state_bytes) + int(scale * stored_meta.num_bytes)
             if plan.is_gathered_once:
                 size += int((1 + scale) * whole)  # the gathered copy and its gradient before the scatter
         plans.append(plan)

@@ -221,7 +221,6 @@ class StagePlan:
         recomputed: names of ops of a stage that keeps its activations whose results are not kept but made again.
         derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
             every micro-batch, which takes less memory where activations are recomputed; else once per step.
-        steps_in_backward: whether parameters are updated within the backward, so that gradients need little memory.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and
             `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
@@ -248,7 +247,6 @@ class StagePlan:
     layers: str = ""
     remat_cuts: tuple[int, ...] = ()
     recomputed: tuple[str, ...] = ()
-    steps_in_backward: bool = False
     derives_again: bool = False
     devices: tuple[int, ...] = ()
 

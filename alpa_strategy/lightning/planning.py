@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -32,7 +32,6 @@ from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.early_step import against_early_step
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import replan, replan_fingerprint
@@ -177,7 +176,6 @@ def find_or_make_plan(
         # As pins, so that plans under different ones have different fingerprints.
         placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in pinned.items())
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
-        optimizer = replace(optimizer, steps_in_backward=stage.steps_in_backward)
         task = PlanTask(step, cluster.in_order(job_ranks(running.stages)), options, optimizer)
 
     def work() -> Plan:
@@ -199,15 +197,10 @@ def _following_plan(task: PlanTask, job: Job, running: Plan) -> Plan:
     return _stored(replan_fingerprint(task, running), task.step, job, make)
 
 
-def _stored(
-    wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan], otherwise: Fingerprint | None = None
-) -> Plan:
-    """The stored plan of this fingerprint (or of that which a plan has when no usual one fits), or a new one that is
-    stored."""
+def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
+    """The stored plan of this fingerprint, or a new one that is stored."""
     store = PlanStore(job.plan_folder)
     plan = store.find(wanted)
-    if plan is None and otherwise is not None:
-        plan = store.find(otherwise)
     why = store.explain(wanted) if plan is None else ""
     if plan is not None:
         try:
@@ -230,9 +223,7 @@ def _plan_on_rank_zero(
     task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None, resumed: Mapping[str, Any] | None
 ) -> Plan:
     wanted = task.fingerprint
-    against = against_early_step(task.step, task.optimizer, task.options)
-    early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True)).fingerprint
-    if resumed is not None and _differs_in_shape(resumed, [wanted] if against is not None else [wanted, early]):
+    if resumed is not None and _differs_in_shape(resumed, wanted):
         plan = Plan.from_dict(resumed)
         # Its devices alone: the rest is replanned, and checked, around it.
         check_devices(plan.stages, job.num_nodes * job.devices_per_node)
@@ -241,12 +232,6 @@ def _plan_on_rank_zero(
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_computes(plan, task.step, job)
-        if plan.stages[0].steps_in_backward and against is not None:
-            raise PlanError(
-                f"the plan {job.plan_file} updates parameters within the backward, which cannot be here: {against}",
-                "leave out what needs all gradients together (clipping, accumulation, a gradient scaler, hooks that "
-                "look at gradients), or make another plan",
-            )
         return plan
 
     def make() -> Plan:
@@ -264,16 +249,15 @@ def _plan_on_rank_zero(
 
         return choose_plan(replace(task, costs=costs), pinned, stage_costs)
 
-    return _stored(wanted, task.step, job, make, early if against is None else None)
+    return _stored(wanted, task.step, job, make)
 
 
-def _differs_in_shape(plan: Mapping[str, Any], wanted: Sequence[Fingerprint]) -> bool:
+def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
     """Whether a plan (as data) was made for batches of another shape, and for all else that is wanted."""
     prints = plan.get("fingerprint") if isinstance(plan, Mapping) else None
     if not isinstance(prints, Mapping) or set(prints) != set(Fingerprint.__dataclass_fields__):
         return False
-    made_for = Fingerprint(**prints)
-    return any({"batch"} <= set(made_for.differences(each)) <= {"batch", "graph"} for each in wanted)
+    return {"batch"} <= set(Fingerprint(**prints).differences(wanted)) <= {"batch", "graph"}
 
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:

@@ -39,8 +39,7 @@ from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram, WholeStep
-from alpa_strategy.planner.early_step import TrainerSettings
-from alpa_strategy.planner.optimizer_info import optimizer_info_in
+from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.host_memory import tuned_for
 
@@ -78,7 +77,7 @@ class Run(PlacedModule):
     ) -> None:
         seed, self._rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
         self.module, self._job = module, job
-        self._optimizer_info = info = optimizer_info_in(module, optimizers, TrainerSettings.of(module.trainer))
+        self._optimizer_info = info = inspect_optimizer(optimizers)
         step = capture(module, batch, batch_idx, job)
         self._cluster = job_cluster(job)
         self.plan = find_or_make_plan(step, job, self._cluster, info, self._rank_zero, resumed=resumed)
@@ -89,13 +88,11 @@ class Run(PlacedModule):
                 module,
                 step.parameters,
                 self.plan,
-                optimizers[0],
                 job.device,
                 self._cluster,
                 seed,
                 self._loss_scale,
                 job.backend,
-                job.limits.bucket_bytes,
                 job.compile,
             )
             check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)

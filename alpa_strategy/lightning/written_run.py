@@ -28,8 +28,7 @@ from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.early_step import TrainerSettings
-from alpa_strategy.planner.optimizer_info import optimizer_info_in, wants_sparse_gradients
+from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
@@ -137,8 +136,7 @@ class WrittenRun(PlacedModule):
         why: CaptureError,
         say: bool = True,
     ) -> None:
-        settings = TrainerSettings.of(module.trainer)
-        infos = [optimizer_info_in(module, [optimizer], settings) for optimizer in optimizers]
+        infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters, limit = _inputs(module, trains=bool(optimizers)), device_limit(job)
         plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
         for info in infos:

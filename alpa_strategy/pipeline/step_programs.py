@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -43,7 +42,6 @@ from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_rand
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import Values
 from alpa_strategy.runtime.parameters import MeshParameters, ParameterStore
-from alpa_strategy.runtime.step_in_backward import StepInBackward
 from alpa_strategy.sharding.strategies import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
@@ -77,7 +75,6 @@ class PlacedPlan:
     Args:
         module: holds whole parameters until `store` is sharded; the Parameter objects stay.
         parameters: of the step that was planned.
-        optimizer: updates parameters within the backward, where the plan has it so.
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         seed: the job's, the same on all ranks.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
@@ -91,13 +88,11 @@ class PlacedPlan:
         module: nn.Module,
         parameters: Sequence[ParameterInput],
         plan: Plan,
-        optimizer: Optimizer,
         device: torch.device,
         cluster: ClusterSpec,
         seed: int,
         loss_scale: Callable[[], float],
         backend: str,
-        bucket_bytes: int,
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
@@ -113,11 +108,10 @@ class PlacedPlan:
         )
         job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(),), backend=backend)
         assert job_mesh is not None
-        stepping = StepInBackward(optimizer, bucket_bytes) if stages[0].steps_in_backward else None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
             held = {name for stage in stages for name in stage.parameter_plans}
             parameters = [given for given in parameters if not held.isdisjoint(given.names)]
-        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, stepping)
+        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh)
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs a training step under its plan, which has the parameters where they lie."""

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.early_step import TrainerSettings, who_looks_at_gradients
 
 _SHAPE = (4, 6)
 _NUM_STEPS = 3
@@ -40,7 +38,7 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
     return experiment(optimizers[0])
 
 
-def optimizer_info_of(module: Any, settings: TrainerSettings | None = None) -> OptimizerInfo:
+def optimizer_info_of(module: Any) -> OptimizerInfo:
     """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
 
     `settings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose method
@@ -51,7 +49,7 @@ def optimizer_info_of(module: Any, settings: TrainerSettings | None = None) -> O
     # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
     except Exception:
         return OptimizerInfo()
-    return optimizer_info_in(module, optimizers, settings or TrainerSettings())
+    return inspect_optimizer(optimizers)
 
 
 def _optimizers_in(configured: Any) -> list[Optimizer]:
@@ -63,15 +61,6 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
     if len(configured) == 2 and isinstance(configured[0], list | tuple):  # ([optimizer, ...], [scheduler, ...])
         return list(configured[0])
     return [optimizer for each in configured for optimizer in _optimizers_in(each)]
-
-
-def optimizer_info_in(module: Any, optimizers: Sequence[Optimizer], settings: TrainerSettings) -> OptimizerInfo:
-    """`OptimizerInfo` in this training: with what stands against steps within the backward."""
-    info = inspect_optimizer(optimizers)
-    against = who_looks_at_gradients(module, settings)
-    if against is None and not (info.element_wise and steps_parameter_by_parameter(optimizers[0])):
-        against = f"{info.name} cannot step parameters one by one"
-    return replace(info, against_early_step=against)
 
 
 def experiment(optimizer: Optimizer) -> OptimizerInfo:
@@ -99,28 +88,6 @@ def experiment(optimizer: Optimizer) -> OptimizerInfo:
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
 
 
-def steps_parameter_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether single parameters may be stepped, one after the other, within the closure of the optimizer's own step.
-
-    Found by experiment: an optimizer that counts its steps, or mixes parameters, gives other values then. One with
-    hooks around its step counts as one that may not.
-    """
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
-        return False
-    try:
-        rebuild = _rebuilder(optimizer)
-        generator = torch.Generator().manual_seed(1)
-        starts = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(2)]
-        grads = [[torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(3)] for _ in starts]
-        wanted = _trained_together(rebuild, starts, grads)
-        found = _trained_together(rebuild, starts, grads, _step_in_pieces)
-        return all(torch.allclose(f, w, rtol=1e-12, atol=1e-14) for f, w in zip(found, wanted, strict=True))
-    # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
-    except Exception:
-        return False
-
-
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step makes."""
     gradient = torch.eye(*_SHAPE)
@@ -139,21 +106,6 @@ def _step_at_once(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()
     optimizer.step()
-
-
-def _step_in_pieces(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-    """All parameters but the last are stepped alone, within the closure of the last one's step."""
-    *earlier, last = parameters
-
-    def closure() -> Tensor:
-        last.grad = None
-        for parameter, grad in zip(earlier, grads, strict=False):
-            _step_at_once(optimizer, [parameter], [grad])
-            parameter.grad = None
-        last.grad = grads[-1].clone()
-        return torch.zeros(())
-
-    optimizer.step(closure)  # type: ignore[arg-type]  # what torch calls a float may be a tensor
 
 
 def _probe_state_bytes(optimizer: Optimizer) -> float:

@@ -24,7 +24,6 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.early_step import against_early_step, with_reason
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.search import microbatch_counts, plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
@@ -83,7 +82,7 @@ def choose_plan(
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
     micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
     faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
-    can. Where neither fits and the optimizer allows it, one stage whose parameters are updated within the backward.
+    can.
 
     Args:
         pinned: as for `plan_one_stage`; then there is one stage.
@@ -143,14 +142,11 @@ def _asked_for(task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
             "num_stages and schedule need at least 2 devices",
             "leave them out; num_microbatches and remat are for one device, too",
         )
-    try:
-        return plan_pipeline(of_stages())
-    except DoesNotFitError as error:
-        raise with_reason(error, against_early_step(task.step, task.optimizer, options)) from error
+    return plan_pipeline(of_stages())
 
 
 def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:
-    """A pipeline, or one stage that updates parameters within the backward; `error`, with a reason, where none fits."""
+    """A pipeline, or one stage whose spans are made again; `error` where none fits."""
     if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
             return plan_pipeline(of_stages())
@@ -160,13 +156,7 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
         alone = replace(task.options, num_stages=1, num_microbatches=1)
         with suppress(PlanError):
             return replace(plan_pipeline(replace(of_stages(), options=alone)), fingerprint=task.fingerprint)
-    against = against_early_step(task.step, task.optimizer, task.options)
-    if against is None:
-        early = replace(task, optimizer=replace(task.optimizer, steps_in_backward=True))
-        note = "parameters are updated within the backward: all gradients at once would not fit"
-        with suppress(PlanError):
-            return _with_note(plan_one_stage(early), note)
-    raise with_reason(error, against) from error
+    raise error
 
 
 def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:

@@ -74,9 +74,6 @@ def fingerprint_of(
     So do the sharding rules that were registered for its ops.
     """
     option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
-    if optimizer.steps_in_backward:
-        # Said only where it is so: all other plans keep the fingerprint that they had.
-        option_text += " steps in backward"
     option_text += registered_rules(op.call.target for op in step.ops)
     return Fingerprint(
         graph=step.graph_digest,

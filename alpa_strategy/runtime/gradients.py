@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
@@ -42,17 +42,10 @@ class GradientReducer:
         mesh: the mesh of the stage.
         parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
-        is_used_up: whether the optimizer has used this backward's gradient of a parameter already.
     """
 
-    def __init__(
-        self,
-        mesh: MeshComm,
-        parameters: Sequence[ShardedParameter],
-        bucket_bytes: int,
-        is_used_up: Callable[[nn.Parameter], bool] = lambda _: False,
-    ) -> None:
-        self._mesh, self._is_used_up, self._scale = mesh, is_used_up, 1.0
+    def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
+        self._mesh, self._scale = mesh, 1.0
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
@@ -99,7 +92,7 @@ class GradientReducer:
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
-        new = [each for each in self._unused if self._has_gradient(each)]
+        new = [each for each in self._unused if each.has_gradient]
         if new:  # all devices run the same step: they all see this
             self._unused = [each for each in self._unused if each not in new]
             self._build(new)
@@ -107,22 +100,16 @@ class GradientReducer:
             bucket.start()
         _run(self._buckets)
         for each in self._rest:
-            if self._is_used_up(each.parameter):
-                continue
             if each.has_gradient or each.name in self._only_somewhere:
                 each.put_gradient(each.to_use.gradients(each.take_gradient()))
         self.reset()
-
-    def _has_gradient(self, each: ShardedParameter) -> bool:
-        """Whether there is one now, or was and is used up."""
-        return each.has_gradient or self._is_used_up(each.parameter)
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and take the first device's order for all."""
         self._buckets = []
         if not self._parameters:  # a stage of frozen layers
             return
-        here = [int(self._has_gradient(each)) for each in self._parameters]
+        here = [int(each.has_gradient) for each in self._parameters]
         table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].parameter.device)
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
         names = [each.name for each in self._parameters]

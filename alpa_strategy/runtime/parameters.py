@@ -36,7 +36,6 @@ from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
-from alpa_strategy.runtime.step_in_backward import StepInBackward
 
 T = TypeVar("T")
 Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
@@ -46,17 +45,16 @@ class MeshParameters:
     """Parameters of the stages on one mesh, while steps run.
 
     Args:
-        stepping, replicas: as for `ParameterStore`.
+        replicas: as for `ParameterStore`.
     """
 
     def __init__(
         self,
         mesh: MeshComm,
-        stepping: StepInBackward | None,
         replicas: Replicas | None = None,
     ) -> None:
         self.mesh = mesh
-        self._stepping, self._replicas = stepping, replicas
+        self._replicas = replicas
         self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
@@ -84,18 +82,13 @@ class MeshParameters:
         trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
         if self._replicas is not None:
             self._reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
-        elif self._stepping is None:
-            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes)
         else:
-            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes, self._stepping.has_stepped)
+            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes)
         for sharded in trained:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
             elif look is not None and not sharded.is_gathered_once:
                 self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(look, sharded.name)))
-        if self._stepping is not None:
-            complete = [s for s in trained if not s.to_use.backward_steps and not s.is_gathered_once]
-            self._hooks += self._stepping.watch(sharded.parameter for sharded in complete)
 
     def stop(self) -> None:
         """Watch no backward any more, keep no copies."""
@@ -157,11 +150,7 @@ class MeshParameters:
 
     def finish_backward(self) -> None:
         """After every backward: complete `parameter.grad` (when `sync` is on). Collective over the mesh."""
-        if self._stepping is not None:
-            self._stepping.step()
         self._reducer.finish()
-        if self._stepping is not None:
-            self._stepping.reset()
 
     @property
     def awaits_finish(self) -> bool:
@@ -237,7 +226,6 @@ class ParameterStore:
         stages: their `parameter_plans` say, by any of a parameter's names, how it is stored.
         meshes: per stage this rank's mesh, None for stages of others.
         mesh: of the whole job.
-        stepping: updates parameters within the backward where their gradient is complete then.
         replicas: each rank runs a step of its own on whole parameters, and gradients are averaged.
 
     Attributes:
@@ -254,7 +242,6 @@ class ParameterStore:
         stages: Sequence[StagePlan],
         meshes: Sequence[MeshComm | None],
         mesh: MeshComm,
-        stepping: StepInBackward | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.mesh = mesh
@@ -264,7 +251,7 @@ class ParameterStore:
         self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages
         for index, (stage, own_mesh) in enumerate(zip(stages, meshes, strict=True)):
             if own_mesh is not None:
-                here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, stepping, replicas))
+                here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, replicas))
                 self.of_stage[index] = here
             for given in inputs:
                 plan = next(

@@ -9,7 +9,6 @@ from alpa_strategy.planner.optimizer_info import (
     experiment,
     inspect_optimizer,
     optimizer_info_of,
-    steps_parameter_by_parameter,
 )
 
 OPTIMIZERS = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD"]
@@ -105,7 +104,7 @@ def test_several_optimizers_are_one_clear_error() -> None:
 def test_info_of_a_module_without_a_trainer() -> None:
     from models import MLP
 
-    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD", against_early_step=None)
+    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD")
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
     assert optimizer_info_of(model) == OptimizerInfo()
@@ -140,16 +139,3 @@ class Counting(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p -= group["lr"] / self.num_steps * p.grad
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_known_element_wise_optimizers_may_step_parameter_by_parameter(kind: type) -> None:
-    assert steps_parameter_by_parameter(kind(parameter(), lr=0.1))
-
-
-def test_an_optimizer_that_counts_its_steps_may_not_step_parameter_by_parameter() -> None:
-    assert inspect_optimizer(Counting(parameter(), lr=0.1)).element_wise
-    assert not steps_parameter_by_parameter(Counting(parameter(), lr=0.1))
-    hooked = torch.optim.SGD(parameter(), lr=0.1)
-    hooked.register_step_post_hook(lambda *unused: None)
-    assert not steps_parameter_by_parameter(hooked)
