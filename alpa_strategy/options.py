@@ -57,6 +57,9 @@ class PlanOptions:
             "selective": of norms and pointwise ops, not of products, convolutions and attention.
         compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
             AlpaStrategy's `compile`.
+        offload: whether parameters, with their gradients and optimizer state, lie in host memory: all of them, none, or
+            those that names (glob patterns) say. None: solved, where not everything fits on the device and the cluster
+            has a way to the host.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
             measured, else the roofline of its device.
     """
@@ -75,6 +78,7 @@ class PlanOptions:
     num_stages: int | None = None
     stages: tuple[str, ...] = ()
     remat: bool | tuple[str, ...] | None = None
+    offload: bool | tuple[str, ...] | None = None
     costs: OpCosts | None = None
     compile: bool = False
 
@@ -116,7 +120,8 @@ class PlanOptions:
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("costs", "compile", "stages")}
+        later = ("costs", "compile", "stages", "offload")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in later}
         rows = list({**given, "batch_scope": self.rows}.items())  # a plan is for rows, whatever else may come
         # Plans of those who use none of these keep the digest that they had.
         if self.stages:
@@ -125,6 +130,8 @@ class PlanOptions:
             rows.append(("costs", self.costs.name))
         if self.compile:
             rows.append(("compile", True))
+        if self.offload is not None:
+            rows.append(("offload", self.offload))
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
@@ -303,6 +310,11 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "says neither whether nor what",
         'write true, false, "selective", or names of ops or modules',
     ),
+    "offload": (
+        lambda value: None if value == "auto" else value if isinstance(value, bool) else _texts(value),
+        "says neither whether nor what",
+        "write true, false, or names of parameters",
+    ),
     "costs": (_costs, "", ""),
     "compile": (lambda value: compile_options(value) is not None, "", ""),
     "plan_timeout_seconds": _SECONDS,
@@ -334,6 +346,10 @@ class OptimizerInfo:
     name: str = "Adam"
     parameter_wise: bool = True
     gradient_itemsize: int | None = None
+
+    def update_bytes(self, itemsize: int) -> float:
+        """Bytes that a step reads and writes per element of a parameter, whose elements have `itemsize`."""
+        return 3 * itemsize + 2 * self.state_bytes
 
     def gradient_scale(self, itemsize: int) -> float:
         """Bytes of a gradient per byte of its parameter, whose elements have `itemsize`."""

@@ -62,7 +62,7 @@ class AlpaStrategy(ParallelJob):
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
         parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
-            num_microbatches, schedule, num_stages, stages, remat, costs: see `PlanOptions`.
+            num_microbatches, schedule, num_stages, stages, remat, offload, costs: see `PlanOptions`.
         capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
             averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
@@ -104,6 +104,7 @@ class AlpaStrategy(ParallelJob):
         num_stages: int | None = None,
         stages: Sequence[str] | None = None,
         remat: bool | str | Sequence[str] | None = None,
+        offload: bool | str | Sequence[str] | None = None,
         costs: OpCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         master_weights: bool = False,

@@ -71,6 +71,20 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A node's host memory, where parameters with their optimizer's state, and activations, may lie.
+
+    link_bandwidth: bytes/s per direction of each device's way to it (PCIe, NVLink-C2C).
+    memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
+    node's devices share both.
+    """
+
+    link_bandwidth: float
+    memory_bytes: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True)
 class CommTable:
     """Measured seconds of one collective on a group of `size` devices with `stride` between neighbours."""
 
@@ -114,11 +128,15 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class LogicalMesh:
-    """A grid of devices: `shape` and one MeshAxis per mesh axis; `overlap`: the cluster's."""
+    """A grid of devices: `shape` and one MeshAxis per mesh axis; `overlap`: the cluster's.
+
+    host: a device's share of its node's; None: there is no way to it.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[MeshAxis, ...]
     overlap: float = 0.0
+    host: Host | None = None
 
     @property
     def num_devices(self) -> int:
@@ -134,6 +152,7 @@ class ClusterSpec:
     links: bytes/s between each two devices of a node that have a link of their own; `intra_node` is then what the
     others have. levels: blocks of devices or nodes that share a way out.
     order: of devices in meshes: `searched`, `numbered`, or their ranks.
+    host: of each node; None: nothing is offloaded.
     """
 
     name: str
@@ -148,6 +167,7 @@ class ClusterSpec:
     links: tuple[tuple[float, ...], ...] = ()
     levels: tuple[Level, ...] = ()
     order: str | Order = "searched"
+    host: Host | None = None
 
     @property
     def num_devices(self) -> int:
@@ -188,6 +208,7 @@ class ClusterSpec:
             links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
             levels=read_levels(fields),
             order=_read_order(fields),
+            host=_read_host(fields),
         )._checked()
 
     def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
@@ -324,7 +345,14 @@ class ClusterSpec:
                 link = Link(self.inter_node.latency, bandwidth)
             found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
             axes.append(MeshAxis(size, stride, link, found, *self._hops(size, together if groups else size)))
-        return LogicalMesh(shape, tuple(axes), self.overlap)
+        return LogicalMesh(shape, tuple(axes), self.overlap, self._host_share)
+
+    @property
+    def _host_share(self) -> Host | None:
+        if (host := self.host) is None:
+            return None
+        count = self.devices_per_node
+        return replace(host, memory_bytes=host.memory_bytes / count, memory_bandwidth=host.memory_bandwidth / count)
 
     @cached_property
     def _meshes(self) -> dict[tuple[tuple[int, ...], int], LogicalMesh]:
@@ -344,7 +372,7 @@ class ClusterSpec:
                 hops = self._hops(count, min(way.together for way in ways))
                 exchange = float(min(way.exchange for way in ways))
                 axes.append(MeshAxis(count, strides(shape)[axis], link, (), *hops, exchange))
-            self._meshes[shape, size] = LogicalMesh(shape, tuple(axes), self.overlap)
+            self._meshes[shape, size] = LogicalMesh(shape, tuple(axes), self.overlap, self._host_share)
         return self._meshes[shape, size]
 
     def _hops(self, size: int, together: int) -> tuple[float, float]:
@@ -377,7 +405,8 @@ class ClusterSpec:
         tables = [_data(table) | {"points": _lists(table.points)} for table in self.tables]
         ends = {"intra_node": _data(self.intra_node) | links, "inter_node": _data(self.inter_node)}
         order = {} if isinstance(self.order, str) else {"order": list(self.order)}
-        return data | {"device": device, **ends, "tables": tables, **levels, **order}
+        host = {} if self.host is None else {"host": dict(vars(self.host))}
+        return data | {"device": device, **ends, "tables": tables, **levels, **order, **host}
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
         whole = (self.num_nodes, self.devices_per_node)
@@ -392,6 +421,7 @@ class ClusterSpec:
 
 CLUSTER_FIELDS = tuple(name for name in ClusterSpec.__dataclass_fields__ if name != "links")  # of `intra_node`
 DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
+HOST_FIELDS = tuple(Host.__dataclass_fields__)
 LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
 _LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
@@ -438,6 +468,17 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
         shares = kinds.section(kind, DTYPES, expected)
         found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.names())))
     return tuple(found)
+
+
+def _read_host(fields: Fields) -> Host | None:
+    if "host" not in fields:
+        return None
+    host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
+    return Host(
+        link_bandwidth=host.number("link_bandwidth", "bytes/s between a device and host memory, for example 25e9"),
+        memory_bytes=host.number("memory_bytes", "bytes of a node's host memory that may be used, for example 1e12"),
+        memory_bandwidth=host.number("memory_bandwidth", "bytes/s of a node's host memory, for example 200e9"),
+    )
 
 
 def _read_order(fields: Fields) -> str | Order:

@@ -123,7 +123,12 @@ class Regather:
         # A resharding that moves nothing gives the shard's own memory, which is kept anyway.
         if storage._cdata != tensor.untyped_storage()._cdata:
             shard = tensor.detach()
-            self.know(shard, lambda: reshard(shard), result)
+            brought = self._found.get(tensor.untyped_storage()._cdata)
+            if isinstance(brought, _Gathered):  # a copy of what lies in host memory: not kept either
+                copy = self._pack(shard)
+                self.know(brought.parameter, lambda: reshard(copy.again()), result)
+            else:
+                self.know(shard, lambda: reshard(shard), result)
 
     def know(self, parameter: Tensor, gather: Callable[[], Tensor], whole: Tensor) -> None:
         """`whole` is what `gather` makes of `parameter`."""

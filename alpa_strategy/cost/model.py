@@ -336,7 +336,7 @@ class RooflineCosts:
         Parameter and gradient are read, the parameter is written, the state is read and written. Fused and foreach
         optimizers start a few kernels for all parameters together.
         """
-        num_bytes = num_elements * (3 * itemsize + 2 * optimizer.state_bytes)
+        num_bytes = num_elements * optimizer.update_bytes(itemsize)
         return self.device.slowdown * num_bytes / self.device.memory_bandwidth
 
     def roofline(self, call: OpCall) -> tuple[float, float]:

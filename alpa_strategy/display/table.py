@@ -207,6 +207,8 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
         table.add_column("elements", justify="right", no_wrap=True)
     for axis, size in enumerate(stage.logical_mesh):
         table.add_column(f"axis {axis} ({size})", no_wrap=True)
+    if any(group.on_host for group in groups):
+        table.add_column("memory", no_wrap=True)
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
         row: list[RenderableType] = [pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
@@ -217,7 +219,8 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
             ]
         elif sized:
             row += ["", ""]
-        table.add_row(*row, *(Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes))
+        row += [Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes]
+        table.add_row(*row, *(["host"] if group.on_host else []))
     return table
 
 
@@ -250,6 +253,9 @@ def _legend(plan: Plan) -> Table:
     for kind in (kind for kind in MODE_MEANINGS if kind in used):
         letter = kind + ("n" if kind in "SG" else "")
         table.add_row(Text(letter, style=MODE_STYLES[kind]), Text(MODE_MEANINGS[kind], style="dim"))
+    if any(parameter.on_host for parameter in plans):
+        meaning = "in host memory with gradient and optimizer state, on the device while in use"
+        table.add_row(Text("host"), Text(meaning, style="dim"))
     return table
 
 
@@ -268,6 +274,7 @@ class ParameterGroup:
     names: tuple[str, ...]
     modes: tuple[ParameterMode, ...]
     shape: Shape | None
+    on_host: bool = False
 
 
 def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape]) -> tuple[ParameterGroup, ...]:
@@ -275,19 +282,20 @@ def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Sh
 
     Where one pattern falls into several groups, each shows the indices that it stands for: `blocks.{0-2,5}.fc.weight`.
     """
-    members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...]], list[str]] = {}
+    members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...], bool], list[str]] = {}
     for name, plan in plans.items():
         # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
-        members.setdefault((collapse_indices(name), shapes.get(name), plan.module_modes), []).append(name)
-    patterns = [pattern for pattern, _, _ in members]
+        members.setdefault((collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host), []).append(name)
+    patterns = [pattern for pattern, *_ in members]
     return tuple(
         ParameterGroup(
             pattern=names[0] if len(names) == 1 else pattern if patterns.count(pattern) == 1 else _with_ranges(names),
             names=tuple(names),
             modes=modes,
             shape=shape,
+            on_host=on_host,
         )
-        for (pattern, shape, modes), names in members.items()
+        for (pattern, shape, modes, on_host), names in members.items()
     )
 
 
@@ -320,7 +328,7 @@ def equal_stages(plan: Plan) -> list[list[int]]:
     found: dict[tuple, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         groups = parameter_groups(stage.parameter_plans, stage.shapes)
-        held = tuple((collapse_indices(g.pattern), len(g.names), g.shape, g.modes) for g in groups)
+        held = tuple((collapse_indices(g.pattern), len(g.names), g.shape, g.modes, g.on_host) for g in groups)
         said = tuple((c.kind, c.axis, c.phase, c.count, c.num_bytes) for c in stage.collectives)
         found.setdefault((stage.logical_mesh, stage.remat, len(stage.spans), held, said), []).append(index)
     return list(found.values())

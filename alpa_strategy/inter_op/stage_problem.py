@@ -120,7 +120,10 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
         zero = np.zeros(len(choice.cost))
         parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
         if index < num_parameters:
-            parts = replace(parts, once=choice.cost, always=choice.memory)
+            own = intra.parameters[index]
+            forward, backward = own.fetch_seconds, own.backward_seconds
+            once = choice.cost - forward - backward
+            parts = replace(parts, forward=forward, backward=backward, once=once, always=choice.memory)
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,6 +26,7 @@ from alpa_strategy.inter_op.stage_problem import (
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
+from alpa_strategy.intra_op.offload import host_bytes, may_be_cheaper, pinned_offload, with_host_price, with_offload
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
@@ -34,6 +36,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 BY_TENSOR_SECONDS = 2.0  # equal layers make many equal choices of what to keep: proving the last 1 % takes minutes
+HOST_PRICES = 8  # of host memory that are tried, each twice the one before
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
 
 
@@ -120,6 +123,11 @@ class PricedStage:
         """The same with a choice for each activation: keep it, or make it again in the backward."""
         return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
 
+    def offloading(self) -> PricedStage:
+        """The same with a choice for each parameter: on the device, or in host memory."""
+        whole, intra = (with_offload(each, self.tables) for each in (self.whole, self.intra))
+        return replace(self, whole=whole, intra=intra, known=None)
+
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
         if starts == self.wish.starts and self.intra.unrestricted is None:
@@ -133,6 +141,7 @@ class StageSolver:
     def __init__(self, job: CostJob) -> None:
         self.job = job
         self._again = pinned_again(job.graph, job.options)
+        self._on_host = pinned_offload(job.graph, job.options)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
@@ -178,17 +187,18 @@ class StageSolver:
                 self._whole[wish.shape] = build(job.graph, tables)
             whole = self._whole[wish.shape]
             intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
-            whole, intra = self._pinned(whole), self._pinned(intra)
+            whole, intra = self._pinned(whole, tables), self._pinned(intra, tables)
             free = solve(intra.problem, job.options.solver_seconds)
             return PricedStage(wish, tables, whole, intra, free, derives_again)  # most are not looked at again
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
-        whole, intra = self._pinned(whole), self._pinned(intra)
+        whole, intra = self._pinned(whole, tables), self._pinned(intra, tables)
         pins = (
             *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
             *intra.recomputes,
+            *(("host", i) for i, p in enumerate(graph.parameters) if p.name in (self._on_host or ())),
         )
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
         finest = take_apart(intra, tables, wish.starts)
@@ -197,8 +207,18 @@ class StageSolver:
             self._free[key] = solve(problem, job.options.solver_seconds)
         return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
 
-    def _pinned(self, intra: IntraOp) -> IntraOp:
-        """With what the user wants to be made again."""
+    def _pinned(self, intra: IntraOp, tables: OptionTables) -> IntraOp:
+        """With what the user wants to be made again, and in host memory.
+
+        Raises:
+            PlanError: nothing is known of the way there.
+        """
+        if self._on_host and tables.mesh.host is None:
+            raise PlanError(
+                f"offload={self.job.options.offload!r}, and the cluster has no way to host memory",
+                "write `host:` with link_bandwidth, memory_bytes and memory_bandwidth into its file",
+            )
+        intra = with_offload(intra, tables, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
@@ -213,7 +233,16 @@ class StageSolver:
         wish, stage = priced.wish, priced.finest
         if self.job.keeps_by_tensor and not self._fits(stage, priced.free, wish):
             priced = priced.recomputing()
-        found = self._solve(priced, cutoff)
+        may_offload = self._on_host is None and self.job.is_whole_batch and priced.tables.mesh.host is not None
+        try:
+            found = self._solve(priced, cutoff)
+            if may_offload and found.solution is not priced.free:
+                with suppress(DoesNotFitError, NotCheaper):
+                    found, priced = self._offloaded(priced, min(cutoff, found.solution.seconds))
+        except (DoesNotFitError, NotCheaper):
+            if not may_offload:
+                raise
+            found, priced = self._offloaded(priced, cutoff)
         if found.solution.seconds >= cutoff:
             raise NotCheaper
         return self._solved(priced, found)
@@ -231,6 +260,24 @@ class StageSolver:
             plan, cost, _gap(found.solution), found.solution.seconds, found.solution.method,
             found.solution is priced.free,
         )  # fmt: skip
+
+    def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
+        """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
+        host = priced.tables.mesh.host
+        assert host is not None
+        offloading = free = priced.offloading()
+        if may_be_cheaper(free.intra):
+            offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
+        for attempt in range(HOST_PRICES):
+            found = self._solve(offloading, cutoff)
+            need = host_bytes(offloading.intra, found.solution.assignment)
+            if need <= host.memory_bytes:
+                return found, offloading
+            offloading = replace(free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth))
+        raise DoesNotFitError(
+            f"parameters in host memory need {format_bytes(need)} of a device's share, "
+            f"{format_bytes(host.memory_bytes)}"
+        )
 
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
         cost = cost_of(stage, solution.assignment, working_bytes(stage.intra, solution.assignment))

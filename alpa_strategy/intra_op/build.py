@@ -95,7 +95,7 @@ class OptionTables:
         self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
         self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
-        self._parameters: dict[tuple[TensorMeta, int], ParameterOptions] = {}
+        self._parameters: dict[tuple[TensorMeta, int, bool], ParameterOptions] = {}
         self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
@@ -104,12 +104,12 @@ class OptionTables:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
-    def parameter(self, given: ParameterInput) -> ParameterOptions:
-        """The ways to store a parameter."""
-        key = given.meta, given.num_segments
+    def parameter(self, given: ParameterInput, on_host: bool = False) -> ParameterOptions:
+        """The ways to store a parameter, on the device or in host memory."""
+        key = given.meta, given.num_segments, on_host
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
-                given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update
+                given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update, on_host
             )
         return self._parameters[key]
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
+from alpa_strategy.intra_op.offload import fetched_bytes
 from alpa_strategy.intra_op.options import (
     REDUCTIONS,
     bucketed_seconds,
     is_gather,
     local_bytes,
     step_collectives_of,
+    update_seconds,
 )
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.recompute import recomputed
@@ -145,8 +147,8 @@ def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer
     of_ops = assignment[len(intra.parameters) :]
     compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, of_ops, strict=False))
     optimizer_seconds = 0.0
-    for _, local in _trained(intra, assignment):
-        update = costs.optimizer_seconds(local.num_elements, local.dtype.itemsize, optimizer)
+    for plan, local in _trained(intra, assignment):
+        update = update_seconds(costs, optimizer, local, intra.mesh, plan.on_host)
         optimizer_seconds += update / intra.steps_per_update
     seconds, num_bytes = evaluate(intra.unrestricted or intra.problem, assignment)
     return Predicted(
@@ -172,7 +174,7 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
         ),
         default=0,
     )
-    return largest_op + 2 * largest_gather
+    return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
 
 
 def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[ParameterPlan, TensorMeta]]:

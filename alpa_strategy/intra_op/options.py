@@ -33,14 +33,21 @@ class ParameterOptions:
     Attributes:
         plans: modes per mesh axis.
         sources: the dual layout that its uses start from.
-        seconds: once-per-step collectives and optimizer.
+        seconds: once-per-step collectives and optimizer; of a problem with `with_offload`, all of the following too.
         num_bytes: parameter, gradient, optimizer state and gathered copies.
+        fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch.
+        backward_seconds: of both, the backward's part.
+        host_bytes: of host memory.
     """
 
     plans: tuple[ParameterPlan, ...]
     sources: tuple[DualLayout, ...]
     seconds: np.ndarray
     num_bytes: np.ndarray
+    fetch_seconds: np.ndarray
+    return_seconds: np.ndarray
+    backward_seconds: np.ndarray
+    host_bytes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -123,14 +130,16 @@ def parameter_options(
     optimizer: OptimizerInfo,
     num_segments: int = 1,
     steps_per_update: int = 1,
+    on_host: bool = False,
 ) -> ParameterOptions:
     """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
 
     `steps_per_update`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
+    `on_host`: what is stored lies in host memory.
     """
-    plans, sources, seconds, num_bytes = [], [], [], []
+    plans, sources, rows = [], [], []
     for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
-        plan = ParameterPlan(modes, num_segments)
+        plan = ParameterPlan(modes, num_segments, on_host)
         try:
             stored = plan.layout.local_shape(meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape))
         except IndexError:
@@ -141,22 +150,37 @@ def parameter_options(
         stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
         source = plan.step_layout(meta.requires_grad)
         whole = local_bytes(meta, source, mesh.shape)
-        cost, size = 0.0, stored_meta.num_bytes
+        cost, kept, gathered, grad, fetch, back = 0.0, stored_meta.num_bytes, 0, 0, 0.0, 0.0
         if meta.requires_grad:
             scale = optimizer.gradient_scale(meta.dtype.itemsize)
             cost += sum(
                 bucketed_seconds(mesh.axes[a], kind, int(b * (scale if kind in REDUCTIONS else 1)))
                 for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
             )
-            cost += costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
-            size += int(stored_meta.num_elements * optimizer.state_bytes) + int(scale * stored_meta.num_bytes)
-            if plan.is_gathered_once:
-                size += int((1 + scale) * whole)  # the gathered copy and its gradient before the scatter
+            cost += update_seconds(costs, optimizer, stored_meta, mesh, on_host)
+            grad = int(scale * kept)
+            kept += int(stored_meta.num_elements * optimizer.state_bytes) + grad
+            if plan.is_gathered_once or (on_host and not plan.is_fetched):
+                gathered = int((1 + scale) * whole)  # the gathered copy and its gradient before the scatter
+        if on_host and mesh.host is not None:
+            fetch, back = (float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad))
+            if not plan.is_fetched:
+                cost, fetch, back = cost + fetch + back, 0.0, 0.0
         plans.append(plan)
         sources.append(source)
-        seconds.append(cost / steps_per_update)
-        num_bytes.append(size)
-    return ParameterOptions(tuple(plans), tuple(sources), np.array(seconds), np.array(num_bytes, dtype=float))
+        on_device = gathered if on_host else kept + gathered
+        rows.append((cost / steps_per_update, on_device, fetch, back, 0.0, kept if on_host else 0))
+    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 6).T)
+
+
+def update_seconds(
+    costs: OpCosts, optimizer: OptimizerInfo, stored: TensorMeta, mesh: LogicalMesh, on_host: bool
+) -> float:
+    """Of the optimizer's step on what a device stores of a parameter: bound by its memory, or by its share of the
+    host's."""
+    if on_host and mesh.host is not None:
+        return stored.num_elements * optimizer.update_bytes(stored.dtype.itemsize) / mesh.host.memory_bandwidth
+    return costs.optimizer_seconds(stored.num_elements, stored.dtype.itemsize, optimizer)
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:

@@ -1,8 +1,9 @@
 """Plan: the whole decision, as a small JSON file that a person can read and edit (docs/formulas.md#plan-file).
 
 In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3
-segments"); strategies of an op are one text per axis, joined by " | ". All else is written as the data classes have it.
-Reading checks every field against its type and says where and what is wrong.
+segments"; what lies in host memory: "S0 R* on host"); strategies of an op are one text per axis, joined by " | ". All
+else is written as the data classes have it. Reading checks every field against its type and says where and what is
+wrong.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ AXIS_SEPARATOR = " | "
 MAX_DEVICES = 1 << 24
 MAX_MICROBATCHES = 1 << 14
 _PLACED = re.compile(r"R|S\d+")
-_IN = " in "
+_IN, _ON_HOST = " in ", " on host"
 _SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
 _KIND_NAMES = {
     dict: "an object",
@@ -233,11 +234,12 @@ def _check_stage(stage: StagePlan, where: str) -> None:
 
 
 def _parameter_text(plan: ParameterPlan) -> str:
-    return modes_text(plan.module_modes) + f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
+    segments = f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
+    return modes_text(plan.module_modes) + segments + _ON_HOST * plan.on_host
 
 
 def _read_parameter(text: str, where: str) -> ParameterPlan:
-    shown, _, segments_text = text.partition(_IN)
+    shown, _, segments_text = text.removesuffix(_ON_HOST).partition(_IN)
     try:
         modes = parse_modes(shown)
     except ValueError as error:
@@ -248,7 +250,7 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
     num_segments = int(match[1]) if match else 1
     # Files count the module's dims; the step sees segments as one more dim before them.
     shift = 0 if num_segments == 1 else 1
-    return ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments)
+    return ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments, text.endswith(_ON_HOST))
 
 
 def _read_boundary(text: str, where: str) -> DualLayout:

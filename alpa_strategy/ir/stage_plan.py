@@ -107,10 +107,13 @@ class ParameterPlan:
 
     Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (query, key and value
     in one weight: 3), one more than the module's own.
+
+    on_host: what a device stores of it, its gradient and the optimizer's state lie in host memory.
     """
 
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
+    on_host: bool = False
 
     @classmethod
     def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:
@@ -141,6 +144,16 @@ class ParameterPlan:
     def is_gathered_once(self) -> bool:
         """Whether it is gathered once per step on some axis (ZeRO-1/2)."""
         return any(mode.is_gathered_once for mode in self.modes)
+
+    @property
+    def is_complete_at_once(self) -> bool:
+        """Whether its gradient is complete when autograd has made it: it needs no once-per-step reduction."""
+        return all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether it is copied from host memory for each use; else once per step, as its gradient is reduced so."""
+        return self.on_host and self.is_complete_at_once
 
     def step_layout(self, requires_grad: bool = True) -> DualLayout:
         """The dual layout in which the stored parameter enters the step and leaves its gradient."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import torch_io
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -183,7 +183,9 @@ class Checkpoints:
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
             on_all_ranks(lambda: restore_state(optimizer, stored, store), lambda _: None)
-            _optimizers_to_device([optimizer], optimizer.param_groups[0]["params"][0].device)
+            for parameter, state in optimizer.state.items():  # on the device, or in host memory
+                moved = {key: move_data_to_device(value, parameter.device) for key, value in state.items()}
+                state.update({key: value for key, value in moved.items() if key != "step"})
 
     def process_dataloader(self, loader: Any) -> Any:
         """A training dataloader that knows its position, and takes up that of the checkpoint."""

@@ -229,7 +229,8 @@ class GradientCheck:
         """
         summed = [(name, _is_bad(grad)) for name, grad in gradients.items() if grad is not None]
         flags = [list(map(_is_bad, self._losses)), [flag for _, flag in self._own], [flag for _, flag in summed]]
-        bad = [bool(torch.stack(each).any()) if each else False for each in flags]
+        # Some gradients may lie in host memory.
+        bad = [bool(torch.stack([flag.to(each[0].device) for flag in each]).any()) if each else False for each in flags]
         if any(any_rank(bad)):
             leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor)]
             bad_batch = any(bool(_is_bad(x)) for x in leaves)

@@ -22,6 +22,7 @@ from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
+from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
@@ -176,6 +177,7 @@ def find_or_make_plan(
         # As pins, so that plans under different ones have different fingerprints.
         placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in pinned.items())
         options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
+        options = replace(options, offload=offload_of(pinned))
         task = PlanTask(step, cluster.in_order(job_ranks(running.stages)), options, optimizer)
 
     def work() -> Plan:

@@ -121,7 +121,8 @@ class PlacedPlan:
             assert mesh is not None
             of_stage[0].will_read(dtypes_read(step))
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
-            regathers = any(parameter.uses_shards for parameter in stage.parameter_plans.values()) or stage.recomputed
+            plans = stage.parameter_plans.values()
+            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.recomputed
             return DirectStep(self.module, step, lowered, of_stage[0], bool(regathers), mesh)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
+from alpa_strategy.intra_op.offload import can_be_offloaded
 from alpa_strategy.intra_op.recompute import can_run_again
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.op import AxisStrategy
@@ -171,6 +172,8 @@ def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int,
     once = (Storage.REPLICATE, Storage.GATHER_ONCE)
     if not given.meta.requires_grad and any(mode.storage in once for mode in plan.modes):
         return "it has no gradient to reduce: write R or S<dim>"
+    if plan.on_host and not can_be_offloaded(given):
+        return "nothing of it can lie in host memory"
     last = tuple(size - 1 for size in mesh)  # the device with the least
     if given.meta.num_elements and 0 in plan.layout.local_shape(shape, mesh, last):
         return f"shape {list(given.module_shape or shape)} cannot be cut so on a mesh of {list(mesh)}"

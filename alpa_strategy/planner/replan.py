@@ -18,6 +18,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
+from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan, job_ranks, stage_ranks
@@ -55,7 +56,8 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         )
     cuts = stage_cuts(graph, stages)
     # The running plan was made under the user's pins: its layouts are the pins now.
-    free = replace(task.options, placements=(), parallel="auto", logical_mesh=None)
+    offload = offload_of({name: plan for stage in stages for name, plan in stage.parameter_plans.items()})
+    free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
     job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
     solver = StageSolver(job)
     alive = _alive(running, count)

@@ -27,6 +27,8 @@ def against_written(options: PlanOptions) -> str | None:
         return "placements are asked for"
     if isinstance(options.remat, tuple):
         return f"remat={list(options.remat)} is asked for"
+    if options.offload:
+        return f"offload={options.offload!r} is asked for"
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:
         return f"logical_mesh={list(options.logical_mesh)} is asked for"
     return None

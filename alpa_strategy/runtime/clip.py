@@ -73,8 +73,10 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     counted = [p.grad.detach() for p in given if p.grad is not None and p.grad.numel() > 0 and store.counts_here(p)]
     precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
     squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
-    device = given[0].device if given else torch.device("cpu")
-    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    device = store.device  # where collectives are; some gradients may lie in host memory
+    own = torch.zeros((), dtype=torch.float64, device=device)
+    if squares:
+        own = torch.stack([square.to(device) for square in squares]).sum()
     norm = store.mesh.whole.all_reduce(own).sqrt()
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm

@@ -100,6 +100,8 @@ class GradientReducer:
             bucket.start()
         _run(self._buckets)
         for each in self._rest:
+            if each.plan.is_fetched and each.has_gradient:  # complete, and where it belongs
+                continue
             if each.has_gradient or each.name in self._only_somewhere:
                 each.put_gradient(each.to_use.gradients(each.take_gradient()))
         self.reset()
@@ -110,7 +112,7 @@ class GradientReducer:
         if not self._parameters:  # a stage of frozen layers
             return
         here = [int(each.has_gradient) for each in self._parameters]
-        table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].parameter.device)
+        table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].device)
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
         names = [each.name for each in self._parameters]
         self._only_somewhere = frozenset(
@@ -126,7 +128,7 @@ class GradientReducer:
         seen = {name: i for i, name in enumerate(self._seen)}
         is_first = not any(self._mesh.coordinate)
         order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
-        table = torch.tensor(order, device=parameters[0].parameter.device)
+        table = torch.tensor(order, device=parameters[0].device)
         order = self._mesh.whole.all_reduce(table, "max").tolist()
         return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
@@ -148,7 +150,7 @@ class GradientReducer:
                 self._rest.append(each)
                 continue
             kinds = tuple((collective.axis, collective.dim is None) for collective in collectives)
-            key = (each.reduce_dtype, each.parameter.device, kinds)
+            key = (each.reduce_dtype, each.device, kinds)
             open_buckets.setdefault(key, []).append((position, each))
             if sum(member.used_bytes for _, member in open_buckets[key]) >= limit:
                 close(key)

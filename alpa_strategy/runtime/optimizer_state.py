@@ -62,7 +62,11 @@ def shard_state(
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     """Give every rank the whole state of every parameter. Collective."""
-    for parameter, state in _states(optimizer, store, store.gather_like):
+
+    def whole(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return store.gather_like(parameter, tensor).to(parameter.device)  # where the optimizer has it
+
+    for parameter, state in _states(optimizer, store, whole):
         optimizer.state[parameter].update(state)
 
 

@@ -35,6 +35,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
+from alpa_strategy.runtime.host_parameters import HostParameters
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 
 T = TypeVar("T")
@@ -48,13 +49,10 @@ class MeshParameters:
         replicas: as for `ParameterStore`.
     """
 
-    def __init__(
-        self,
-        mesh: MeshComm,
-        replicas: Replicas | None = None,
-    ) -> None:
+    def __init__(self, mesh: MeshComm, replicas: Replicas | None = None) -> None:
         self.mesh = mesh
         self._replicas = replicas
+        self._host: HostParameters | None = None
         self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
@@ -74,8 +72,13 @@ class MeshParameters:
         self._look = look
         for sharded in self._sharded.values():
             parameter = sharded.parameter
-            if not sharded.is_whole:
-                replace_data(parameter, sharded.shard_like(values(parameter)))
+            if not sharded.is_whole or sharded.plan.on_host:
+                whole = values(parameter)
+                if sharded.plan.on_host:
+                    self._host = self._host or HostParameters(whole.device, look)
+                    sharded.link = self._host.link
+                replace_data(parameter, sharded.shard_like(whole))
+                del whole
                 parameter.grad = None
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
@@ -87,7 +90,7 @@ class MeshParameters:
         for sharded in trained:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
-            elif look is not None and not sharded.is_gathered_once:
+            elif look is not None and not sharded.is_gathered_once and not sharded.plan.is_fetched:
                 self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(look, sharded.name)))
 
     def stop(self) -> None:
@@ -105,18 +108,22 @@ class MeshParameters:
         All gatherings start now and run beside the step; asking for a parameter waits for its own.
         """
         for sharded in self._sharded.values():
-            if sharded.is_gathered_once and sharded.leaf is None:
+            if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
         return OnDemand(tuple(self._sharded), self.step_input)
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
         sharded = self._by_name[name]
+        if sharded.plan.is_fetched:
+            assert self._host is not None
+            return sharded.in_step(self._host.fetch(sharded))
         if not sharded.is_gathered_once:
             return sharded.in_step(sharded.parameter)
         if sharded.leaf is None:
             with torch.no_grad():
-                leaf = sharded.begin_gathering().wait()
+                part = None if self._host is None or sharded.link is None else self._host.bring(sharded)
+                leaf = sharded.begin_gathering(part).wait()
             sharded.gathering = None
             leaf = leaf.requires_grad_(sharded.parameter.requires_grad)
             if leaf.requires_grad:
@@ -150,7 +157,11 @@ class MeshParameters:
 
     def finish_backward(self) -> None:
         """After every backward: complete `parameter.grad` (when `sync` is on). Collective over the mesh."""
+        if self._host is not None:
+            self._host.finish()
         self._reducer.finish()
+        if self._host is not None:
+            self._host.link.settle()
 
     @property
     def awaits_finish(self) -> bool:
@@ -273,6 +284,12 @@ class ParameterStore:
     # Which parameters there are, and what this rank has of them
 
     @property
+    def device(self) -> torch.device:
+        """Where parameters are used, wherever they lie."""
+        held = (known.held.device for known in self._known.values() if known.held is not None)
+        return next(held, torch.device("cpu"))
+
+    @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """All stages' parameters, in the same order on every rank."""
         return tuple(self._known)
@@ -295,6 +312,11 @@ class ParameterStore:
         """Shape of the whole parameter, as the module had it."""
         known = self._known.get(parameter)
         return parameter.shape if known is None else known.shape
+
+    def is_on_host(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's part of it lies in host memory."""
+        known = self._known.get(parameter)
+        return known is not None and known.held is not None and known.held.link is not None
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has any of the parameter: it is empty here otherwise."""
@@ -409,7 +431,7 @@ class ParameterStore:
         if known.owned is not None:
             whole = known.owned.gather_like(tensor)
         else:
-            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=parameter.device)
+            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=self.device)
         if self._is_split:
             whole = whole.contiguous()
             dist.broadcast(whole, src=known.source)
@@ -428,7 +450,7 @@ class ParameterStore:
         axis = owned[0].mesh.axes[0]
         cuts = [(each.shape, placement.dim) for each in owned if isinstance(placement := each.layout[0], Shard)]
         columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
-        own = next(iter(parts.values())).new_zeros(sum(columns))
+        own = torch.zeros(sum(columns), dtype=next(iter(parts.values())).dtype, device=owned[0].device)
         for column, part in zip(own.split(columns), parts.values(), strict=True):
             column[: part.numel()].view(part.shape).copy_(part)
         pending = axis.start_all_gather(own, 0, axis.size * len(own))

@@ -13,6 +13,7 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, Layout, shard, value_layout
 from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
+from alpa_strategy.runtime.host_link import HostLink, host_copy
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class ShardedParameter:
         module_shape: of the whole in the module: `shape`, or with its first two dims in one (a segmented weight).
         layout: of the values in storage, dims of `shape`.
         to_use, to_whole: from storage to where the step uses it, and to the whole on every device.
+        is_gathered_once: the step uses a copy on the device, `leaf`, which is made once per step.
+        link: of a parameter in host memory, once it is there.
         accumulator: autograd's node that adds to `grad`; kept alive, as it carries our hook.
         gathering: of the copy, begun with the step.
         leaf: the gathered copy, from the first use in a step to the optimizer's step.
@@ -47,6 +50,7 @@ class ShardedParameter:
     to_use: Reshard
     to_whole: Reshard
     is_gathered_once: bool
+    link: HostLink | None = None
     accumulator: torch.autograd.graph.Node | None = None
     gathering: Pending | None = None
     leaf: Tensor | None = None
@@ -87,13 +91,18 @@ class ShardedParameter:
             layout=plan.layout,
             to_use=Reshard(storage, used, shape, mesh),
             to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
-            is_gathered_once=plan.is_gathered_once and not of_replica,
+            is_gathered_once=not of_replica and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched)),
         )
 
     @property
     def is_whole(self) -> bool:
         """Whether every device of the mesh holds all of it."""
-        return not self.to_whole.forward_steps
+        return not self.to_whole.forward_steps and self.link is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is used, and its gradients are made."""
+        return self.parameter.device if self.link is None else self.link.device
 
     @property
     def local_shape(self) -> torch.Size:
@@ -119,13 +128,14 @@ class ShardedParameter:
         """
         if tensor.shape != self.local_shape:
             return tensor
-        return self.to_whole.values(self.in_step(tensor)).view(self.module_shape)
+        return self.to_whole.values(self.in_step(tensor.to(self.device))).view(self.module_shape)
 
     def shard_like(self, whole: Tensor) -> Tensor:
         """This device's part (`local_shape`, a copy) of a tensor of `module_shape`; other shapes as they are."""
         if whole.shape != self.module_shape:
             return whole
-        part = self._piece(whole, self.layout).clone(memory_format=torch.contiguous_format)
+        piece = self._piece(whole, self.layout)
+        part = piece.clone(memory_format=torch.contiguous_format) if self.link is None else host_copy(piece)
         return part.view(self.local_shape)
 
     def take_whole(self, whole: Tensor, part: Tensor) -> None:
@@ -155,11 +165,16 @@ class ShardedParameter:
         """Of the step's copy: a cast of every element is the same before the gathering, with fewer bytes to move."""
         return next(iter(self.read_in)) if len(self.read_in) == 1 else self.parameter.dtype
 
-    def begin_gathering(self) -> Pending:
-        """The gathering of the step's copy, begun now where it is not under way."""
+    def begin_gathering(self, part: Tensor | None = None) -> Pending:
+        """The gathering of the step's copy, begun now where it is not under way.
+
+        Args:
+            part: a copy on the device of what lies in host memory.
+        """
         if self.gathering is None:
             with torch.no_grad():
-                self.gathering = self.to_use.start(self.in_step(self.parameter.detach()).to(self.gather_dtype))
+                part = self.parameter.detach() if part is None else part
+                self.gathering = self.to_use.start(self.in_step(part).to(self.gather_dtype))
         return self.gathering
 
     # Its gradient in a step
@@ -208,11 +223,19 @@ class ShardedParameter:
 
     def no_gradient(self) -> Tensor:
         """Zeros, what this device adds where another has a gradient."""
-        return torch.zeros(self.used_shape, dtype=self.reduce_dtype, device=self.parameter.device)
+        device = self.device if self.is_gathered_once else self.parameter.device
+        return torch.zeros(self.used_shape, dtype=self.reduce_dtype, device=device)
 
     def put_gradient(self, grad: Tensor) -> None:
-        """Keep a reduced gradient, in addition to an earlier one that the user has not cleared."""
+        """Keep a reduced gradient, in addition to an earlier one that the user has not cleared.
+
+        In host memory it is there after `HostLink.settle`.
+        """
         grad = grad.view_as(self.parameter).to(self.parameter.dtype)
+        if self.link is not None:
+            grad = self.link.send(grad)
+            if self.complete is not None or self.parameter.grad is not None:
+                self.link.settle()
         if self.complete is not None:
             grad, self.complete = grad + self._dense(self.complete), None
         elif self.is_gathered_once and self.parameter.grad is not None:

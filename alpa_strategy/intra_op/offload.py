@@ -1,0 +1,162 @@
+"""Offload: what a device stores of a parameter, its gradient and the optimizer's state may lie in host memory.
+
+`with_offload` gives parameters every way to be stored a second time, so. What is used of one comes over the link to the
+host for each use (`ParameterPlan.is_fetched`), or once per step where its gradient is reduced once per step, and leaves
+no byte on the device but while it is in use. The optimizer steps on the host.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from alpa_strategy.cost.flops import is_plain_view
+from alpa_strategy.errors import OptionError
+from alpa_strategy.intra_op.build import IntraOp, OptionTables
+from alpa_strategy.intra_op.options import ParameterOptions, local_bytes
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.options import PlanOptions
+
+
+def can_be_offloaded(given: ParameterInput) -> bool:
+    """Whether there is anything of it to be fetched that a device computes with."""
+    return given.meta.dtype.is_floating_point and given.meta.num_elements > 0
+
+
+def pinned_offload(step: StepGraph, options: PlanOptions) -> frozenset[str] | None:
+    """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is solved.
+
+    Raises:
+        OptionError: a name of it is that of no parameter.
+    """
+    if options.offload is None:
+        return None
+    if isinstance(options.offload, bool):
+        return frozenset(p.name for p in step.parameters if options.offload and can_be_offloaded(p))
+    found: set[str] = set()
+    for pattern in options.offload:
+        own = {p.name for p in step.parameters if any(fnmatchcase(name, pattern) for name in p.names)}
+        if not own:
+            raise OptionError(
+                f"offload={pattern!r} names no parameter of the step",
+                "write true, false, or globs of parameter names such as "
+                + ", ".join(repr(p.name) for p in step.parameters[:3]),
+            )
+        found |= own
+    return frozenset(found)
+
+
+def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:
+    """`PlanOptions.offload` for a step that is planned around parameters that lie so already."""
+    return tuple(glob.escape(name) for name, plan in plans.items() if plan.on_host) or False
+
+
+def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] | None = None) -> IntraOp:
+    """The same problem with the ways that store parameters in host memory behind the others.
+
+    Args:
+        pinned: names of those that lie there, and no others do; None: solved.
+    """
+    parameters, twins = list(intra.parameters), dict[int, np.ndarray]()
+    for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
+        if can_be_offloaded(given) and (pinned is None or given.name in pinned):
+            host = tables.parameter(given, on_host=True)
+            again = 1.0 if _is_saved(intra, given) else 0.0
+            backward = again * host.fetch_seconds + host.return_seconds
+            host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
+            parameters[index] = _joined(own, host)
+            twins[index] = np.array([own.plans.index(replace(plan, on_host=False)) for plan in host.plans])
+    only = pinned is not None
+    return replace(
+        intra,
+        parameters=tuple(parameters),
+        problem=_extended(intra.problem, parameters, twins, only),
+        unrestricted=intra.unrestricted and _extended(intra.unrestricted, parameters, twins, False),
+    )
+
+
+def may_be_cheaper(intra: IntraOp) -> bool:
+    """Whether some parameter takes less time in host memory, whatever there is of the device's."""
+    for own in intra.parameters:
+        on_host = np.array([plan.on_host for plan in own.plans])
+        if on_host.any() and own.seconds[on_host].min() < own.seconds[~on_host].min():
+            return True
+    return False
+
+
+def with_host_price(intra: IntraOp, price: float) -> IntraOp:
+    """The same with so many seconds a byte of host memory added to what is minimised."""
+    choices = list(intra.problem.choices)
+    for index, own in enumerate(intra.parameters):
+        choices[index] = replace(choices[index], cost=choices[index].cost + price * own.host_bytes)
+    problem = replace(intra.problem, choices=tuple(choices))
+    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+
+def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
+    """Bytes of host memory that a device's parameters take."""
+    return sum(float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+
+
+def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
+    """Most bytes at once of copies from the host, or of their gradients: those between their first and last use, the
+    next, which is on its way, and one that is on its way back."""
+    alive = np.zeros(len(intra.step.ops) + 1)
+    largest = 0
+    for given, options, k in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
+        uses = [op for op, _ in intra.step.consumers.get(given.value, ())]
+        if options.plans[k].is_fetched and uses:
+            num_bytes = local_bytes(given.meta, options.sources[k], intra.mesh.shape)
+            alive[min(uses) : max(uses) + 1] += num_bytes
+            largest = max(largest, num_bytes)
+    return float(alive.max()) + 2 * largest
+
+
+def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
+    """Whether some op's backward needs the parameter: it is fetched once more then."""
+    return any(
+        intra.ops[op].saved.operands[position] or is_plain_view(intra.step.ops[op].call)
+        for op, position in intra.step.consumers.get(given.value, ())
+    )
+
+
+def _joined(own: ParameterOptions, host: ParameterOptions) -> ParameterOptions:
+    arrays: dict[str, Any] = {
+        f.name: np.concatenate([getattr(own, f.name), getattr(host, f.name)])
+        for f in fields(own)
+        if f.name not in ("plans", "sources")
+    }
+    return ParameterOptions(own.plans + host.plans, own.sources + host.sources, **arrays)
+
+
+def _extended(
+    problem: Problem, parameters: Sequence[ParameterOptions], twins: dict[int, np.ndarray], only: bool
+) -> Problem:
+    """`twins`: of each option in host memory, by parameter, the same one on the device."""
+
+    def choice(index: int, given: Choice) -> Choice:
+        if index not in twins:
+            return given
+        twin, seconds = twins[index], parameters[index].seconds
+        penalties = (given.cost - seconds[: len(given.cost)])[twin]  # what pins and named plans added
+        device = np.full(len(given.cost), np.inf) if only else given.cost
+        cost = np.concatenate([device, penalties + seconds[len(given.cost) :]])
+        return replace(given, cost=cost, memory=parameters[index].num_bytes)
+
+    def transfer(given: Transfer) -> Transfer:
+        if given.producer not in twins:
+            return given
+        return replace(given, source=np.concatenate([given.source, given.source[twins[given.producer]]]))
+
+    return replace(
+        problem,
+        choices=tuple(choice(i, given) for i, given in enumerate(problem.choices)),
+        transfers=tuple(map(transfer, problem.transfers)),
+    )
