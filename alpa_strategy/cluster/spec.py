@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from alpa_strategy.cluster.host import Host, read_host
 from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
 from alpa_strategy.cluster.topology import Level, Order, Topology, Way, read_levels, read_links
 from alpa_strategy.errors import ClusterError
@@ -68,20 +69,6 @@ class DeviceSpec:
         if kind == "attention_backward" and kind not in own:
             kind = "attention"
         return dict(own.get(kind, ())).get(dtype, self.efficiency)
-
-
-@dataclass(frozen=True)
-class Host:
-    """A node's host memory, where parameters with their optimizer's state, and activations, may lie.
-
-    link_bandwidth: bytes/s per direction of each device's way to it (PCIe, NVLink-C2C).
-    memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
-    node's devices share both.
-    """
-
-    link_bandwidth: float
-    memory_bytes: float
-    memory_bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -208,7 +195,7 @@ class ClusterSpec:
             links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
             levels=read_levels(fields),
             order=_read_order(fields),
-            host=_read_host(fields),
+            host=read_host(fields),
         )._checked()
 
     def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
@@ -349,10 +336,7 @@ class ClusterSpec:
 
     @property
     def _host_share(self) -> Host | None:
-        if (host := self.host) is None:
-            return None
-        count = self.devices_per_node
-        return replace(host, memory_bytes=host.memory_bytes / count, memory_bandwidth=host.memory_bandwidth / count)
+        return self.host and self.host.share(self.devices_per_node)
 
     @cached_property
     def _meshes(self) -> dict[tuple[tuple[int, ...], int], LogicalMesh]:
@@ -421,7 +405,6 @@ class ClusterSpec:
 
 CLUSTER_FIELDS = tuple(name for name in ClusterSpec.__dataclass_fields__ if name != "links")  # of `intra_node`
 DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
-HOST_FIELDS = tuple(Host.__dataclass_fields__)
 LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
 _LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
@@ -468,17 +451,6 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
         shares = kinds.section(kind, DTYPES, expected)
         found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.names())))
     return tuple(found)
-
-
-def _read_host(fields: Fields) -> Host | None:
-    if "host" not in fields:
-        return None
-    host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
-    return Host(
-        link_bandwidth=host.number("link_bandwidth", "bytes/s between a device and host memory, for example 25e9"),
-        memory_bytes=host.number("memory_bytes", "bytes of a node's host memory that may be used, for example 1e12"),
-        memory_bandwidth=host.number("memory_bandwidth", "bytes/s of a node's host memory, for example 200e9"),
-    )
 
 
 def _read_order(fields: Fields) -> str | Order:

@@ -43,6 +43,7 @@ from alpa_strategy.inter_op.layer_matrix import (
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.subgraph import crossing_values, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
+from alpa_strategy.intra_op.offload import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
@@ -226,9 +227,10 @@ def run_parts(
         number.setdefault(structure(layer, job.options, end), len(number))
         for layer, end in zip(layers, ends, strict=True)
     ]
-    problems, passing = [], []
+    problems, passing, on_host = [], [], pinned_offload(job.graph, job.options, job.cluster.host)
     for first in map(kinds.index, range(len(number))):
         intra = restrict(stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer)
+        intra = with_offload(intra, tables, on_host) if on_host else intra
         problems.append(follow_leaders(take_apart(intra, tables), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
 

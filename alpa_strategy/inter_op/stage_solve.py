@@ -141,7 +141,7 @@ class StageSolver:
     def __init__(self, job: CostJob) -> None:
         self.job = job
         self._again = pinned_again(job.graph, job.options)
-        self._on_host = pinned_offload(job.graph, job.options)
+        self._on_host = pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
@@ -208,16 +208,7 @@ class StageSolver:
         return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
 
     def _pinned(self, intra: IntraOp, tables: OptionTables) -> IntraOp:
-        """With what the user wants to be made again, and in host memory.
-
-        Raises:
-            PlanError: nothing is known of the way there.
-        """
-        if self._on_host and tables.mesh.host is None:
-            raise PlanError(
-                f"offload={self.job.options.offload!r}, and the cluster has no way to host memory",
-                "write `host:` with link_bandwidth, memory_bytes and memory_bandwidth into its file",
-            )
+        """With what the user wants to be made again, and in host memory."""
         intra = with_offload(intra, tables, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import is_plain_view
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.options import ParameterOptions, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer
@@ -30,12 +31,17 @@ def can_be_offloaded(given: ParameterInput) -> bool:
     return given.meta.dtype.is_floating_point and given.meta.num_elements > 0
 
 
-def pinned_offload(step: StepGraph, options: PlanOptions) -> frozenset[str] | None:
+def pinned_offload(step: StepGraph, options: PlanOptions, host: Host | None) -> frozenset[str] | None:
     """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is solved.
 
     Raises:
-        OptionError: a name of it is that of no parameter.
+        OptionError: a name of it is that of no parameter. PlanError: there is no `host`.
     """
+    if options.offload and host is None:
+        raise PlanError(
+            f"offload={options.offload!r}, and the cluster has no way to host memory",
+            "write `host:` with link_bandwidth, memory_bytes and memory_bandwidth into its file",
+        )
     if options.offload is None:
         return None
     if isinstance(options.offload, bool):

@@ -124,7 +124,7 @@ def _choose(
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
         return _where_one_stage_fails(task, of_stages, error)
-    one = _or_data_parallel(one, task)
+    one = _or_on_devices(_or_data_parallel(one, task), task, of_stages)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
     ideal = divided_seconds(task.step, task.cluster, task.op_costs)
@@ -146,7 +146,8 @@ def _asked_for(task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
 
 
 def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:
-    """A pipeline, or one stage whose spans are made again; `error` where none fits."""
+    """A pipeline, or one stage whose spans are made again, or either with all state in host memory; `error` where none
+    fits."""
     if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
             return plan_pipeline(of_stages())
@@ -156,7 +157,29 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
         alone = replace(task.options, num_stages=1, num_microbatches=1)
         with suppress(PlanError):
             return replace(plan_pipeline(replace(of_stages(), options=alone)), fingerprint=task.fingerprint)
+    if task.options.offload is None and task.cluster.host is not None and _may_be_pipelined(task):
+        on_host = replace(of_stages(), options=replace(task.options, offload=True))
+        with suppress(PlanError):
+            return replace(plan_pipeline(on_host), fingerprint=task.fingerprint)
     raise error
+
+
+def _or_on_devices(one: Plan, task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
+    """The solved stage, or what keeps all on the devices, where that is faster: a pipeline, spans that are made again.
+
+    What is offloaded is solved with the layouts of one stage that makes single results again.
+    """
+    offloads = any(how.on_host for stage in one.stages for how in stage.parameter_plans.values())
+    if not offloads or task.options.offload is not None:
+        return one
+    without = replace(task.options, offload=False)
+    try:
+        other = _where_one_stage_fails(
+            replace(task, options=without), lambda: replace(of_stages(), options=without), DoesNotFitError("")
+        )
+    except PlanError:
+        return one
+    return other if other.predicted.step_seconds < one.predicted.step_seconds else one
 
 
 def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:

@@ -442,7 +442,12 @@ class ParameterStore:
         along one axis. Collective; what it gives waits, without communication of its own."""
         known = [self._known[parameter].owned for parameter in parts]
         owned = [
-            each for each in known if each is not None and len(each.layout) == 1 and each.shape == each.module_shape
+            each
+            for each in known
+            if each is not None
+            and len(each.layout) == 1
+            and isinstance(each.layout[0], Shard)
+            and each.shape == each.module_shape
         ]
         if self._is_split or len(owned) < len(known):
             values = [self.gather_like(parameter, part) for parameter, part in parts.items()]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from equality.harness import assert_same, record
+import torch
+from checkpoint.runs import Keep, assert_bitwise, checkpoint_at, fit
+from equality.harness import Rows, assert_same, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import MODELS
+from quiet import QUIET
+from rich.console import Console
+from torch.utils.data import DataLoader
 
-from alpa_strategy import ClusterSpec, Plan
+from alpa_strategy import AlpaStrategy, ClusterSpec, Plan, PlanOptions, make_plan
+from alpa_strategy.display.table import plan_table
+from alpa_strategy.errors import DoesNotFitError, OptionError, PlanError
 
 SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 6, "seq_len": 2}
 HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
@@ -77,3 +90,135 @@ def test_every_parameter_in_host_memory(pool, tmp_path: Path, world_size: int, o
     arguments = {"accumulate": 2, "clip": 0.1}
     for plan in assert_trains_as_one_device(pool, tmp_path, world_size, {"offload": True, **options}, arguments):
         assert on_host(plan) == {name for stage in plan.stages for name in stage.parameter_plans}
+
+
+def resume(folder: str, first: dict[str, Any], then: dict[str, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Two steps under `first`, saved, and two more under `then`; and the four under `then`: (resumed, undisturbed)."""
+    fit(folder, first, 1, 2, callbacks=[Keep(f"{folder}/kept", 2)])
+    _, _, resumed = fit(folder, then, 1, 4, ckpt_path=checkpoint_at(folder, 2))
+    _, _, undisturbed = fit(f"{folder}/whole", then, 1, 4)
+    return resumed, {step: undisturbed[step] for step in resumed}
+
+
+@pytest.mark.parametrize("offloads_first", [True, False])
+def test_a_checkpoint_resumes_with_and_without(pool, tmp_path: Path, offloads_first: bool) -> None:
+    ways = [{"checkpoint": "sharded", "offload": offloads} for offloads in (offloads_first, not offloads_first)]
+    ((resumed, undisturbed),) = pool.run(1, resume, str(tmp_path), *ways)
+    assert_bitwise(resumed, undisturbed)
+
+
+class Validated(MODELS["llama"]):
+    """With evaluation steps, a callback's view of the parameters, and frozen ones."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.blocks[0].requires_grad_(False)
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch["input_ids"])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(sum(p.square().sum() for p in self.parameters())))
+
+
+def validate(strategy: dict[str, Any] | None, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Validated(**SIZES)
+    data = Rows(model.example_batch(24, torch.Generator().manual_seed(2)))
+    given = {} if strategy is None else {"strategy": AlpaStrategy(**strategy)}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1 if strategy is None else world_size, max_epochs=1, precision="64-true",
+        use_distributed_sampler=False, **QUIET,
+        **given,
+    )  # fmt: skip
+    trainer.fit(model, *(DataLoader(data, 8 if strategy is None else 8 // world_size, shuffle=False) for _ in range(2)))
+    return {"seen": model.seen, "loss": float(trainer.callback_metrics["val_loss"])}
+
+
+@pytest.mark.parametrize("limit", [None, LIMIT], ids=["room", "on use"])
+def test_evaluation_and_hooks_see_whole_parameters(pool, tmp_path: Path, limit: float | None) -> None:
+    given = {"cluster": cluster_file(tmp_path, 1), "plan_dir": str(tmp_path), "offload": True, "memory_limit": limit}
+    (run,) = pool.run(1, validate, given, 1)
+    (plain,) = pool.run(1, validate, None, 1, init_group=False)
+    assert run["loss"] == pytest.approx(plain["loss"], rel=1e-9)
+    assert run["seen"] == pytest.approx(plain["seen"], rel=1e-9)
+
+
+# What is planned, without a Trainer
+
+
+def planned(folder: Path, num_devices: int = 1, link_bandwidth: float = 25e9, **options: Any) -> Plan:
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = MODELS["llama"](**SIZES)
+        cluster = ClusterSpec.load(cluster_file(folder, num_devices, link_bandwidth=link_bandwidth))
+        return make_plan(module, module.example_batch(8 // num_devices), cluster, PlanOptions.from_user(**options))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path) -> None:
+    assert not on_host(planned(tmp_path))
+
+
+@settings(max_examples=6, deadline=None)
+@given(share=st.floats(0.3, 1.1), rate=st.sampled_from([1e9, 25e9, 1e12]))
+def test_to_be_allowed_to_offload_never_costs_time(tmp_path_factory, share: float, rate: float) -> None:
+    folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes()
+    common = {"memory_limit": limit, "link_bandwidth": rate, "num_stages": 1}
+    allowed = planned(folder, **common)
+    assert allowed.predicted.peak_bytes <= limit
+    with contextlib.suppress(DoesNotFitError):
+        without = planned(folder, offload=False, **common)
+        assert allowed.predicted.step_seconds <= without.predicted.step_seconds * (1 + 1e-9)
+
+
+def test_less_of_the_host_is_used_where_it_has_less(tmp_path: Path) -> None:
+    options = {"memory_limit": 0.5 * state_bytes(), "num_stages": 1}
+    much = planned(tmp_path, **options)
+    spec = ClusterSpec.load(cluster_file(tmp_path, 1))
+
+    def with_host(num_bytes: float) -> Plan:
+        cluster = replace(spec, host=replace(spec.host, memory_bytes=num_bytes))
+        module = MODELS["llama"](**SIZES).double()
+        return make_plan(module, module.example_batch(8), cluster, PlanOptions(**options))
+
+    def used(plan: Plan) -> int:
+        sizes = {name: p.numel() for name, p in MODELS["llama"](**SIZES).named_parameters()}
+        return sum(sizes[name] for name in on_host(plan)) * 8 * 4
+
+    assert used(much) > 0
+    tight = with_host(1.001 * used(much))
+    assert used(tight) <= 1.001 * used(much)
+    with pytest.raises(DoesNotFitError, match="host memory"):
+        with_host(1000)
+
+
+def test_pins_and_the_plan_file(tmp_path: Path) -> None:
+    plan = planned(tmp_path, offload=["blocks.1.*", "embed.weight"])
+    assert on_host(plan) == {n for n in plan.stages[0].parameter_plans if n.startswith(("blocks.1.", "embed"))}
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.to_dict()["stages"][0]["parameters"]["embed.weight"].endswith(" on host")
+    assert "in host memory" in text_of(plan)
+    assert on_host(planned(tmp_path, offload=True)) == set(plan.stages[0].parameter_plans)
+    assert PlanOptions.from_user(offload="auto").offload is None
+    with pytest.raises(OptionError, match="names no parameter"):
+        planned(tmp_path, offload="nothing.*")
+    with pytest.raises(OptionError, match="neither whether nor what"):
+        PlanOptions.from_user(offload=3)
+    with pytest.raises(DoesNotFitError):
+        planned(tmp_path, offload=False, memory_limit=LIMIT)
+    module = MODELS["llama"](**SIZES)
+    bare = replace(ClusterSpec.load(cluster_file(tmp_path, 1)), host=None)
+    with pytest.raises(PlanError, match="no way to host memory"):
+        make_plan(module, module.example_batch(8), bare, PlanOptions(offload=True))
+
+
+def text_of(plan: Plan) -> str:
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(plan_table(plan))
+    return console.export_text()
