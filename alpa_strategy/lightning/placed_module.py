@@ -219,8 +219,9 @@ class PlacedModule(ABC):
     def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
         """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
         whole = self._whole_bytes(self.store.parameters)
-        parts = sum(p.numel() * p.element_size() for p in self.store.parameters)
-        state = sum(p.numel() for p in self.store.parameters) * self._optimizer_info.state_bytes
+        here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
+        parts = sum(p.numel() * p.element_size() for p in here)
+        state = sum(p.numel() for p in here) * self._optimizer_info.state_bytes
         return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
 
     def no_room_for_evaluation(self) -> str | None:
