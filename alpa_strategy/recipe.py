@@ -118,12 +118,6 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
     return _instantiate(recipe, recipe.data, "data")
 
 
-def build_callbacks(recipe: Recipe) -> list[Any]:
-    """The callbacks that the recipe's Trainer would have."""
-    built = _instantiate(recipe, recipe.trainer.get("callbacks") or [], "trainer.callbacks")
-    return built if isinstance(built, list) else [built]
-
-
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
     """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
     arguments = {key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
+from alpa_strategy.cluster.host import Host
 from alpa_strategy.cluster.spec import (
     NOMINAL,
     ClusterSpec,
@@ -40,6 +42,7 @@ CPU = torch.device("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
+HOST_BYTES, HOST_SHARE = 2**27, 0.9  # of a copy that times the way; of host memory that may be used
 NO_SLOWDOWN = 1.1  # up to here it is noise
 
 
@@ -125,12 +128,30 @@ def measure_cluster(
         inter_node=_fit_link(tables, num_nodes, devices_per_node, across=True) or NOMINAL.inter_node,
         tables=tuple(tables),
         measured=True,
+        host=measure_host(whole, device, devices_per_node),
     )
     try:
         write_json(path, cluster.to_dict())
     except OSError as error:  # costs the next job its time, not this one
         logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
     return cluster
+
+
+def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) -> Host | None:
+    """The nodes' host memory and the way to it, while all devices use it at once, as they do in a step.
+
+    None on CPUs, whose memory it is.
+    """
+    if device.type != "cuda":
+        return None
+    pinned = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    there, here = torch.empty_like(pinned, device=device), torch.empty_like(pinned)
+    clock, best = _AgreedClock(mesh, device), [math.inf] * 3
+    for _ in range(ROUNDS):
+        for way, (target, source) in enumerate(((there, pinned), (pinned, there), (here, pinned))):
+            best[way] = min(best[way], clock.time(lambda t=target, s=source: t.copy_(s)))  # type: ignore[misc]
+    (memory,) = _agreed_max(mesh, [-psutil.virtual_memory().total * HOST_SHARE], device)
+    return Host(HOST_BYTES / max(best[:2]), -memory, 2 * HOST_BYTES * devices_per_node / best[2])
 
 
 def stored_path(folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:

@@ -26,7 +26,7 @@ from alpa_strategy.inter_op.stage_problem import (
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
-from alpa_strategy.intra_op.offload import host_bytes, may_be_cheaper, pinned_offload, with_host_price, with_offload
+from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
@@ -256,9 +256,8 @@ class StageSolver:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
         host = priced.tables.mesh.host
         assert host is not None
-        offloading = free = priced.offloading()
-        if may_be_cheaper(free.intra):
-            offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
+        free = priced.offloading()
+        offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
             need = host_bytes(offloading.intra, found.solution.assignment)

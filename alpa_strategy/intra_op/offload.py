@@ -88,15 +88,6 @@ def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] |
     )
 
 
-def may_be_cheaper(intra: IntraOp) -> bool:
-    """Whether some parameter takes less time in host memory, whatever there is of the device's."""
-    for own in intra.parameters:
-        on_host = np.array([plan.on_host for plan in own.plans])
-        if on_host.any() and own.seconds[on_host].min() < own.seconds[~on_host].min():
-            return True
-    return False
-
-
 def with_host_price(intra: IntraOp, price: float) -> IntraOp:
     """The same with so many seconds a byte of host memory added to what is minimised."""
     choices = list(intra.problem.choices)
