@@ -332,11 +332,7 @@ class ClusterSpec:
                 link = Link(self.inter_node.latency, bandwidth)
             found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
             axes.append(MeshAxis(size, stride, link, found, *self._hops(size, together if groups else size)))
-        return LogicalMesh(shape, tuple(axes), self.overlap, self._host_share)
-
-    @property
-    def _host_share(self) -> Host | None:
-        return self.host and self.host.share(self.devices_per_node)
+        return LogicalMesh(shape, tuple(axes), self.overlap, self.host and self.host.share(self.devices_per_node))
 
     @cached_property
     def _meshes(self) -> dict[tuple[tuple[int, ...], int], LogicalMesh]:
@@ -356,7 +352,9 @@ class ClusterSpec:
                 hops = self._hops(count, min(way.together for way in ways))
                 exchange = float(min(way.exchange for way in ways))
                 axes.append(MeshAxis(count, strides(shape)[axis], link, (), *hops, exchange))
-            self._meshes[shape, size] = LogicalMesh(shape, tuple(axes), self.overlap, self._host_share)
+            self._meshes[shape, size] = LogicalMesh(
+                shape, tuple(axes), self.overlap, self.host and self.host.share(self.devices_per_node)
+            )
         return self._meshes[shape, size]
 
     def _hops(self, size: int, together: int) -> tuple[float, float]:

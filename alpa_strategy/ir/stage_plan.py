@@ -146,14 +146,10 @@ class ParameterPlan:
         return any(mode.is_gathered_once for mode in self.modes)
 
     @property
-    def is_complete_at_once(self) -> bool:
-        """Whether its gradient is complete when autograd has made it: it needs no once-per-step reduction."""
-        return all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes)
-
-    @property
     def is_fetched(self) -> bool:
-        """Whether it is copied from host memory for each use; else once per step, as its gradient is reduced so."""
-        return self.on_host and self.is_complete_at_once
+        """Whether it is copied from host memory for each use: its gradient is complete when autograd has made it. Else
+        it comes once per step, as its gradient is reduced once per step."""
+        return self.on_host and all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes)
 
     def step_layout(self, requires_grad: bool = True) -> DualLayout:
         """The dual layout in which the stored parameter enters the step and leaves its gradient."""
