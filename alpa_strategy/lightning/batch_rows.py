@@ -28,6 +28,7 @@ from alpa_strategy.capture.python_state import fields_kept, patched, places_of
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.user_code import mentioned_names
 from alpa_strategy.lightning.checks import is_overridden
 from alpa_strategy.lightning.digests import REPLICA
 
@@ -36,6 +37,7 @@ Kind = Literal["rows", "same", "own"]
 
 MAX_LEAVES = 4096
 _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
+_NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -101,8 +103,8 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
         path: _kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves.items()
     }
     rows = [path for path, kind in found.items() if kind == "rows" and leaves[path].layout is torch.strided]
-    is_repeatable = all(torch.equal(more[path], repeated[path]) for path in rows)
-    if is_repeatable and not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
+    rows = [path for path in rows if torch.equal(more[path], repeated[path])]  # others are drawn at random
+    if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
         found |= {p: "own" for p in rows if _counts(leaves[p]) and not torch.equal(more[p][1:], leaves[p])}
     return list(found.values())
 
@@ -129,15 +131,9 @@ def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
 
 
 def _numbers_rows(leaf: Tensor, more: Tensor, count: int) -> bool:
-    """Whether the values number the rows of their own batch: all go up by one where a sample is put before the others,
-    or they are a permutation of its rows."""
-    if not _counts(leaf):
-        return False
-    if leaf.numel() > 0 and bool((more[1:].long() - leaf.long() == 1).all()):
-        return True
-    return leaf.ndim == 1 and all(
-        torch.equal(each.sort().values.long(), torch.arange(size)) for each, size in ((leaf, count), (more, count + 1))
-    )
+    """Whether the values are a permutation of the rows of their own batch."""
+    pairs = ((leaf, count), (more, count + 1))
+    return _counts(leaf) and leaf.ndim == 1 and all(each.sort()[0].tolist() == list(range(n)) for each, n in pairs)
 
 
 def watch(loader: Any) -> Any:
@@ -213,27 +209,31 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
 
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:
     """NotRowsError where a step of all ranks' batches computes with a number that says how many rows a rank has, an
-    attribute or in the batch: with all ranks' rows in its place, `again`, which captures, gives another graph."""
+    attribute or in the batch, or with the number of ranks: with all ranks' rows in its place, or one rank, `again`,
+    which captures, gives another graph."""
+
+    def is_same(batch: Any, patches: Iterable[tuple[Any, str, Any]]) -> bool:
+        with patched(patches):
+            try:
+                return replace(again(batch), logs=()).graph_digest == replace(step, logs=()).graph_digest
+            except Exception:  # of the user's code, that was not written for so many rows
+                return False
+
     rows = step.batch_size // world_size()
     places = places_of(module, rows, _BATCH_SIZE)
     read = {index for index, text in step.leaves if text == value_text(rows)}
-    if not places and not read:
-        return
     paths, spec = pytree.tree_flatten_with_path(batch)
     others = pytree.tree_unflatten([step.batch_size if i in read else leaf for i, (_, leaf) in enumerate(paths)], spec)
-    with patched([(*place, step.batch_size) for place in places]):
-        try:
-            other = again(others)
-            is_same = replace(other, logs=()).graph_digest == replace(step, logs=()).graph_digest
-        except Exception:  # of the user's code, that was not written for so many rows
-            is_same = False
-    if not is_same:
+    if (places or read) and not is_same(others, [(*place, step.batch_size) for place in places]):
         names = sorted({name for _, name in places} | {f"the batch's leaf {pytree.keystr(paths[i][0])}" for i in read})
         raise NotRowsError(
             f"the step computes with {' or '.join(names)} = {rows}, the rows of this rank's batch, and would have the "
             f"{step.batch_size} of all ranks (a number taken from a tensor of the batch, `x.size(0)`, would be theirs)",
             REPLICA,
         )
+    ranks = [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
+    if _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks):
+        raise NotRowsError(f"the step computes with the number of ranks, {world_size()}, as DDP has it", REPLICA)
 
 
 def _of(names: Iterable[str]) -> str:

@@ -207,7 +207,9 @@ class CountsRows(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.hparams.where != "log":
+        if self.hparams.where == "log":
+            assert self.trainer.world_size == torch.distributed.get_world_size()  # computes nothing with it
+        else:
             size = batch["count"] if self.hparams.where == "leaf" else self.hparams.batch_size
             loss = loss * size / len(batch["x"])
         self.log("loss", loss, batch_size=self.hparams.batch_size)

@@ -526,6 +526,18 @@ class Functions(Program):
         return torch.func.vmap(task)(x, label).mean() + tangent.square().mean() + jacobian.square().mean()
 
 
+class TimesRanks(Program):
+    """A sum over rows, times the ranks that DDP will divide it by."""
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), label, reduction="sum") * self.trainer.world_size
+
+
+class TimesRanksByGroup(Program):
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), label, reduction="sum") * torch.distributed.get_world_size()
+
+
 class LengthsLater(Program):
     """Batches of one shape at first, then of shapes that differ between the ranks."""
 
@@ -632,6 +644,8 @@ PROGRAMS = {
         Annealed,
         SparseAdjacency,
         Functions,
+        TimesRanks,
+        TimesRanksByGroup,
         LengthsLater,
         ManyLengths,
         SparseTables,
