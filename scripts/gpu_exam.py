@@ -215,6 +215,7 @@ def memory(exam: Exam, add: Add) -> None:
         ("recomputed", {"remat": True}),
         ("4 micro-batches", {"num_microbatches": 4, "remat": False}),
         ("4 micro-batches, recomputed", {"num_microbatches": 4, "remat": True}),
+        ("state in host memory", {"offload": True, "remat": False}),
     ]
     for precision in ("bf16-mixed", "32-true"):
         for name, options in cases:
@@ -231,6 +232,23 @@ def memory(exam: Exam, add: Add) -> None:
                 text = f"planned {format_bytes(planned)}"
                 text += "" if ratio is None else f", peak {format_bytes(peak)}, {ratio:.3f} x"
                 add(None, verdict(ratio is None or 0.8 <= ratio <= 1.1), text, ratio=ratio, **figures)
+
+
+def offload(exam: Exam, add: Add) -> None:
+    """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's scaler included."""
+    for precision in ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed"):
+        with each(add, precision), deterministic():
+            found = []
+            for strategy in ("auto", alpa(offload=True)):
+                pl.seed_everything(0, verbose=False)
+                model, rows, batch = gpt(exam)
+                losses = Losses()
+                fit(exam, model, rows, batch, strategy, precision, callbacks=[losses])
+                found.append((losses.values(), weights(model)))
+            plain, mine = found
+            apart = difference(mine[1], plain[1]), losses_apart(mine[0], plain[0])
+            text = f"weights {apart[0]:.1e}, losses {apart[1]:.1e}"
+            add(None, verdict(max(apart) <= TOLERANCES[precision]), text, weights=apart[0], losses=apart[1])
 
 
 def checkpoint(exam: Exam, add: Add) -> None:
@@ -260,6 +278,8 @@ PLANS: dict[str, Row] = {
     "zero bubble": {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
     "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
     "selective recomputation": {"parallel": "zero2", "remat": "selective"},
+    "zero2, offloaded": {"parallel": "zero2", "offload": True},
+    "zero3, offloaded": {"parallel": "zero3", "offload": True},
     # Both ranks load the same rows: the mean of their gradients is one process's.
     "as written": {"capture": "never", "batch_scope": "replica", "parallel": "data"},
     "as written, zero3": {"capture": "never", "batch_scope": "replica", "parallel": "zero3"},
@@ -271,7 +291,7 @@ def ranks(exam: Exam, add: Add) -> None:
     jobs = [{"plan": name, "steps": 5, "precision": "64-true", "resume": False} for name in PLANS]
     # In float32: Lightning reads a checkpoint into float32 parameters before it makes them float64.
     again = {"precision": "32-true", "resume": True}
-    jobs += [{**job, **again} for job in jobs if job["plan"] in ("zero3", "pipeline")]
+    jobs += [{**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")]
     reference = _one_process(exam)
     for job, found in _two_ranks(exam, jobs):
         with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
@@ -289,7 +309,7 @@ def ranks(exam: Exam, add: Add) -> None:
 
 def streams(exam: Exam, add: Add) -> None:
     """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the same numbers."""
-    names = ("data", "zero2", "zero3", "pipeline", "as written, zero3")
+    names = ("data", "zero2", "zero3", "pipeline", "as written, zero3", "zero2, offloaded", "zero3, offloaded")
     jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
     free = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
     blocking = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
@@ -381,6 +401,7 @@ PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
     "memory": (memory, 120),
     "roofline": (roofline, 90),
     "checkpoint": (checkpoint, 60),
+    "offload": (offload, 60),
     "streams": (streams, 150),
     "nccl": (nccl, 60),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_exam.py"
-PARTS = {"environment", "equality", "speed", "memory", "checkpoint", "nccl", "ranks", "streams", "roofline"}
+PARTS = {"environment", "equality", "speed", "memory", "checkpoint", "offload", "nccl", "ranks", "streams", "roofline"}
 
 
 @pytest.mark.slow

@@ -151,10 +151,12 @@ def test_evaluation_and_hooks_see_whole_parameters(pool, tmp_path: Path, limit: 
 # What is planned, without a Trainer
 
 
-def planned(folder: Path, num_devices: int = 1, link_bandwidth: float = 25e9, **options: Any) -> Plan:
+def planned(
+    folder: Path, num_devices: int = 1, link_bandwidth: float = 25e9, num_layers: int = 6, **options: Any
+) -> Plan:
     torch.set_default_dtype(torch.float64)
     try:
-        module = MODELS["llama"](**SIZES)
+        module = MODELS["llama"](**{**SIZES, "num_layers": num_layers})
         cluster = ClusterSpec.load(cluster_file(folder, num_devices, link_bandwidth=link_bandwidth))
         return make_plan(module, module.example_batch(8 // num_devices), cluster, PlanOptions.from_user(**options))
     finally:
@@ -165,11 +167,12 @@ def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path) -> None:
     assert not on_host(planned(tmp_path))
 
 
-@settings(max_examples=6, deadline=None)
-@given(share=st.floats(0.3, 1.1), rate=st.sampled_from([1e9, 25e9, 1e12]))
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
+@given(share=st.floats(0.5, 1.2), rate=st.sampled_from([1e9, 25e9, 1e12]))
 def test_to_be_allowed_to_offload_never_costs_time(tmp_path_factory, share: float, rate: float) -> None:
-    folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes()
-    common = {"memory_limit": limit, "link_bandwidth": rate, "num_stages": 1}
+    folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes() / 3  # two of six layers
+    common = {"memory_limit": limit, "link_bandwidth": rate, "num_stages": 1, "num_layers": 2}
     allowed = planned(folder, **common)
     assert allowed.predicted.peak_bytes <= limit
     with contextlib.suppress(DoesNotFitError):
