@@ -170,18 +170,18 @@ class Planner:
         return self.stages(lambda m, a, b: True, parallel="data")
 
     def megatron(self) -> Plan:
-        """Equal layers on equal meshes, the best of data x tensor grids with tensor parallelism within a node."""
+        """As many layers (or one more) on each of equal meshes: the best data x tensor grid, tensor within a node."""
         found = []
         L, D = self.job.num_layers, self.cluster.num_devices
         for m, mesh in enumerate(self.meshes):
             devices = math.prod(mesh)
             count = D // devices
-            if D % devices or L % count:
+            if D % devices or count > L:
                 continue
-            size = L // count
+            sizes = {L // count, -(-L // count)}  # ends of the model may be a layer of their own
 
-            def equal(i: int, a: int, b: int, m: int = m, size: int = size) -> bool:
-                return i == m and a % size == 0 and b == a + size
+            def equal(i: int, a: int, b: int, m: int = m, sizes: set[int] = sizes) -> bool:
+                return i == m and b - a in sizes
 
             for tensor in [t for t in (1, 2, 4, 8) if devices % t == 0]:
                 data = devices // tensor

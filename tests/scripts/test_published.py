@@ -59,3 +59,14 @@ def test_more_work_takes_longer_and_more_memory():
 def test_ranks():
     assert published.rank_correlation([(1, 10), (2, 30), (3, 20)]) == pytest.approx(0.5)
     assert published.percentile([1, 2, 3, 4], 0.5) == 2
+
+
+def test_the_rank_that_is_possible_is_said_where_one_configuration_has_several_values():
+    """Three rows, two of them priced alike: Spearman's is at most 0.866. Two that are alike in all give nothing."""
+    cases = [rows.express(row(tokens_per_s_per_gpu=speed)) for speed in (40000, 50000)]
+    other = rows.express(row(tokens_per_s_per_gpu=60000, micro_batch=4, grad_accum=1))
+    one, two, three = (price.Prediction(seconds, 0.0, True, {}) for seconds in (1.0, 1.0, 0.5))
+    (line,) = published.ties([(cases[0], one), (cases[1], two), (other, three)])
+    assert "40000 and 50000 tokens/s" in line
+    assert line.endswith("no more than 0.866")
+    assert not published.ties([(cases[0], one), (other, three)])
