@@ -264,10 +264,8 @@ class StageSolver:
             if need <= host.memory_bytes:
                 return found, offloading
             offloading = replace(free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth))
-        raise DoesNotFitError(
-            f"parameters in host memory need {format_bytes(need)} of a device's share, "
-            f"{format_bytes(host.memory_bytes)}"
-        )
+        needed, share = format_bytes(need), format_bytes(host.memory_bytes)
+        raise DoesNotFitError(f"parameters in host memory need {needed} of a device's share, {share}")
 
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
         cost = cost_of(stage, solution.assignment, working_bytes(stage.intra, solution.assignment))
