@@ -36,6 +36,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 BY_TENSOR_SECONDS = 2.0  # equal layers make many equal choices of what to keep: proving the last 1 % takes minutes
+OFFLOADING_SIZE = 16  # devices up to which offload is solved: with 64, planning took a sixth longer
 HOST_PRICES = 8  # of host memory that are tried, each twice the one before
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
 
@@ -224,7 +225,8 @@ class StageSolver:
         wish, stage = priced.wish, priced.finest
         if self.job.keeps_by_tensor and not self._fits(stage, priced.free, wish):
             priced = priced.recomputing()
-        may_offload = self._on_host is None and self.job.is_whole_batch and priced.tables.mesh.host is not None
+        mesh, is_open = priced.tables.mesh, self._on_host is None and self.job.is_whole_batch
+        may_offload = is_open and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
         try:
             found = self._solve(priced, cutoff)
             if may_offload and found.solution is not priced.free:

@@ -68,15 +68,14 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
 
     Args:
         pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
-        by_tensor: whether activations may be made again, and parameters offloaded, where the options leave that open.
+        by_tensor: whether activations may be made again where the options leave that open.
 
     Raises:
         PlanError: nothing fits, with the reason for every logical mesh.
     """
     fingerprint = task.fingerprint
-    if not by_tensor:
-        remat, offload = (False if given is None else given for given in (task.options.remat, task.options.offload))
-        task = replace(task, options=replace(task.options, remat=remat, offload=offload))
+    if task.options.remat is None and not by_tensor:
+        task = replace(task, options=replace(task.options, remat=False))
     task = replace(task, costs=task.op_costs)
     check_placements(task.step, task.options)
     solver = StageSolver(_whole_batch(task))
