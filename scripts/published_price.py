@@ -256,7 +256,8 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     per_node = min(num_devices, case.cluster.devices_per_node)
     submesh = num_devices // per_node, per_node
     size = 2 * case.rows * case.dp * case.model["seq_len"] * case.model["dim"]
-    link = boundary_link(submesh, submesh, case.cluster)
+    crosses_nodes = submesh[0] > 1 or 2 * submesh[1] > case.cluster.devices_per_node
+    link = boundary_link(submesh, submesh, case.cluster, crosses_nodes)
     wire = 2 * (link.latency + size / link.bandwidth) if stages > 1 else 0.0
     seconds = simulated_seconds(
         schedule, case.pp, case.num_microbatches, costs, [False] * stages, [wire] * (stages - 1) + [0.0],

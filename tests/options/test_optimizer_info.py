@@ -9,6 +9,7 @@ from alpa_strategy.planner.optimizer_info import (
     experiment,
     inspect_optimizer,
     optimizer_info_of,
+    wants_sparse_gradients,
 )
 
 OPTIMIZERS = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD"]
@@ -23,6 +24,12 @@ def parameter() -> list[torch.nn.Parameter]:
 def test_known_element_wise_optimizers_pass_the_experiment(kind: type) -> None:
     info = experiment(kind(parameter(), lr=0.1))
     assert info.element_wise
+
+
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.LBFGS, torch.optim.SparseAdam], ids=lambda k: k.__name__)
+def test_sparse_gradients_alone_are_wanted_by_sparse_adam(kind: type) -> None:
+    settings = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True} if kind is torch.optim.SGD else {}
+    assert wants_sparse_gradients(kind(parameter(), lr=0.1, **settings)) is (kind is torch.optim.SparseAdam)
 
 
 @pytest.mark.parametrize(
