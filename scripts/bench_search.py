@@ -137,9 +137,9 @@ def main() -> int:
             trace = search(fresh, max(10 * took, args.least), 0)
             ratio = trace.best.seconds / best if trace.best else math.inf
             found[cell][name] = ratio
-            after = f"after {trace.history[-1][0]:.2f} s" if trace.history else "nothing"
-            rows[-1] += f" {ratio:.4f}x, {after}, {trace.tried} |"
-            print(f"    {name:<11}{ratio:8.4f}x {after}, {trace.tried} states", flush=True)
+            said = f"{ratio:.4f}x, after {trace.history[-1][0]:.2f} s" if trace.history else "*nothing*"
+            rows[-1] += f" {said}, {trace.tried} |"
+            print(f"    {name:<14}{said}, {trace.tried} states", flush=True)
             if ratio < 1 - TOLERANCE:
                 better.append(f"{cell}: {name} {ratio:.4f}x")
     if args.write or not args.cells:
