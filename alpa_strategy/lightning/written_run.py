@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.capture.trace import names_by_tensor
-from alpa_strategy.comm.collectives import any_rank, cpu_group, world_size
+from alpa_strategy.comm.collectives import all_largest, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
@@ -110,7 +110,7 @@ def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, 
     for each in (mesh, of_gradients):
         # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
         each.whole.all_reduce(torch.zeros((), device=job.device))
-    replicas = Replicas(of_gradients, lambda flags: any_rank(flags, group))
+    replicas = Replicas(of_gradients, lambda numbers: all_largest(numbers, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 
 

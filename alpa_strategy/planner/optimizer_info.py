@@ -41,8 +41,7 @@ def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerIn
 def optimizer_info_of(module: Any) -> OptimizerInfo:
     """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
 
-    `settings`: what a Trainer would be given beside the module (default: nothing that matters). A module whose method
-    needs a Trainer is planned as with Adam.
+    A module whose method needs a Trainer is planned as with Adam.
     """
     try:
         optimizers = _optimizers_in(module.configure_optimizers())
@@ -102,12 +101,6 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     return not takes(gradient) and takes(gradient.to_sparse(1))
 
 
-def _step_at_once(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad.clone()
-    optimizer.step()
-
-
 def _probe_state_bytes(optimizer: Optimizer) -> float:
     """Bytes of state per element that one step of a copy makes; step counters do not count.
 
@@ -140,13 +133,14 @@ def _trained_together(
     rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
     starts: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
-    step: Callable[[Optimizer, Sequence[torch.nn.Parameter], Sequence[Tensor]], None] = _step_at_once,
 ) -> list[Tensor]:
-    """Parameters of one optimizer after one `step` per gradient; `grads` by parameter, then by step."""
+    """Parameters of one optimizer after one step per gradient; `grads` by parameter, then by step."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     optimizer = rebuild(parameters)
     for of_step in zip(*grads, strict=True):
-        step(optimizer, parameters, of_step)
+        for parameter, grad in zip(parameters, of_step, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
 

@@ -166,12 +166,12 @@ class Replicas:
 
     Attributes:
         mesh: of all of them.
-        agree: which of some flags are set on any rank; a collective of its own group, as other ranks may have started
-            more buckets than this one.
+        agree: the largest of some numbers over all ranks; a collective of its own group, as other ranks may have
+            started more buckets than this one.
     """
 
     mesh: MeshComm
-    agree: Callable[[Sequence[bool]], list[bool]]
+    agree: Callable[[Sequence[int]], list[int]]
 
 
 class ReplicaReducer(GradientReducer):
@@ -201,11 +201,12 @@ class ReplicaReducer(GradientReducer):
         assert self._buckets is not None
         here = [each.is_taken or each.has_local_gradient for each in self._parameters]
         late = [each.is_taken and each.has_local_gradient for each in self._parameters]
-        sparse = [each.is_sparse for each in self._parameters]
-        dense = [is_there and not is_sparse for is_there, is_sparse in zip(here, sparse, strict=True)]
-        flags = iter(self._agree_on([*here, *late, *sparse, *dense]))
-        there, late_ones, sparse_ones, dense_ones = ([p for p in self._parameters if next(flags)] for _ in range(4))
-        needed = {each.name for each in there}
+        # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their sum is.
+        kinds = [is_there * (1 if each.is_sparse else 2) for is_there, each in zip(here, self._parameters, strict=True)]
+        largest = self._agree_on([*kinds, *late])
+        agreed = list(zip(self._parameters, largest[: len(kinds)], largest[len(kinds) :], strict=True))
+        needed = {each.name for each, kind, _ in agreed if kind}
+        late_ones = [each for each, _, is_late in agreed if is_late]
         late_gradients = [each.take_gradient() for each in late_ones]
         # Those of earlier steps first, as ranks that had all of a bucket have started it: all then agree on new ones.
         running = self._start(self._buckets, needed)
@@ -224,9 +225,8 @@ class ReplicaReducer(GradientReducer):
             again = _Bucket(self._mesh, late_ones, {each.name for each in late_ones}, self._scale)
             again.start()
             _run([again])
-        for each in sparse_ones:
-            if each not in dense_ones:
-                self._make_sparse(each)
+        for each in (each for each, kind, _ in agreed if kind == 1):
+            self._make_sparse(each)
         self.reset()
 
     def _make_sparse(self, each: ShardedParameter) -> None:
