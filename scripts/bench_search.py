@@ -123,7 +123,7 @@ def main() -> int:
     for cell in args.cells or CELLS:
         space = space_of(cell)
         started = time.perf_counter()
-        solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)
+        solved = solve_schedules(space, math.inf)
         took = time.perf_counter() - started
         if not solved:
             print(f"{cell}: nothing fits")

@@ -62,30 +62,28 @@ def plan_job(
     """The best plan of one job: what the planner's search does for each number of micro-batches.
 
     Args:
-        schedules, allowed: see `candidates.solve_schedules`.
+        schedules: see `candidates.solve_schedules`. allowed: see `candidates.StageSpace`.
 
     Raises:
         PlanError: nothing fits.
     """
     from alpa_strategy.errors import PlanError
     from alpa_strategy.inter_op.bound import step_bound
-    from alpa_strategy.inter_op.candidates import runtime_seconds, solve_schedules, stage_tables
+    from alpa_strategy.inter_op.candidates import StageSpace, solve_schedules
     from alpa_strategy.inter_op.stage_costs import stage_costs
     from alpa_strategy.planner.search import KEPT, solved_plan
     from alpa_strategy.planner.task import fingerprint_of
 
-    runs = stage_costs(job, meshes, store)
+    space = StageSpace(job, meshes, stage_costs(job, meshes, store), allowed)
     fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
     failed = PlanError("no stages fit", "use more devices, or raise memory_limit")
-    for candidate in solve_schedules(job, meshes, runs, math.inf, schedules, allowed)[:KEPT]:
+    for candidate in solve_schedules(space, math.inf, schedules)[:KEPT]:
         try:
             plan = solved_plan(candidate, meshes, fingerprint)
         except PlanError as error:
             failed = error
             continue
-        tables = stage_tables(job, meshes, runs)
-        bound = step_bound(job, meshes, runs, tables, runtime_seconds(job.cluster.device))
-        return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
+        return replace(plan, gap=max(0.0, 1 - step_bound(space) / plan.predicted.step_seconds))
     raise failed
 
 

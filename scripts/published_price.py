@@ -7,6 +7,7 @@ difference stands for every further block. Stages of a pipeline are then put on 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import CostJob
-from alpa_strategy.inter_op.stage_problem import StageCost, beside_compute, cost_of
+from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes
@@ -79,9 +80,38 @@ class Repricer:
                 seconds["backward"] += backward
                 again += forward * runs_again
             cost = replace(solved.cost, forward=seconds["forward"], backward=seconds["backward"], once=seconds["step"])
-            cost = beside_compute(intra, solved.assignment, cost, prefetches=True)
+            cost = _beside_compute(intra, solved.assignment, cost)
             found.append(replace(solved, cost=cost, seconds_again=again))
         return _of_blocks(case, *found).seconds
+
+
+def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
+    """`cost`, whose seconds are sums, without what is hidden: parameters are gathered and their gradients reduced
+    beside the compute of other blocks, a block at once, as FSDP does; our runtime gathers where it uses."""
+    alone: dict[tuple[str, bool], float] = defaultdict(float)
+    together: dict[str, float] = defaultdict(float)
+    for message in messages(intra, assignment):
+        alone[message.phase, message.of_parameter] += message.seconds(intra)
+        if message.of_parameter:
+            together[message.phase] += message.seconds_together(intra)
+
+    def hidden(phase: str, compute: float) -> float:
+        return intra.mesh.overlap * max(0.0, min(together[phase], compute))
+
+    computing = {
+        phase: total - alone[phase, True] - alone[phase, False]
+        for phase, total in (("forward", cost.forward), ("backward", cost.backward))
+    }
+    saved = {phase: alone[phase, True] - together[phase] + hidden(phase, computing[phase]) for phase in computing}
+    # What is gathered once per step is so beside the first forward.
+    room = sum(computing[phase] - hidden(phase, computing[phase]) for phase in computing)
+    reduced = hidden("step", room) + alone["step", True] - together["step"]
+    return replace(
+        cost,
+        forward=cost.forward - saved["forward"],
+        backward=cost.backward - saved["backward"],
+        once=cost.once - reduced,
+    )
 
 
 def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
@@ -145,7 +175,9 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     priced = solver.price(wish)
     assignment = priced.free.assignment
     stage = priced.unrestricted(wish.starts)
-    cost = cost_of(stage, assignment, working_bytes(stage.intra, assignment), prefetches=True)
+    sums = replace(stage, intra=replace(stage.intra, mesh=replace(stage.intra.mesh, overlap=0.0)))
+    cost = cost_of(sums, assignment, working_bytes(stage.intra, assignment))
+    cost = _beside_compute(stage.intra, assignment, cost)
     seconds, kept = _again(case, stage.intra, assignment)
     cost = _as_programmed(case, cost, stage.intra, assignment)
     return _Solved(cost, seconds, kept, stage.intra, assignment)

@@ -153,17 +153,13 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Which flags are set on at least one rank. Collective.
-
-    Args:
-        group: of all ranks, with a CPU backend; None: the hosts' own.
-    """
-    return [bool(largest) for largest in all_largest(flags, group)]
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Which flags are set on at least one rank. Collective."""
+    return [bool(largest) for largest in all_largest(flags)]
 
 
 def all_largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of each over all ranks; `group` as of `any_rank`. Collective."""
+    """The largest of each over all ranks; `group`: of all, with a CPU backend; None: the hosts' own. Collective."""
     own = torch.tensor(numbers, dtype=torch.int64)
     if world_size() > 1:
         dist.all_reduce(own, dist.ReduceOp.MAX, group or host_group())

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.candidates import StageSpace
+from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_dp import StageTables
 from alpa_strategy.schedules import BUILT_IN, SCHEDULES, seconds_of_many, why_not
 
@@ -38,17 +38,9 @@ UNITS = 64  # that devices are counted in; a mesh of less than one counts as non
 MAX_ENTRIES = 4_000_000  # (cuts, stage, micro-batch) that are simulated for one schedule
 
 
-def step_bound(
-    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], tables: StageTables, overhead: float
-) -> float:
-    """Seconds of a step.
-
-    Args:
-        runs: per submesh of `meshes`, which are all that there are.
-        tables: of these runs, for its messages.
-        overhead: seconds of a micro-batch in each stage beside its ops.
-    """
-    costs = _costs(job, meshes, runs, tables, overhead)
+def step_bound(space: StageSpace) -> float:
+    """Seconds of a step."""
+    job, costs = space.job, _costs(space)
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
     if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
@@ -58,7 +50,7 @@ def step_bound(
         if SCHEDULES[name].has_one_stage_per_mesh:
             best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))
     kinds = [
-        (name, v, index) for name in names for v in SCHEDULES[name].stages_per_mesh for index in range(len(meshes))
+        (name, v, index) for name in names for v in SCHEDULES[name].stages_per_mesh for index in range(len(space.sizes))
     ]
     for least, kind in sorted((_waiting(costs, *kind), kind) for kind in kinds):
         if least >= best:
@@ -89,18 +81,17 @@ class _Costs:
     overhead: float
 
 
-def _costs(
-    job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], tables: StageTables, overhead: float
-) -> _Costs:
+def _costs(space: StageSpace) -> _Costs:
+    job, tables, overhead = space.job, space.tables, space.overhead
     B, overlap = job.num_microbatches, job.cluster.overlap
-    each = np.stack([r.least_each for r in runs], axis=1)  # [layer, submesh]
-    work = np.stack([r.least for r in runs], axis=1)
+    each = np.stack([r.least_each for r in space.runs], axis=1)  # [layer, submesh]
+    work = np.stack([r.least for r in space.runs], axis=1)
     exists = np.isfinite(work)
     work, each = np.where(exists, work, 0.0), np.where(exists, each, 0.0)
     # Reductions hide beside the last micro-batch's backward.
     work = np.maximum(work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each)
     work, each = np.where(exists, work, np.inf), np.where(exists, each, np.inf)
-    sizes = np.array([math.prod(mesh) for mesh in meshes])
+    sizes = np.array(space.sizes)
     wires = near = np.zeros((len(each) + 1, len(sizes)))
     if tables.boundary is not None:
         wires = np.stack([tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, product
 
 import numpy as np
@@ -61,25 +61,117 @@ class Candidate:
         return len(self.choice.stages) // self.stages_per_mesh
 
 
-def solve_schedules(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
-    runs: Sequence[RunCosts],
-    known: float,
-    schedules: Sequence[str] | None = None,
-    allowed: np.ndarray | None = None,
-) -> list[Candidate]:
+@dataclass(frozen=True, eq=False)
+class StageSpace:
+    """The stages that a job's pipelines may have: runs of layers on submeshes, priced.
+
+    Attributes:
+        runs: per submesh of `meshes`.
+        allowed: [first layer, last + 1, submesh] which stages there may be; None: all.
+    """
+
+    job: CostJob
+    meshes: Sequence[tuple[int, int]]
+    runs: Sequence[RunCosts]
+    allowed: np.ndarray | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """[submesh] devices."""
+        return [math.prod(mesh) for mesh in self.meshes]
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a micro-batch in each stage beside its ops."""
+        return runtime_seconds(self.job.cluster.device)
+
+    @cached_property
+    def pinned(self) -> list[int]:
+        """The first layer of every stage that `options.stages` names, and the end; none: the stages are solved."""
+        return [self.job.cuts.index(cut) for cut in stage_cuts(self.job.graph, self.job.options.stages)]
+
+    @cached_property
+    def tables(self) -> StageTables:
+        """The runs of all submeshes side by side."""
+        width = max(r.seconds.shape[2] for r in self.runs)  # of different numbers of candidates: filled up with inf
+
+        def stack(name: str, fill: float) -> np.ndarray:
+            arrays = [getattr(r, name) for r in self.runs]
+            padded = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill) for a in arrays]
+            return np.stack(padded, axis=2).astype(float)
+
+        seconds = stack("seconds", np.inf) + self.overhead
+        if self.allowed is not None:
+            seconds[~self.allowed] = np.inf
+        if self.pinned:
+            others = np.ones(seconds.shape[:2], dtype=bool)
+            others[self.pinned[:-1], self.pinned[1:]] = False
+            seconds[others] = np.inf
+        fits = stage_fits(self.job.cluster, tuple(self.meshes))
+        once, always, in_flight = (stack(name, 0.0) for name in ("once", "always", "in_flight"))
+        tables = StageTables(np.array(self.sizes), seconds, once, always, in_flight, fits=fits)
+        # Stages take devices in order: where one ends the next one starts.
+        D, some = self.job.cluster.num_devices, range(len(self.meshes))
+        joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
+        return _wired(self, tables, joints, list(product(some, some)))
+
+    @cached_property
+    def _without_recomputation(self) -> StageTables:
+        seconds = self.tables.seconds.copy()
+        for mesh, own in enumerate(self.runs):
+            seconds[:, :, mesh, : own.remat.shape[2]][own.remat] = np.inf
+        return replace(self.tables, seconds=seconds)
+
+    def tables_for(self, schedule: str, ranks: int, stages_per_mesh: int) -> StageTables:
+        """The tables; where a schedule splits backwards and stages need not recompute, without those that do."""
+        splits = splits_backward(schedule, ranks, self.job.num_microbatches, stages_per_mesh)
+        return self._without_recomputation if splits and not self.job.remat else self.tables
+
+    def cheapest(
+        self, tables: StageTables, stages: Sequence[tuple[int, int, int]], alive: Sequence[int]
+    ) -> tuple[StageChoice, list[float]]:
+        """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the seconds of each in a
+        step: inf where none does."""
+        chosen, seconds = [], []
+        for at, pairs in zip(stages, alive, strict=True):
+            need = tables.bytes_always[at] + pairs * tables.bytes_in_flight[at]
+            every = self.job.num_microbatches * tables.seconds[at] + tables.once_seconds[at]
+            fitting = np.where(need <= self.job.memory_limit, every, np.inf)
+            chosen.append(StageRange(*at, int(fitting.argmin())))
+            seconds.append(float(fitting.min()))
+        return StageChoice(tuple(chosen), 0.0, 0.0), seconds
+
+    def candidates(
+        self,
+        tables: StageTables,
+        left: Sequence[int],
+        schedule: str,
+        stages_per_mesh: int,
+        choices: Sequence[StageChoice],
+        alive: tuple[int, ...],
+    ) -> list[Candidate]:
+        """What was chosen, simulated; all of as many stages. `left`: per stage, what `tables.link_at` counts by."""
+        pipelines = [_pipeline(self.runs, tables, left, choice) for choice in choices]
+        count = self.job.num_microbatches
+        seconds = _simulated(schedule, len(alive) // stages_per_mesh, count, pipelines, self.overhead)
+        found = []
+        for end, choice, p in zip(seconds, choices, pipelines, strict=True):
+            own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice.stages]
+            shapes = tuple(runs.shapes[int(runs.shape[at])] for runs, at in own)
+            on, remat, wires = tuple(s.submesh for s in choice.stages), tuple(p.remat), tuple(p.wires)
+            found.append(Candidate(end, self.job, schedule, stages_per_mesh, choice, on, shapes, remat, alive, wires))
+        return found
+
+
+def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | None = None) -> list[Candidate]:
     """The DP for every schedule that is allowed; candidates better than `known`, best first.
 
     Args:
         schedules: default: the one that the options pin, or all that are searched.
-        allowed: [first layer, last + 1, submesh] which stages there may be; None: all.
     """
-    tables = stage_tables(job, meshes, runs)
-    if allowed is not None:
-        tables = replace(tables, seconds=np.where(allowed[..., None], tables.seconds, np.inf))
+    pinned, is_large = space.job.options.schedule, space.job.cluster.num_devices > EVERY_SIZE
     searched = [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
-    names = schedules or ([job.options.schedule] if job.options.schedule else searched)
+    names = schedules or ([pinned] if pinned else searched)
     found: list[Candidate] = []
 
     def best() -> float:
@@ -90,9 +182,8 @@ def solve_schedules(
 
     def irregular(usual: int | None = None) -> None:
         for schedule in filter(lambda name: SCHEDULES[name].has_one_stage_per_mesh, names):
-            found.extend(_any_meshes(job, runs, tables, schedule, best, usual))
+            found.extend(_any_meshes(space, schedule, best, usual))
 
-    is_large = job.cluster.num_devices > EVERY_SIZE
     if not is_large:
         irregular()
     for schedule in names:
@@ -100,148 +191,140 @@ def solve_schedules(
         every = best if is_large else lambda: known
         if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
             every = nearly
-        for candidate in _regular(job, meshes, runs, tables, schedule, every):
+        for candidate in _regular(space, schedule, every):
             found.append(candidate)
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)
     return sorted(found, key=lambda c: c.seconds)
 
 
-def _regular(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    schedule: str,
-    known: Callable[[], float],
-) -> Iterable[Candidate]:
+def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> Iterable[Candidate]:
     """Stages on equal meshes, in every size that divides the devices: what people try by hand, with the best cuts."""
+    job = space.job
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
     wanted = job.options.num_stages
-    for index, mesh in enumerate(meshes):
-        ranks, rest = divmod(D, math.prod(mesh))
+    for index, size in enumerate(space.sizes):
+        ranks, rest = divmod(D, size)
         for v in SCHEDULES[schedule].stages_per_mesh:
             total = ranks * v
             if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
                 continue
             weights = terms(schedule, ranks, B, v, splits=not job.remat)
-            pairs = in_flight(schedule, ranks, B, v)
-            own = tuple(pairs[mesh_of(schedule, ranks, i)] for i in range(total))
-            equal = _on_equal_meshes(
-                tables, index, v, bool(job.remat) or not splits_backward(schedule, ranks, B, v), runs
-            )
-            wired = on_equal_meshes(job, meshes, tables, index, [mesh_of(schedule, ranks, i) for i in range(total)])
-            assert wired.boundary is not None
-            only = slice(index, index + 1)
-            equal = replace(equal, boundary=wired.boundary[:, :, only, only], link_at=wired.link_at)
-            solved = partial(solve_stages, equal, total, weights, own[::-1], job.memory_limit, [total], steps=v)
+            equal = EqualMeshes(space, schedule, v, index)
+            tables, alive = equal.alone, equal.alive[::-1]
+            solved = partial(solve_stages, tables, total, weights, alive, job.memory_limit, [total], steps=v)
             choice = solved(tolerance=TOLERANCE, known=known())
-            made = partial(_on_one_submesh, job, runs, wired, schedule, v, own, index)
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
-                yield from made([choice])
+                yield from equal.candidates([choice])
             elif (
                 v > 1
-                and runs[index].least.sum() < ranks * known()
-                and math.isinf(sum(_cheapest(job, equal, own, starts[0])[1]))  # equal stages do not fit
+                and space.runs[index].least.sum() < ranks * known()
+                and math.isinf(sum(equal.cheapest(starts[0])[1]))  # equal stages do not fit
             ):
                 choice = solved(tolerance=0.1)
             if choice is not None:
                 starts.append([*(stage.first for stage in choice.stages), L])
             if v > 1:
                 for cuts in starts:
-                    yield from _climbed(job, equal, schedule, ranks, own, cuts, made, known)
+                    yield from equal.climbed(cuts, known)
 
 
-def _cheapest(
-    job: CostJob, equal: StageTables, own: Sequence[int], cuts: Sequence[int]
-) -> tuple[StageChoice, list[float]]:
-    """The cheapest stages between cuts that fit into memory, and the seconds of each in a step: inf where none does."""
-    stages, seconds = [], []
-    for (first, last), alive in zip(pairwise(cuts), own, strict=True):
-        at = first, last, 0
-        need = equal.bytes_always[at] + alive * equal.bytes_in_flight[at]
-        every = job.num_microbatches * equal.seconds[at] + equal.once_seconds[at]
-        fitting = np.where(need <= job.memory_limit, every, np.inf)
-        stages.append(StageRange(first, last, 0, int(fitting.argmin())))
-        seconds.append(float(fitting.min()))
-    return StageChoice(tuple(stages), 0.0, 0.0), seconds
+@dataclass(frozen=True, eq=False)
+class EqualMeshes:
+    """Stages on equal meshes, `stages_per_mesh` on each."""
 
+    space: StageSpace
+    schedule: str
+    stages_per_mesh: int
+    submesh: int
 
-def _on_one_submesh(
-    job: CostJob,
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    schedule: str,
-    v: int,
-    alive: tuple[int, ...],
-    submesh: int,
-    choices: Sequence[StageChoice],
-) -> list[Candidate]:
-    """What was chosen in tables of one submesh, in those of all."""
-    own = [replace(c, stages=tuple(replace(stage, submesh=submesh) for stage in c.stages)) for c in choices]
-    left = list(range(len(alive), 0, -1))
-    return to_candidates(job, runs, tables, left, schedule, v, own, alive)
+    @property
+    def ranks(self) -> int:
+        """How many meshes there are."""
+        return self.space.job.cluster.num_devices // self.space.sizes[self.submesh]
 
+    @cached_property
+    def holders(self) -> list[int]:
+        """The mesh of each stage."""
+        return [mesh_of(self.schedule, self.ranks, i) for i in range(self.ranks * self.stages_per_mesh)]
 
-def _climbed(
-    job: CostJob,
-    equal: StageTables,
-    schedule: str,
-    ranks: int,
-    own: Sequence[int],
-    cuts: list[int],
-    made: Callable[[Sequence[StageChoice]], list[Candidate]],
-    known: Callable[[], float],
-) -> Iterable[Candidate]:
-    """Stages between `cuts`, several a mesh, and better ones: cuts are moved by a layer while that helps.
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Per stage, (micro-batch, stage) pairs alive on its mesh."""
+        pairs = in_flight(self.schedule, self.ranks, self.space.job.num_microbatches, self.stages_per_mesh)
+        return tuple(pairs[holder] for holder in self.holders)
 
-    The closed form takes the largest stage for all of its mesh's, though only what they take together holds the others
-    up: what it says of unequal stages may be twice what is simulated.
-    """
-    total = len(cuts) - 1
-    holder = [mesh_of(schedule, ranks, i) for i in range(total)]
+    @cached_property
+    def tables(self) -> StageTables:
+        """With the messages between these stages, by the stages left."""
+        size, tables = (
+            self.space.sizes[self.submesh],
+            self.space.tables_for(self.schedule, self.ranks, self.stages_per_mesh),
+        )
+        ends = [None if a == b else (size * (a + 1), size * b) for a, b in pairwise(self.holders)]
+        return _wired(self.space, tables, [None, *reversed(ends), None], [(self.submesh, self.submesh)])
 
-    def chosen(cuts: Sequence[int]) -> tuple[StageChoice, np.ndarray]:
-        """The cheapest stages, and the seconds that they keep each mesh busy in a step."""
-        choice, seconds = _cheapest(job, equal, own, cuts)
-        return choice, np.bincount(holder, seconds)
+    @cached_property
+    def alone(self) -> StageTables:
+        """Only this submesh, counted as one device each; a mesh holds all of its stages' lasting bytes."""
+        one = _in_units(self.tables, np.array([self.submesh]), self.space.sizes[self.submesh])
+        always = self.stages_per_mesh * one.bytes_always
+        return replace(one, bytes_always=always, fits=None, link_at=self.tables.link_at)
 
-    choice, busy = chosen(cuts)
-    if sum(busy) >= ranks * known() or math.isinf(sum(busy)):
-        return
-    (best,) = made([choice])
-    while True:
-        if best.seconds < known():
-            yield best
-        moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in range(1, total) for cut in (cuts[i] - 1, cuts[i] + 1)]
-        every = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
-        tried = [(each, choice) for each, choice, busy in every if max(busy) < best.seconds]
-        priced = zip(made([choice for _, choice in tried]), [each for each, _ in tried], strict=True)
-        found, cuts = min(priced, key=lambda entry: entry[0].seconds, default=(best, cuts))
-        if found.seconds >= best.seconds:
+    def cheapest(self, cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
+        """See `StageSpace.cheapest`: stages between cuts."""
+        stages = [(first, last, 0) for first, last in pairwise(cuts)]
+        return self.space.cheapest(self.alone, stages, self.alive)
+
+    def candidates(self, choices: Sequence[StageChoice]) -> list[Candidate]:
+        """What was chosen in tables of this submesh alone, simulated."""
+        own = [replace(c, stages=tuple(replace(s, submesh=self.submesh) for s in c.stages)) for c in choices]
+        left = list(range(len(self.alive), 0, -1))
+        return self.space.candidates(self.tables, left, self.schedule, self.stages_per_mesh, own, self.alive)
+
+    def climbed(self, cuts: list[int], known: Callable[[], float]) -> Iterable[Candidate]:
+        """Stages between `cuts`, and better ones: cuts are moved by a layer while that helps.
+
+        The closed form takes the largest stage for all of its mesh's, though only what they take together holds the
+        others up: what it says of unequal stages may be twice what is simulated.
+        """
+
+        def chosen(cuts: Sequence[int]) -> tuple[StageChoice, np.ndarray]:
+            """The cheapest stages, and the seconds that they keep each mesh busy in a step."""
+            choice, seconds = self.cheapest(cuts)
+            return choice, np.bincount(self.holders, seconds)
+
+        choice, busy = chosen(cuts)
+        if sum(busy) >= len(busy) * known() or math.isinf(sum(busy)):
             return
-        best = found
+        (best,) = self.candidates([choice])
+        while True:
+            if best.seconds < known():
+                yield best
+            inner = range(1, len(self.holders))
+            moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in inner for cut in (cuts[i] - 1, cuts[i] + 1)]
+            every = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
+            tried = [(each, choice) for each, choice, busy in every if max(busy) < best.seconds]
+            priced = zip(self.candidates([choice for _, choice in tried]), [each for each, _ in tried], strict=True)
+            found, cuts = min(priced, key=lambda entry: entry[0].seconds, default=(best, cuts))
+            if found.seconds >= best.seconds:
+                return
+            best = found
 
 
-def _any_meshes(
-    job: CostJob,
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    schedule: str,
-    known: Callable[[], float],
-    usual: int | None,
-) -> Iterable[Candidate]:
+def _any_meshes(space: StageSpace, schedule: str, known: Callable[[], float], usual: int | None) -> Iterable[Candidate]:
     """One stage a mesh, on meshes of any sizes in order. On many devices: sizes around `usual`, the best regular plan's
     submesh, and devices counted in the smallest of them."""
+    job, some = space.job, space.tables
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
-    sizes, near, unit, some = tables.num_devices, np.arange(len(tables.num_devices)), 1, tables
+    sizes, near, unit = some.num_devices, np.arange(len(some.num_devices)), 1
     if D > EVERY_SIZE:
         middle = D / min(job.options.num_stages or L, D) if usual is None else float(sizes[usual])
         near = np.flatnonzero((sizes <= 2 * middle) & (sizes >= middle / 2) | (sizes == D))
         near = near if near.size else np.arange(len(sizes))
         unit = math.gcd(D, *map(int, sizes[near]))
-        some = _in_units(tables, near, unit)
+        some = _in_units(some, near, unit)
     for most, counts in _lengths(schedule, min(L, D), B, job.options.num_stages):
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
@@ -258,8 +341,7 @@ def _any_meshes(
             own = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[s.submesh]) for s in stages]
             left = [sum(devices[i:]) for i in range(len(stages))]
-            choices = [replace(choice, stages=stages)]
-            yield from to_candidates(job, runs, tables, left, schedule, 1, choices, own)
+            yield from space.candidates(space.tables, left, schedule, 1, [replace(choice, stages=stages)], own)
 
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
@@ -290,32 +372,6 @@ def _lengths(
     return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
 
 
-def to_candidates(
-    job: CostJob,
-    runs: Sequence[RunCosts],
-    tables: StageTables,
-    left: Sequence[int],
-    schedule: str,
-    stages_per_mesh: int,
-    choices: Sequence[StageChoice],
-    alive: tuple[int, ...],
-) -> list[Candidate]:
-    """All of as many stages; `left`: per stage, what `tables.link_at` counts by."""
-    pipelines = [_pipeline(runs, tables, left, choice) for choice in choices]
-    seconds = _simulated(
-        schedule, len(alive) // stages_per_mesh, job.num_microbatches, pipelines, runtime_seconds(job.cluster.device)
-    )
-    return [
-        Candidate(
-            end, job, schedule, stages_per_mesh, choice, tuple(s.submesh for s in choice.stages),
-            tuple(runs[s.submesh].shapes[int(runs[s.submesh].shape[s.first, s.last, s.candidate])]
-                  for s in choice.stages),
-            tuple(p.remat), alive, tuple(p.wires),
-        )
-        for end, choice, p in zip(seconds, choices, pipelines, strict=True)
-    ]  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """What is simulated of a pipeline, per stage in pipeline order.
@@ -343,53 +399,8 @@ def _pipeline(runs: Sequence[RunCosts], tables: StageTables, left: Sequence[int]
     return Pipeline(costs, remat, [*wires, 0.0])
 
 
-def stage_tables(job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> StageTables:
-    """The runs of all submeshes side by side."""
-    width = max(r.seconds.shape[2] for r in runs)  # submeshes have different numbers of candidates: filled up with inf
-
-    def stack(name: str, fill: float) -> np.ndarray:
-        arrays = [getattr(r, name) for r in runs]
-        padded = [
-            np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill).astype(float) for a in arrays
-        ]
-        return np.stack(padded, axis=2)
-
-    seconds = stack("seconds", np.inf) + runtime_seconds(job.cluster.device)
-    if pinned := pinned_layers(job):
-        others = np.ones(seconds.shape[:2], dtype=bool)
-        others[pinned[:-1], pinned[1:]] = False
-        seconds[others] = np.inf
-    tables = StageTables(
-        np.array([math.prod(mesh) for mesh in meshes]),
-        seconds,
-        stack("once", 0.0),
-        stack("always", 0.0),
-        stack("in_flight", 0.0),
-        fits=stage_fits(job.cluster, tuple(meshes)),
-    )
-    # Stages take devices in order: where one ends the next one starts.
-    D, some = job.cluster.num_devices, range(len(meshes))
-    joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
-    return _wired(job, meshes, tables, joints, list(product(some, some)))
-
-
-def pinned_layers(job: CostJob) -> list[int]:
-    """The first layer of every stage that `options.stages` names, and the end; none: the stages are solved."""
-    return [job.cuts.index(cut) for cut in stage_cuts(job.graph, job.options.stages)]
-
-
-def on_equal_meshes(
-    job: CostJob, meshes: Sequence[tuple[int, int]], tables: StageTables, submesh: int, holders: Sequence[int]
-) -> StageTables:
-    """The tables with messages between stages on equal meshes, by the stages left; `holders`: the mesh of each."""
-    size = math.prod(meshes[submesh])
-    ends = [None if a == b else (size * (a + 1), size * b) for a, b in pairwise(holders)]
-    return _wired(job, meshes, tables, [None, *reversed(ends), None], [(submesh, submesh)])
-
-
 def _wired(
-    job: CostJob,
-    meshes: Sequence[tuple[int, int]],
+    space: StageSpace,
     tables: StageTables,
     joints: Sequence[tuple[int, int] | None],
     pairs: Sequence[tuple[int, int]],
@@ -401,17 +412,17 @@ def _wired(
             of the receiver's first; None: one mesh is both.
         pairs: of submeshes that are asked for.
     """
-    kinds = list(joints)
-    if job.cluster.is_uniform:  # it only matters whether the places are on two nodes
+    cluster, meshes, kinds = space.job.cluster, space.meshes, list(joints)
+    if cluster.is_uniform:  # it only matters whether the places are on two nodes
         nodes = [(0, 0) if joint is None else (joint[0] - 1, joint[1]) for joint in joints]
-        kinds = [(0, int(a // job.cluster.devices_per_node != b // job.cluster.devices_per_node)) for a, b in nodes]
+        kinds = [(0, int(a // cluster.devices_per_node != b // cluster.devices_per_node)) for a, b in nodes]
     number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
     nothing = np.zeros((len(meshes), len(meshes), 2))
-    every = np.stack([nothing if k is None else _links(job.cluster, meshes, tables, k, pairs) for k in number])
+    every = np.stack([nothing if k is None else _links(cluster, meshes, tables, k, pairs) for k in number])
     worst = np.nan_to_num(np.fmax.reduce(every, axis=0))  # where there are no such two stages, too: fewer differ
     links, link_at = np.unique(np.where(np.isnan(every), worst, every), axis=0, return_inverse=True)
     latency, each = links[:, None, ..., 0], links[:, None, ..., 1]
-    sizes = job.crossing_bytes[:, :, None, None]
+    sizes = space.job.crossing_bytes[:, :, None, None]
     boundary = (sizes > 0).sum(1) * latency + sizes.sum(1) * each
     return replace(tables, boundary=boundary, link_at=link_at.ravel()[[number[kind] for kind in kinds]])
 
@@ -437,25 +448,6 @@ def _links(
             link = cluster.between((first, sizes[0]), (start, sizes[1]))
         found[a, b] = link.latency, 1 / link.bandwidth
     return found
-
-
-def _on_equal_meshes(
-    tables: StageTables, index: int, stages_per_mesh: int, keep_remat: bool, runs: Sequence[RunCosts]
-) -> StageTables:
-    """Only submesh `index`, counted as one device each; a mesh holds `stages_per_mesh` stages' lasting bytes."""
-    only = slice(index, index + 1)
-    seconds = tables.seconds[:, :, only]
-    if not keep_remat:
-        width = runs[index].remat.shape[2]
-        seconds = seconds.copy()
-        seconds[:, :, 0, :width][runs[index].remat] = np.inf
-    return StageTables(
-        np.ones(1, dtype=int),
-        seconds,
-        tables.once_seconds[:, :, only],
-        tables.bytes_always[:, :, only] * stages_per_mesh,
-        tables.bytes_in_flight[:, :, only],
-    )
 
 
 # --- How long a pipeline's step takes, simulated: its schedule's actions in order, its messages, its runtime.

@@ -12,8 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -166,20 +165,17 @@ def stage_costs(
     job: CostJob,
     candidates: Sequence[tuple[int, int]],
     store: CostStore | None = None,
-    progress: Callable[[str], AbstractContextManager] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[RunCosts]:
     """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts alone, which is enough
     for a bound."""
-    progress = progress or (lambda name: nullcontext())
     found = []
     for submesh in candidates:
         prices = () if submesh in unlikely else PRICES
         key = _key(job, submesh, prices)
         runs = store.get(key) if store else None
         if runs is None:
-            with progress(f"stages on {submesh[0]}x{submesh[1]}"):
-                runs = run_costs(job, submesh, prices)
+            runs = run_costs(job, submesh, prices)
             if store:
                 store.put(key, runs)
         found.append(runs)

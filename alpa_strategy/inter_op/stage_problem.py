@@ -7,7 +7,6 @@ stage recomputes, it does so span by span (`stage_problem.py`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -253,12 +252,10 @@ def weigh(
     return seconds, [p.always + in_flight * p.saved for p in parts]
 
 
-def cost_of(
-    stage: StageProblem, assignment: Sequence[int], working: float = 0.0, prefetches: bool = False
-) -> StageCost:
+def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
     """The parts of an assignment, summed; a value pays once per distinct target layout (and span).
 
-    On a cluster with `overlap`, seconds are without what runs beside compute; `prefetches`: see `beside_compute`.
+    On a cluster with `overlap`, seconds are without what runs beside compute.
     """
     total, again = np.zeros(6), np.zeros(stage.num_spans)
 
@@ -279,43 +276,19 @@ def cost_of(
             add(parts, span, (source, target))
     forward, backward, once, always, saved, kept = map(float, total)
     cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, again)), working)
-    return beside_compute(stage.intra, assignment, cost, prefetches) if stage.intra.mesh.overlap else cost
+    return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
 
 
-def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost, prefetches: bool = False) -> StageCost:
+def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
     """`cost`, whose seconds are sums, without what is hidden: gradients are reduced while the backward goes on, as far
-    as there is compute for it. What lies between two ops (tensor parallelism's collectives) hides behind nothing.
-
-    Args:
-        prefetches: parameters are gathered and their gradients scattered beside the compute of other blocks as well,
-            a block at once, as FSDP does; our runtime gathers where it uses.
-    """
-    alone: dict[tuple[str, bool], float] = defaultdict(float)
-    together: dict[str, float] = defaultdict(float)
+    as there is compute for it. What lies between two ops (tensor parallelism's collectives) hides behind nothing."""
+    compute, reduced = cost.backward, 0.0
     for message in messages(intra, assignment):
-        is_beside = prefetches or (message.phase == "step" and message.kind in REDUCTIONS)
-        alone[message.phase, message.of_parameter and is_beside] += message.seconds(intra)
-        if message.of_parameter and is_beside:
-            together[message.phase] += message.seconds_together(intra)
-
-    def hidden(phase: str, compute: float) -> float:
-        return intra.mesh.overlap * max(0.0, min(together[phase], compute))
-
-    computing = {
-        phase: total - alone[phase, True] - alone[phase, False]
-        for phase, total in (("forward", cost.forward), ("backward", cost.backward))
-    }
-    saved = {phase: alone[phase, True] - together[phase] + hidden(phase, computing[phase]) for phase in computing}
-    room = computing["backward"] - hidden("backward", computing["backward"])
-    if prefetches:  # what is gathered once per step is so beside the first forward
-        room += computing["forward"] - hidden("forward", computing["forward"])
-    reduced = hidden("step", room) + (alone["step", True] - together["step"] if prefetches else 0.0)
-    return replace(
-        cost,
-        forward=cost.forward - saved["forward"],
-        backward=cost.backward - saved["backward"],
-        once=cost.once - reduced,
-    )
+        if message.phase == "backward":
+            compute -= message.seconds(intra)
+        elif message.phase == "step" and message.of_parameter and message.kind in REDUCTIONS:
+            reduced += message.seconds_together(intra)
+    return replace(cost, once=cost.once - intra.mesh.overlap * max(0.0, min(reduced, compute)))
 
 
 # --- Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op problem. What is

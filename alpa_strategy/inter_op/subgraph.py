@@ -48,16 +48,12 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
     return replace(
-        step,
-        parameters=tuple(p for p in step.parameters if p.value in read),
+        step.part(ops, read),
         buffers=tuple(
             b if b.update in updates else replace(b, update=None)
             for b in step.buffers
             if b.value in read or b.update in updates
         ),
-        batch=tuple(b for b in step.batch if b.value in read),
-        constants=tuple(c for c in step.constants if c.value in read),
-        ops=ops,
         loss=loss,
         output=output,
         logs=logs,

@@ -5,7 +5,7 @@ as casts, transposed copies and weight norm. Planner and lowering both ask here 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from alpa_strategy.cost.flops import is_view
@@ -29,24 +29,7 @@ class Derivation:
 
     def graph(self, stage: StepGraph) -> StepGraph:
         """The derivation by itself; nothing leaves it but `values`."""
-        ops = tuple(stage.ops[index] for index in self.ops)
-        read = {value for op in ops for value in op.operands}
-        return replace(
-            stage,
-            parameters=tuple(p for p in stage.parameters if p.value in read),
-            buffers=tuple(b for b in stage.buffers if b.value in read),
-            batch=(),
-            constants=tuple(c for c in stage.constants if c.value in read),
-            ops=ops,
-            loss=-1,
-            output=None,
-            logs=(),
-            metrics=(),
-            received=(),
-            sent=(),
-            checks=(),
-            appended=(),
-        )
+        return stage.part([stage.ops[index] for index in self.ops])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -265,6 +266,26 @@ class StepGraph:
     def constant_inputs(self) -> tuple[BufferInput | ConstantInput, ...]:
         """What is neither a parameter nor of the batch: whole on every device."""
         return *self.buffers, *self.constants
+
+    def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> StepGraph:
+        """Some of the ops with those inputs that they, or what leaves, need: without records, nothing else leaves."""
+        leaving = tuple(dict.fromkeys(leaving))
+        read = {value for op in ops for value in op.operands}.union(leaving)
+        return replace(
+            self,
+            parameters=tuple(p for p in self.parameters if p.value in read),
+            buffers=tuple(replace(b, update=None) for b in self.buffers if b.value in read),
+            batch=tuple(b for b in self.batch if b.value in read),
+            constants=tuple(c for c in self.constants if c.value in read),
+            ops=tuple(ops),
+            received=(),
+            sent=(),
+        ).bare(leaving)
+
+    def bare(self, leaving: Iterable[int], loss: int = -1) -> StepGraph:
+        """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
+        output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
+        return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:

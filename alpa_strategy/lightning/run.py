@@ -38,7 +38,7 @@ from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_m
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
-from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram, WholeStep
+from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.host_memory import tuned_for
@@ -124,7 +124,7 @@ class Run(PlacedModule):
             self._clear_gradients(batch_idx)
         pending: list[Pending] | None = [] if is_async and not captured.own_rows else None
         counters = step_counters(self.module.trainer, batch_idx)
-        values = captured.program(batch, counters, pending)
+        values = captured.program.run(batch, counters, pending)
         self._placed.num_steps += 1
         try:
             captured.leaves.finish()  # long there: the forward has taken its time
@@ -250,7 +250,7 @@ class Run(PlacedModule):
                 "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return WholeStep(self._placed, step)
+            return self._placed.whole_program(step)
         return self._placed.training_program(step, plan)
 
     @override

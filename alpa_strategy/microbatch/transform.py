@@ -7,14 +7,14 @@ finds a state for every value; here the graphs are written down: prologue, micro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
 from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.errors import PlanError
-from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
+from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
 from alpa_strategy.microbatch.rules import WHOLE, State, local_call
@@ -37,7 +37,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
         PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows of micro-batches.
     """
     if num_microbatches == 1:
-        return MicroStep(1, _bare(step, step.escaping, step.loss), combine=dict.fromkeys(step.escaping, "same"))
+        return MicroStep(1, step.bare(step.escaping, step.loss), combine=dict.fromkeys(step.escaping, "same"))
     num_ranks = num_ranks if step.batch_scope == "rank" else 1
     _check_rows(step, num_microbatches, num_ranks)
     return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
@@ -53,12 +53,6 @@ def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
             f"num_microbatches={num_microbatches} does not divide the {whose}",
             f"use one of {divisors}, or change the batch size",
         )
-
-
-def _bare(graph: StepGraph, leaving: Iterable[int], loss: int) -> StepGraph:
-    """`graph` without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
-    output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
-    return replace(graph, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
 
 class _Writer:
@@ -89,7 +83,7 @@ class _Writer:
         loss = self._number(self._loss_use()) if step.loss >= 0 else -1
         leaving = sorted(wanted - self.from_prologue.keys() - {step.loss})
         leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
-        graph = _bare(self._micro_graph(received), [v for v in leaving if v not in self.from_prologue], loss)
+        graph = self._micro_graph(received).bare([v for v in leaving if v not in self.from_prologue], loss)
         cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
         combine: dict[int, Combine] = {}
         for value in graph.escaping:
@@ -269,18 +263,7 @@ class _Writer:
 
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
         """A graph of some of the step's ops at the step's own shapes, with those inputs only that they read."""
-        read = {value for op in ops for value in op.operands} | set(wanted)
-        part = replace(
-            self.step,
-            parameters=tuple(p for p in self.step.parameters if p.value in read),
-            buffers=tuple(replace(b, update=None) for b in self.step.buffers if b.value in read),
-            batch=tuple(b for b in self.step.batch if b.value in read),
-            constants=tuple(c for c in self.step.constants if c.value in read),
-            ops=ops,
-            received=received,
-            notes=(),
-        )
-        return _bare(part, wanted, -1)
+        return replace(self.step.part(ops, wanted), received=received, notes=())
 
     def _has_own_statistics(self, index: int) -> bool:
         """Whether the op is a BatchNorm over the rows of one micro-batch."""

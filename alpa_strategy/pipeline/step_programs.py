@@ -3,19 +3,19 @@
 `PlacedPlan` holds the meshes, random streams and parameters of this rank's stages, for as long as the module lies in
 shards. For each captured step it makes a `StepProgram`, whatever the number of stages:
 
-- `DirectStep`: one stage, the whole batch at once. The values carry their autograd graph, and the backward of the loss
-  runs it as on one device: hooks on it are called, sums over the devices may come late.
-- `PipelinedStep`: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the backward of the
-  loss finds the gradients there and only hands them over.
-- `WholeStep`: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
+- direct: one stage, the whole batch at once. The values carry their autograd graph, and the backward of the loss runs
+  it as on one device: hooks on it are called, sums over the devices may come late.
+- pipelined: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the backward of the loss
+  finds the gradients there and only hands them over.
+- whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -34,39 +34,33 @@ from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import stage_ranks
-from alpa_strategy.lower.codegen import LoweredStep, dtypes_read, lower
+from alpa_strategy.lower.codegen import dtypes_read, lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.spec import Values
-from alpa_strategy.runtime.parameters import MeshParameters, ParameterStore
+from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.sharding.strategies import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
-class StepProgram(ABC):
+@dataclass(frozen=True)
+class StepProgram:
     """What runs a captured step here.
 
     Attributes:
-        makes_gradients: whether calling it makes the gradients too.
+        run: (this rank's batch, the counters' values, pending) -> the step's escaping values by number, whole on every
+            rank; the loss can be differentiated. `pending`, where given, gets what to wait for before they are read:
+            values of a direct program may be on their way still.
+        makes_gradients: whether it makes the gradients too.
     """
 
-    makes_gradients = True
-
-    @abstractmethod
-    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        """The step's escaping values by number, whole on every rank; the loss can be differentiated.
-
-        Args:
-            batch: this rank's, as the user's step would get it.
-            counters: `batch_idx`, `global_step`, `current_epoch`.
-            pending: where given, a `DirectStep`'s values may be on their way still: it gets what to wait for before
-                they are read.
-        """
+    run: Callable[[Any, Mapping[str, int], list[Pending] | None], Values]
+    makes_gradients: bool = True
 
 
 class PlacedPlan:
@@ -122,15 +116,69 @@ class PlacedPlan:
             of_stage[0].will_read(dtypes_read(step))
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
             plans = stage.parameter_plans.values()
-            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.recomputed
-            return DirectStep(self.module, step, lowered, of_stage[0], bool(regathers), mesh)
+            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.recomputed)
+
+            def direct(batch: Any, counters: Mapping[str, int], pending: list[Pending] | None) -> Values:
+                buffers = step_buffers(self.module, step, counters)
+                with of_stage[0].regather_hooks() if regathers else nullcontext():
+                    inputs = of_stage[0].step_inputs()
+                    return lowered(inputs, buffers, _rows_at_place(step, batch, mesh), pending=pending)[0]
+
+            return StepProgram(direct, makes_gradients=False)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size())
         for index, held in of_stage.items():
             held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
-        return PipelinedStep(self, step, micro, pipeline)
+        return StepProgram(partial(self._pipelined, step, micro, pipeline))
+
+    def _pipelined(
+        self, step: StepGraph, micro: MicroStep, pipeline: Pipeline, batch: Any, counters: Mapping[str, int], _: object
+    ) -> Values:
+        buffers = step_buffers(self.module, step, counters)
+        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
+        pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
+        values = self._part(micro.prologue, buffers, batch, {})
+        given = {value: values[source] for value, source in micro.given.items()}
+        scale = self.loss_scale()
+        result = pipeline.step(batch_rows(micro.graph, batch), given, scale)
+        values |= result.values
+        values |= self._part(micro.epilogue, buffers, batch, values)
+        return values | {step.loss: hand_over(values[step.loss], result.gradients, scale)}
+
+    @torch.no_grad()
+    def _part(
+        self, part: StepGraph | None, buffers: Mapping[str, Any], batch: Any, values: Mapping[int, Tensor]
+    ) -> Values:
+        """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
+        if part is None:
+            return {}
+        parameters = {p.name: self.whole_leaf(p.name) for p in part.parameters}
+        rows = _global_rows(part, batch)
+        with self.same_random() if any(is_random(op.call) for op in part.ops) else nullcontext():
+            found = run_step(part, parameters, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}
+
+    def whole_program(self, step: StepGraph) -> StepProgram:
+        """What computes all of a step on every rank, which keeps its parts of the gradients."""
+        return StepProgram(partial(self._whole, step))
+
+    def _whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int], _: object) -> Values:
+        scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
+        whole = {p.name: self.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
+        rows = _global_rows(step, batch)
+        with self.same_random(), torch.enable_grad():
+            found = run_step(step, whole, buffers, rows)
+            trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
+            grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
+        gradients = []
+        for name, gradient in zip(trained, grads, strict=True):
+            parameter = self.module.get_parameter(name)
+            if gradient is not None and self.store.holds(parameter):
+                gradients.append((parameter, self.store.shard_like(parameter, gradient)))
+        values = {value: found[value].detach() for value in step.escaping}
+        return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
 
     @contextmanager
     def same_random(self) -> Iterator[None]:
@@ -167,94 +215,6 @@ class PlacedPlan:
     def _devices(self) -> list[list[int]]:
         """Where every stage runs: the streams of one place mean nothing in another."""
         return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
-
-
-@dataclass(frozen=True)
-class DirectStep(StepProgram):
-    """See the file's docstring. `regathers`: what its forward gathers is gathered again in the backward."""
-
-    makes_gradients = False
-
-    module: nn.Module
-    step: StepGraph
-    lowered: LoweredStep
-    parameters: MeshParameters
-    regathers: bool
-    mesh: MeshComm
-
-    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        buffers = step_buffers(self.module, self.step, counters)
-        with self.parameters.regather_hooks() if self.regathers else nullcontext():
-            inputs = self.parameters.step_inputs()
-            return self.lowered(inputs, buffers, self._rows(batch), pending=pending)[0]
-
-    def _rows(self, batch: Any) -> list[Tensor]:
-        """The rows of this rank's place in the mesh: of another rank where devices lie in an order of their own."""
-        rows = batch_rows(self.step, batch)
-        if self.step.batch_scope == "global":
-            return rows
-        return [
-            own if leaf.batch_dim is None else self.mesh.exchange_rows(own)
-            for leaf, own in zip(self.step.batch, rows, strict=True)
-        ]
-
-
-class PipelinedStep(StepProgram):
-    """See the file's docstring."""
-
-    def __init__(self, placed: PlacedPlan, step: StepGraph, micro: MicroStep, pipeline: Pipeline) -> None:
-        self._placed, self._step, self._micro, self._pipeline = placed, step, micro, pipeline
-
-    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        micro, pipeline = self._micro, self._pipeline
-        buffers = step_buffers(self._placed.module, self._step, counters)
-        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
-        pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
-        values = self._part(micro.prologue, buffers, batch, {})
-        given = {value: values[source] for value, source in micro.given.items()}
-        rows = batch_rows(micro.graph, batch)
-        scale = self._placed.loss_scale()
-        result = pipeline.step(rows, given, scale)
-        values |= result.values
-        values |= self._part(micro.epilogue, buffers, batch, values)
-        return values | {self._step.loss: hand_over(values[self._step.loss], result.gradients, scale)}
-
-    @torch.no_grad()
-    def _part(
-        self, part: StepGraph | None, buffers: Mapping[str, Any], batch: Any, values: Mapping[int, Tensor]
-    ) -> Values:
-        """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
-        if part is None:
-            return {}
-        parameters = {p.name: self._placed.whole_leaf(p.name) for p in part.parameters}
-        rows = _global_rows(part, batch)
-        with self._placed.same_random() if any(is_random(op.call) for op in part.ops) else nullcontext():
-            found = run_step(part, parameters, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}
-
-
-class WholeStep(StepProgram):
-    """See the file's docstring. Each rank keeps its parts of the gradients."""
-
-    def __init__(self, placed: PlacedPlan, step: StepGraph) -> None:
-        self._placed, self._step = placed, step
-
-    def __call__(self, batch: Any, counters: Mapping[str, int], pending: list[Pending] | None = None) -> Values:
-        step, store, scale = self._step, self._placed.store, self._placed.loss_scale()
-        buffers = step_buffers(self._placed.module, step, counters)
-        whole = {p.name: self._placed.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
-        rows = _global_rows(step, batch)
-        with self._placed.same_random(), torch.enable_grad():
-            found = run_step(step, whole, buffers, rows)
-            trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
-            grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
-        gradients = []
-        for name, gradient in zip(trained, grads, strict=True):
-            parameter = self._placed.module.get_parameter(name)
-            if gradient is not None and store.holds(parameter):
-                gradients.append((parameter, store.shard_like(parameter, gradient)))
-        values = {value: found[value].detach() for value in step.escaping}
-        return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
 
 
 def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
@@ -296,6 +256,15 @@ def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
     """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
     leaves = pytree.tree_leaves(batch)
     return [leaves[given.leaf] for given in step.batch]
+
+
+def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+    """The rows of this rank's place in the mesh: of another rank where devices lie in an order of their own."""
+    rows = batch_rows(step, batch)
+    if step.batch_scope == "global":
+        return rows
+    pairs = zip(step.batch, rows, strict=True)
+    return [own if leaf.batch_dim is None else mesh.exchange_rows(own) for leaf, own in pairs]
 
 
 def _global_rows(part: StepGraph, batch: Any) -> list[Tensor]:

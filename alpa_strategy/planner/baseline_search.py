@@ -15,23 +15,15 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import (
-    Candidate,
-    on_equal_meshes,
-    pinned_layers,
-    runtime_seconds,
-    simulated_seconds,
-    stage_tables,
-    to_candidates,
-)
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes
+from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace, simulated_seconds
+from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
@@ -40,7 +32,7 @@ from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight, mesh_of, splits_backward, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 LOOKS = 20  # at what a chain of layouts has come to
@@ -65,14 +57,12 @@ class Trace:
     tried: int = 0
 
 
-class Space:
+@dataclass(frozen=True, eq=False)
+class Space(StageSpace):
     """The states of one job, and their prices."""
 
-    def __init__(self, job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts]) -> None:
-        self.job, self.meshes, self.runs = job, meshes, runs
-        self.tables = stage_tables(job, meshes, runs)
-        self.sizes = [math.prod(mesh) for mesh in meshes]
-        self._priced: dict[State, Candidate | None] = {}
+    _priced: dict[State, Candidate | None] = field(default_factory=dict)
+    _equal_meshes: dict[tuple[str, int, int], EqualMeshes] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> list[tuple[str, int]]:
@@ -82,61 +72,40 @@ class Space:
         return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
 
     def price(self, state: State) -> Candidate | None:
-        """None where it cannot be: devices left over, a schedule that does not go, no memory."""
+        """Every stage by its cheapest candidate; None where it cannot be: devices left over, a schedule that does not
+        go, no memory."""
         if state not in self._priced:
             self._priced[state] = self._price(state)
         return self._priced[state]
 
     def _price(self, state: State) -> Candidate | None:
-        job, v, B = self.job, state.stages_per_mesh, self.job.num_microbatches
-        ranks, rest = divmod(len(state.stages), v)
-        sizes = [self.sizes[mesh] for _, mesh in state.stages]
-        is_pinned = job.options.num_stages in (None, len(state.stages))
+        job, v, schedule = self.job, state.stages_per_mesh, state.schedule
+        counts, meshes = zip(*state.stages, strict=True)
+        ranks, rest = divmod(len(meshes), v)
+        sizes = [self.sizes[mesh] for mesh in meshes]
+        is_pinned = job.options.num_stages in (None, len(sizes))
         if rest or not is_pinned or sum(sizes) != v * job.cluster.num_devices or (v > 1 and len(set(sizes)) > 1):
             return None
         if job.options.schedule is not None and len(sizes) == 1:  # one stage has none
             return None
-        if why_not(state.schedule, ranks, B) or sum(n for n, _ in state.stages) != job.num_layers:
+        if why_not(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
             return None
+        cuts = list(accumulate(counts, initial=0))
+        if v > 1:
+            key = schedule, v, meshes[0]
+            equal = self._equal_meshes.setdefault(key, EqualMeshes(self, *key))
+            choice, seconds = equal.cheapest(cuts)
+            return equal.candidates([choice])[0] if math.isfinite(sum(seconds)) else None
         left = [sum(sizes[i:]) for i in range(len(sizes))]
         fits = self.tables.fits
-        if (
-            v == 1
-            and fits is not None
-            and not all(fits[d, mesh] for d, (_, mesh) in zip(left, state.stages, strict=True))
-        ):
+        if fits is not None and not all(fits[d, mesh] for d, mesh in zip(left, meshes, strict=True)):
             return None
-        pairs = in_flight(state.schedule, ranks, B, v)
-        alive = tuple(pairs[mesh_of(state.schedule, ranks, i)] for i in range(len(sizes)))
-        stages = self._stages(state, alive, v)
-        if stages is None:
+        alive = in_flight(schedule, ranks, job.num_microbatches)
+        stages = [(first, last, mesh) for (first, last), mesh in zip(pairwise(cuts), meshes, strict=True)]
+        choice, seconds = self.cheapest(self.tables_for(schedule, ranks, 1), stages, alive)
+        if not math.isfinite(sum(seconds)):
             return None
-        tables = self.tables
-        if v > 1:
-            holders = [mesh_of(state.schedule, ranks, i) for i in range(len(sizes))]
-            tables = on_equal_meshes(job, self.meshes, tables, state.stages[0][1], holders)
-            left = list(range(len(sizes), 0, -1))
-        choice = StageChoice(stages, 0.0, 0.0)
-        return to_candidates(job, self.runs, tables, left, state.schedule, v, [choice], alive)[0]
-
-    def _stages(self, state: State, alive: Sequence[int], v: int) -> tuple[StageRange, ...] | None:
-        """Every stage by its cheapest candidate that fits."""
-        t, B, first = self.tables, self.job.num_microbatches, 0
-        apart = splits_backward(state.schedule, len(alive) // v, B, v) and not self.job.remat
-        found = []
-        for (count, mesh), pairs in zip(state.stages, alive, strict=True):
-            at = (first, first + count, mesh)
-            need = v * t.bytes_always[at] + pairs * t.bytes_in_flight[at]
-            total = np.where(need <= self.job.memory_limit, B * t.seconds[at] + t.once_seconds[at], np.inf)
-            if apart:
-                again = self.runs[mesh].remat[first, first + count]
-                total[: len(again)][again] = np.inf
-            best = int(total.argmin())
-            if not np.isfinite(total[best]):
-                return None
-            found.append(StageRange(first, first + count, mesh, best))
-            first += count
-        return tuple(found)
+        return self.candidates(self.tables, left, schedule, 1, [choice], alive)[0]
 
     def equal(self, mesh: int, schedule: str, v: int) -> State | None:
         """Stages of about equally many layers on equal meshes; None where there are more stages than layers."""
@@ -149,7 +118,7 @@ class Space:
             or (ranks == 1 and v > 1)
         ):
             return None
-        cuts = pinned_layers(self.job) or [round(i * self.job.num_layers / count) for i in range(count + 1)]
+        cuts = self.pinned or [round(i * self.job.num_layers / count) for i in range(count + 1)]
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:
@@ -258,7 +227,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
         began = time.perf_counter()
         wish = StageWish(0, len(job.graph.ops), space.meshes[whole], shape, again, alive=1, cuts=tuple(job.cuts[1:-1]))
-        chain = _Chain(job, wish, rng)
+        chain = _Chain(space, wish, rng)
         spent = time.perf_counter() - began
         watch.started, watch.end = watch.started + spent, watch.end + spent
         share = (watch.end - time.perf_counter()) / left
@@ -274,8 +243,9 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
 class _Chain:
     """Layouts of one stage on one logical mesh, an op changed at a time."""
 
-    def __init__(self, job: CostJob, wish: StageWish, rng: random.Random) -> None:
-        self.job, self.rng, self.solver = job, rng, StageSolver(job)
+    def __init__(self, space: Space, wish: StageWish, rng: random.Random) -> None:
+        job = self.job = space.job
+        self.space, self.rng, self.solver = space, rng, StageSolver(job)
         self.priced = self.solver.price(wish)
         self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
         self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
@@ -324,9 +294,8 @@ class _Chain:
         if excess > 0:
             self.limit, self.best = self.limit - excess, (math.inf, at)
             return None
-        step = simulated_seconds(
-            "1F1B", 1, job.num_microbatches, [stage.cost], [wish.remat], (0.0,), runtime_seconds(job.cluster.device)
-        )
+        overhead = self.space.overhead
+        step = simulated_seconds("1F1B", 1, job.num_microbatches, [stage.cost], [wish.remat], (0.0,), overhead)
         choice = StageChoice((StageRange(0, job.num_layers, submesh, 0),), step, 0.0)
         return Candidate(step, job, "1F1B", 1, choice, (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,))
 
@@ -381,10 +350,8 @@ def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
         PlanError: it finds none that fits.
     """
 
-    def solve(
-        job: CostJob, meshes: Sequence[tuple[int, int]], runs: Sequence[RunCosts], known: float, **_: object
-    ) -> list[Candidate]:
-        found = SEARCHES[name](Space(job, meshes, runs), seconds, 0).best
+    def solve(stages: StageSpace, known: float) -> list[Candidate]:
+        found = SEARCHES[name](Space(stages.job, stages.meshes, stages.runs), seconds, 0).best
         return [found] if found is not None and found.seconds < known else []
 
     return plan_pipeline(task, solve=solve)

@@ -25,10 +25,10 @@ from alpa_strategy.inter_op.candidates import (
     EVERY_SIZE,
     TOLERANCE,
     Candidate,
+    StageSpace,
     runtime_seconds,
     simulated_seconds,
     solve_schedules,
-    stage_tables,
 )
 from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import (
@@ -317,15 +317,15 @@ class _Search:
         with self.task.progress(f"{count} micro-batches"):
             with _timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self.store, unlikely=self._unlikely)
+            # [first layer, last + 1, submesh]
+            allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
+            # A schedule that the user asks for is one of several stages (`pins.py`).
+            allowed[0, job.num_layers] = not self.several and job.options.schedule is None
+            space = StageSpace(job, meshes, runs, allowed)
             if used is None:
-                tables = stage_tables(job, meshes, runs)
-                self._bounds[count] = step_bound(job, meshes, runs, tables, runtime_seconds(job.cluster.device))
+                self._bounds[count] = step_bound(space)
             with _timed(self.spent, "stage DP"):
-                # [first layer, last + 1, submesh]
-                allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
-                # A schedule that the user asks for is one of several stages (`pins.py`).
-                allowed[0, job.num_layers] = not self.several and job.options.schedule is None
-                found = self._solve(job, meshes, runs, ceiling, allowed=allowed)
+                found = self._solve(space, ceiling)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found

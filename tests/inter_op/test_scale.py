@@ -78,7 +78,8 @@ def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=Non
     job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
     sizes = np.array([math.prod(mesh) for mesh in meshes])
     tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=None, link_at=None)
-    return step_bound(job, meshes, runs, tables, overhead)
+    space = SimpleNamespace(job=job, sizes=list(sizes), runs=runs, tables=tables, overhead=overhead)
+    return step_bound(space)
 
 
 def simulated(schedule, seconds, once, count, v=1, wires=()):
@@ -167,8 +168,8 @@ def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
     """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the fewer they are."""
     seconds = {32: 9.0, 16: 8.0, 8: 8.5, 4: 6.5, 2: 6.0, 1: 7.0}
 
-    def solve(job, meshes, runs, known, allowed):
-        own = SimpleNamespace(seconds=seconds[job.num_microbatches], submesh_of=(0,))
+    def solve(space, known):
+        own = SimpleNamespace(seconds=seconds[space.job.num_microbatches], submesh_of=(0,))
         return [own] if own.seconds < known else []
 
     spec = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)

@@ -15,7 +15,7 @@ from alpa_strategy.cli import main
 from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.bound import step_bound
-from alpa_strategy.inter_op.candidates import TOLERANCE, runtime_seconds, solve_schedules
+from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
 from alpa_strategy.inter_op.pins import submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
@@ -49,7 +49,7 @@ def space() -> Space:
 def test_unequal_stages_that_share_a_mesh_are_divided_as_well_as_a_greedy_search_does(schedule):
     """What a mesh's stages take together counts, not the largest of them: a step was 10 % longer than greedy's."""
     space = space_of(6, 32, CLUSTER.with_nodes(1, 4), schedule)
-    solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
+    solved = solve_schedules(space, math.inf)[0]
     found = SEARCHES["greedy"](space, 3.0, 0).best
     assert found is not None
     assert solved.seconds <= found.seconds * (1 + TOLERANCE)
@@ -57,7 +57,7 @@ def test_unequal_stages_that_share_a_mesh_are_divided_as_well_as_a_greedy_search
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_nothing_that_a_search_finds_is_better(space, name):
-    solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
+    solved = solve_schedules(space, math.inf)[0]
     trace = SEARCHES[name](space, 3.0, 0)
     assert trace.best is not None
     assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
@@ -72,16 +72,16 @@ def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(s
     racks = ClusterSpec.from_dict({**CLUSTER.with_nodes(4, 1).to_dict(), "levels": [up]})
     for cluster in racks.orders():
         space = space_of(4, 8, cluster, schedule)
-        solved = solve_schedules(space.job, space.meshes, space.runs, math.inf)[0]
+        solved = solve_schedules(space, math.inf)[0]
         trace = SEARCHES["exhaustive"](space, 5.0, 0)
         assert trace.best is not None
         assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
-        bound = step_bound(space.job, space.meshes, space.runs, space.tables, runtime_seconds(cluster.device))
+        bound = step_bound(space)
         assert bound <= trace.best.seconds * (1 + 1e-9)
 
 
 def test_the_solved_stages_have_their_price_as_a_state(space):
-    for solved in solve_schedules(space.job, space.meshes, space.runs, math.inf):
+    for solved in solve_schedules(space, math.inf):
         stages = tuple((s.last - s.first, s.submesh) for s in solved.choice.stages)
         priced = space.price(State(solved.schedule, solved.stages_per_mesh, stages))
         assert priced is not None
