@@ -28,7 +28,7 @@ from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.batch_rows import watch
+from alpa_strategy.lightning.batch_rows import TransferHooks, watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.job import Job, compiled_by_user
@@ -145,6 +145,7 @@ class AlpaStrategy(ParallelJob):
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
+        self._hooks = TransferHooks()
         self._session = Session(self._job, self._checkpoints)
 
     @property
@@ -217,6 +218,7 @@ class AlpaStrategy(ParallelJob):
             cluster=self._cluster,
             context=self.precision_plugin.train_step_context,
             log_context=getattr(self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context),
+            hooks=self._hooks,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
 
@@ -280,6 +282,11 @@ class AlpaStrategy(ParallelJob):
         move_real_tensors(self.model, self.root_device)
 
     # Training
+
+    @override
+    def on_train_start(self) -> None:
+        if self.options.rows == "rank" and self._module.automatic_optimization and self.limits.capture != "never":
+            self._hooks.watch(self._module)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -438,6 +445,7 @@ class AlpaStrategy(ParallelJob):
     def teardown(self) -> None:
         """Called after exceptions too: no collectives here."""
         self.stop_watching()
+        self._hooks.close()
         self._session.close(self.interrupted)
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)

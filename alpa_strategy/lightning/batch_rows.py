@@ -1,9 +1,10 @@
 """Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as sizes suggest.
 
 `default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried on its first samples
-and one of them twice: what has one row more then has one row a sample, if whole numbers in it do not change with what
-else is in the batch, as indices of rows do. That happens where batches are made (in the loader's worker), to samples
-that were loaded anyway, and leaves its random numbers and attributes as they were.
+twice and one of them three times: what has so many rows more then has one row a sample, if whole numbers in it do not
+change with what else is in the batch, as indices of rows do. That happens where batches are made (in the loader's
+worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were. Hooks around the
+transfer to the device are tried in the same way on the first batch.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
 from alpa_strategy.capture.python_state import fields_kept, patched, places_of
+from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
@@ -64,7 +68,7 @@ class WatchedCollate:
             return self.collate(samples)
         count = len(samples)
         known = int(self._found[0]) - 1
-        probe = self._with_one_twice(samples) if known < 0 else None  # first: a collate function may change its samples
+        probe = self._with_more(samples) if known < 0 else None  # first: a collate function may change its samples
         batch = self.collate(samples)
         register_batch_types(batch)
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -84,20 +88,24 @@ class WatchedCollate:
         count = int(self._found[0]) - 1
         return None if count < 0 else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
 
-    def _with_one_twice(self, samples: list[Any]) -> tuple[Any, Any] | None:
-        """Two batches of the same samples, which differ where random numbers are drawn."""
+    def _with_more(self, samples: list[Any]) -> tuple[Any, Any] | None:
+        """Two batches of the same samples, more than once, which differ where random numbers are drawn."""
+        order = _more_rows(len(samples))
         try:
             with isolate_rng(include_cuda=False), fields_kept(getattr(self.collate, "__self__", self.collate)):
-                # Two copies: within one, a sample that is there twice would be copied once.
-                first, second = ([copy.deepcopy(samples[0]), *copy.deepcopy(samples)] for _ in range(2))
+                first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
         except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
             return None
 
 
+def _more_rows(count: int) -> list[int]:
+    """Of which samples a trial's batch is made: of all of them twice, and of the first once more, in front."""
+    return [0, *range(count), *range(count)]
+
+
 def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
-    """Of every tensor leaf of `batch`, made of `count` samples; probe, again: the same with the first sample twice."""
-    register_batch_types(probe)
+    """Of every tensor leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
     leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
     found: dict[Any, Kind] = {
         path: _kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves.items()
@@ -105,11 +113,13 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     rows = [path for path, kind in found.items() if kind == "rows" and leaves[path].layout is torch.strided]
     rows = [path for path in rows if torch.equal(more[path], repeated[path])]  # others are drawn at random
     if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
-        found |= {p: "own" for p in rows if _counts(leaves[p]) and not torch.equal(more[p][1:], leaves[p])}
+        moved = [path for path in rows if not torch.equal(more[path][1 : 1 + count], leaves[path])]
+        found |= {path: "own" for path in moved if _counts(leaves[path])}
     return list(found.values())
 
 
 def _tensors_in(batch: Any) -> dict[Any, Tensor]:
+    register_batch_types(batch)
     return {path: leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)}
 
 
@@ -125,15 +135,14 @@ def _counts(leaf: Tensor) -> bool:
 
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
-    if leaf.shape[:1] == (count,) and more.shape == (count + 1, *leaf.shape[1:]):
-        return "own" if _numbers_rows(leaf, more, count) else "rows"
+    if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
+        return "own" if _reaches(leaf, more, count) else "rows"
     return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
 
 
-def _numbers_rows(leaf: Tensor, more: Tensor, count: int) -> bool:
-    """Whether the values are a permutation of the rows of their own batch."""
-    pairs = ((leaf, count), (more, count + 1))
-    return _counts(leaf) and leaf.ndim == 1 and all(each.sort()[0].tolist() == list(range(n)) for each, n in pairs)
+def _reaches(leaf: Tensor, more: Tensor, count: int) -> bool:
+    """Whether the values go as far as the number of rows, whatever that is: indices of rows, also at random."""
+    return _counts(leaf) and leaf.numel() > 0 and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
 
 
 def watch(loader: Any) -> Any:
@@ -145,12 +154,129 @@ def watch(loader: Any) -> Any:
     return loader
 
 
-def known_kinds(trainer: Any, module: Any, batch: Any) -> tuple[Kind, ...] | None:
-    """Of every tensor leaf of a training batch; None where the loader does not say: it is no DataLoader that collates
-    samples, or hooks around the transfer to the device may have changed the batch."""
-    owners = [owner for owner in (module, getattr(trainer, "datamodule", None)) if owner is not None]
-    if any(is_overridden(owner, name, DataHooks) for owner in owners for name in _TRANSFER_HOOKS):
-        return None
+class TransferHooks:
+    """What the hooks around a batch's transfer to the device make of rows, as tried on the first training batch.
+
+    Attributes:
+        kinds: of every tensor leaf that they give, empty where that is not known; None: there are no hooks.
+    """
+
+    def __init__(self) -> None:
+        self._watching = ExitStack()
+        self.kinds: tuple[Kind, ...] | None = None
+
+    def watch(self, module: Any) -> None:
+        """Try the hooks of the module, or of the data module, when the next training batch comes."""
+        self._watching.close()
+        owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
+        names = [n for n in _TRANSFER_HOOKS if any(is_overridden(owner, n, DataHooks) for owner in owners)]
+        self.kinds = () if names and world_size() > 1 else None
+        if self.kinds is not None:
+            first = partial(self._first, module, owners, ", ".join(names))
+            self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._watching.close()
+
+    def _first(self, module: Any, owners: list[Any], names: str, batch: Any, dataloader_idx: int = 0) -> Any:
+        """In the place of the Trainer's first step towards the hooks."""
+        if module.trainer.training:
+            self._watching.close()
+            try:
+                self.kinds, mixed = _tried(module, owners, batch)
+            except Exception as error:  # what it says of the batch itself is for the real call to raise
+                rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
+                mixed = ""
+            if mixed:
+                rank_zero_info(
+                    f"alpa: {names}: rows of the batch's leaf {mixed} are made of other rows too (mixup and the like): "
+                    "of those of the same rank, as under DDP. A captured step takes what comes of it on all ranks for "
+                    "one batch"
+                )
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+
+def _tried(module: Any, owners: list[Any], batch: Any) -> tuple[tuple[Kind, ...], str]:
+    """Of every tensor leaf that the hooks give for a loader's batch, and the names of those whose rows are mixed."""
+    tensors = list(_tensors_in(batch).values())
+    given: tuple[Kind, ...] = _loader_kinds(module.trainer, batch) or tuple(
+        "rows" if rows else "same" for rows in likely_rows(tensors)
+    )
+    sizes = [len(leaf) for leaf, kind in zip(tensors, given, strict=True) if kind == "rows"]
+    count = next(iter([*sizes, *(len(x) for x in pytree.tree_leaves(batch, is_leaf=_is_list) if _is_list(x))]))
+
+    def made(order: Sequence[int], times: int = 1) -> Any:
+        """What the hooks give for these rows when they are called the first or second time."""
+        with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners):
+            for _ in range(times):
+                rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
+                result = module.trainer.strategy.batch_to_device(rows)
+        return result
+
+    base, more, half = made(range(count)), made(_more_rows(count)), (count + 1) // 2
+    found = _kinds_in(base, more, made(_more_rows(count), times=2), count)
+    if "own" in given:  # it was not there with more rows
+        found = ["own" if kind == "same" else kind for kind in found]
+    other = _tensors_in(made([count - 1] * half + [*range(half, count)]))
+    rows = [item for item, kind in zip(_tensors_in(base).items(), found, strict=True) if kind == "rows"]
+    mixed = [pytree.keystr(path) for path, leaf in rows if not torch.equal(leaf[half:], other[path][half:])]
+    return tuple(found), ", ".join(mixed)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether `value` may hold an item for each sample."""
+    return type(value) in (list, tuple) and all(isinstance(item, str | int | float) for item in value)
+
+
+def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[int]) -> Any:
+    """A copy of a loader's batch with these of its rows."""
+    kind = iter(kinds)
+
+    def taken(leaf: Any) -> Any:
+        if _is_list(leaf) and len(leaf) == count:
+            return type(leaf)(leaf[i] for i in order)
+        return leaf[list(order)] if isinstance(leaf, Tensor) and next(kind) == "rows" else copy.deepcopy(leaf)
+
+    return pytree.tree_map(taken, batch, is_leaf=_is_list)
+
+
+@contextmanager
+def _state_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Attributes, buffers and generators of these modules and data modules are afterwards what they were.
+
+    Raises:
+        ValueError: a buffer was changed: by each rank's rows, and a captured step would not know.
+    """
+    modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
+    buffers = [
+        (b, b._version, b.detach().clone()) for m in modules if isinstance(m, nn.Module) for b in m.buffers(False)
+    ]
+    generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
+    states = [each.get_state() for each in generators]
+    with ExitStack() as stack:
+        for each in modules:
+            stack.enter_context(fields_kept(each))
+        yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    changed = [(buffer, old) for buffer, version, old in buffers if buffer._version != version]
+    for buffer, old in changed:
+        buffer.data.copy_(old)
+    if changed:
+        raise ValueError("they change a buffer")
+
+
+def known_kinds(trainer: Any, batch: Any, hooks: TransferHooks) -> tuple[Kind, ...] | None:
+    """Of every tensor leaf of a training batch; None where the loader, being no DataLoader that collates samples, does
+    not say."""
+    if hooks.kinds is None:
+        return _loader_kinds(trainer, batch)
+    count = len(_tensors_in(batch))
+    return hooks.kinds if len(hooks.kinds) == count else (_KINDS[-1],) * count
+
+
+def _loader_kinds(trainer: Any, batch: Any) -> tuple[Kind, ...] | None:
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         return None
@@ -179,11 +305,14 @@ def agreed_kinds(kinds: tuple[Kind, ...] | None) -> tuple[Kind, ...] | None:
 
 
 def own_leaves(kinds: tuple[Kind, ...] | None, batch: Any) -> dict[int, str]:
-    """The leaves that are made of a rank's own samples: index in the batch -> name."""
+    """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError where all are."""
     paths = [(i, path, leaf) for i, (path, leaf) in enumerate(pytree.tree_flatten_with_path(batch)[0])]
     tensors = [(index, path) for index, path, leaf in paths if isinstance(leaf, Tensor)]
     pairs = zip(tensors, kinds or (), strict=False)
-    return {index: pytree.keystr(path) for (index, path), kind in pairs if kind == "own"}
+    own = {index: pytree.keystr(path) for (index, path), kind in pairs if kind == "own"}
+    if own and "rows" not in (kinds or ()):
+        raise NotRowsError(_of(own.values()), REPLICA)
+    return own
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, module, batch))
+    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, batch, job.hooks))
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
 

@@ -197,8 +197,7 @@ class Run(PlacedModule):
         key, may_differ = shape_key(batch), self._job.may_run_as_written
         known = self._captured.get(key, [])
         index, changed = _fitting(known, step_counters(self.module.trainer, batch_idx), batch)
-        is_asked = may_differ or len(self._captured) > 1  # several shapes are known to all ranks: it must be one
-        if self._same.all_have(key, index, batch) if is_asked else index is not None:
+        if self._same.all_have(key, index, batch):
             assert index is not None
             self._captured.move_to_end(key)
             return known[index]
@@ -210,7 +209,7 @@ class Run(PlacedModule):
                     f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would be captured and "
                     'planned anew (pad to a few lengths, pad_to_multiple_of, to have them captured: capture="require")'
                 )
-            self._same.meet_for_shape(batch)
+            self._same.say_shape(batch, shapes + 1)
         elif may_differ:
             self._num_changes += 1
             if self._num_changes > CHANGES + steps // STEPS_PER_SHAPE and self.no_room_for_release() is None:
@@ -218,8 +217,6 @@ class Run(PlacedModule):
                     f"{changed or 'what the step depends on'} has changed, {self._num_changes} times in {steps + 1} "
                     "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
                 )
-        elif changed is not None:
-            self._same.meet_for_change(changed)
         with shapes_only(self.store):
             step = capture(self.module, batch, batch_idx, self._job)
         program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)

@@ -1,7 +1,7 @@
 """SameSteps: all ranks take the same kind of step, or learn who does not.
 
-Where every rank sees that something is new, the ranks meet in the job's store, not in a collective: ranks that see
-nothing new are already in the collectives of their step.
+Where a module changes, the ranks meet in the job's store, not in a collective: ranks on which it did not are already in
+the collectives of their step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -18,7 +18,6 @@ from alpa_strategy.comm.collectives import RankZero, all_largest, of_all_ranks, 
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 
 MEET_SECONDS = 60.0
-MANY_CHANGES = 5
 SAME_SHAPES = (
     "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
     "batches of all ranks are one batch of the step"
@@ -34,7 +33,6 @@ class SameSteps:
 
     def __init__(self, rank_zero: RankZero, max_shapes: int) -> None:
         self._rank_zero, self._max_shapes = rank_zero, max_shapes
-        self._num_shapes = 1
         self._num_changes = 0
         self._digests: dict[Any, int] = {}
 
@@ -61,46 +59,24 @@ class SameSteps:
             raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
         return largest[2] == -largest[3] == index
 
-    def meet_for_shape(self, batch: Any) -> None:
-        """Wait until every rank has a batch of a new shape; RuntimeMismatchError when some go on with the old one."""
-        came, missing = self._meet(f"shape{self._num_shapes}", shapes_text(batch))
-        if missing:
-            raise RuntimeMismatchError(
-                f"batches differ between ranks: {_said(came)}, ranks {missing} go on with the shape of before",
-                SAME_SHAPES,
-            )
-        self._num_shapes += 1
-        many = self._num_shapes > self._max_shapes
+    def say_shape(self, batch: Any, number: int) -> None:
+        """A line about the training's batch shape number so-and-so."""
+        many = number > self._max_shapes
         rank_zero_info(
-            f"alpa: batch shape number {self._num_shapes}, captured and planned: {shapes_text(batch)}"
+            f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
             + many * f" (the last {self._max_shapes} are kept: pad batches to a few lengths, pad_to_multiple_of)"
         )
 
     def meet_for_change(self, name: str) -> None:
-        """The same for something that the step reads, such as an attribute; a word of warning when it happens often."""
+        """Wait until every rank has seen a change of the module; RuntimeMismatchError when some have not."""
         self._num_changes += 1
-        came, missing = self._meet(f"attribute{self._num_changes}", name)
-        if missing:
+        came = self._rank_zero.meet(f"change{self._num_changes}", name, MEET_SECONDS)
+        if missing := sorted(set(range(world_size())) - set(came)):
             raise RuntimeMismatchError(
-                f"attributes of the module that the step reads changed on some ranks only: {_said(came)}, unchanged on "
-                f"ranks {missing}",
-                "change them on every rank, at the same step",
+                f"the module changed on some ranks only: {'; '.join(f'rank {r}: {text}' for r, text in came.items())}, "
+                f"unchanged on ranks {missing}",
+                "change it on every rank, at the same step",
             )
-        if self._num_changes == MANY_CHANGES:
-            rank_zero_warn(
-                f"alpa: attributes of the module that the step reads, the last one {name}, changed {MANY_CHANGES} "
-                "times; each change captures the step again. A number that changes often is better a buffer: "
-                f"`self.register_buffer(name, torch.tensor(value))`, changed by `fill_`"
-            )
-
-    def _meet(self, name: str, text: str) -> tuple[dict[int, str], list[int]]:
-        """What the ranks that came say, by rank, and the ranks that did not come."""
-        came = self._rank_zero.meet(name, text, MEET_SECONDS)
-        return came, sorted(set(range(world_size())) - set(came))
-
-
-def _said(came: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in came.items())
 
 
 def shape_key(batch: Any) -> tuple[Any, ...]:
