@@ -438,6 +438,7 @@ class AlpaStrategy(ParallelJob):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.interrupted = True
+        self._session.explain(exception)
         self._checkpoints.close(interrupted=True)
         self.tell_others(exception)
 

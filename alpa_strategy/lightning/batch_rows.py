@@ -13,7 +13,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -27,10 +27,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
-from alpa_strategy.capture.python_state import fields_kept, patched, places_of
+from alpa_strategy.capture.python_state import fields_kept, globals_kept, patched, places_of
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
-from alpa_strategy.errors import AlpaError, NotRowsError
+from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import mentioned_names
 from alpa_strategy.lightning.checks import is_overridden
@@ -242,8 +242,8 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 
 @contextmanager
-def _state_kept(owners: Iterable[Any]) -> Iterator[None]:
-    """Attributes, buffers and generators of these modules and data modules are afterwards what they were.
+def _state_kept(owners: Sequence[Any]) -> Iterator[None]:
+    """Attributes, buffers, generators and globals of a module and its data module are afterwards what they were.
 
     Raises:
         ValueError: a buffer was changed: by each rank's rows, and a captured step would not know.
@@ -257,6 +257,9 @@ def _state_kept(owners: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for each in modules:
             stack.enter_context(fields_kept(each))
+        # What it puts back in globals and closures (lists of calls) is no error here.
+        stack.enter_context(suppress(CaptureError))
+        stack.enter_context(globals_kept(owners[0], set()))
         yield
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

@@ -7,6 +7,7 @@ sharded for an evaluation without a training as well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,9 @@ from alpa_strategy.lightning.job import Job, device_limit
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.placed_module import PlacedModule
+
+
+_SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
 class Session:
@@ -260,6 +264,16 @@ class Session:
     def is_whole(self) -> bool:
         """Whether the module has its whole parameters now."""
         return self.run is None or self.run.whole.is_active
+
+    def explain(self, error: BaseException) -> None:
+        """A note to an error about shapes, where parameters lie in parts."""
+        is_of_shapes = isinstance(error, RuntimeError | ValueError | IndexError) and _SHAPES.search(str(error))
+        if is_of_shapes and not self.is_whole and self.run is not None and self.run.store.sharded_parameters:
+            error.add_note(
+                "alpa: parameters lie in parts on the ranks. Code that reads or changes them outside of the module's "
+                "steps (optimizer_step, a loader that asks the model, an average of weights) wants `with "
+                'trainer.strategy.whole_parameters():` around it, on all ranks together, or parallel="data"'
+            )
 
     def close(self, interrupted: bool) -> None:
         """The Trainer is done, or an exception has ended it. No communication."""

@@ -5,6 +5,7 @@ A program is a LightningModule without arguments; `rows(rank)` may give each ran
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any, ClassVar
@@ -485,6 +486,31 @@ class CapturableAtFirst(Program):
         return loss
 
 
+class AveragesWeights(Program):
+    """An average of the weights that is no part of the module, changed within `optimizer_step`."""
+
+    def on_fit_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.net.parameters()]
+
+    def whole(self) -> Any:
+        return getattr(self.trainer.strategy, "whole_parameters", contextlib.nullcontext)()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.log("average", sum(p.sum().item() for p in self.average))
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        with self.whole(), torch.no_grad():
+            for p, q in zip(self.average, self.net.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+
+
+class AveragesParts(AveragesWeights):
+    whole = contextlib.nullcontext  # type: ignore[assignment]
+
+
 class Annealed(Program):
     """A temperature that is another number in every batch: each would be another capture."""
 
@@ -641,6 +667,7 @@ PROGRAMS = {
         ActorCritic,
         TwoKindsOfOptimizer,
         CapturableAtFirst,
+        AveragesWeights,
         Annealed,
         SparseAdjacency,
         Functions,

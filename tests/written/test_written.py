@@ -140,6 +140,11 @@ def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
 
 
+def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:
+    with pytest.raises(WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"):
+        pool.run(RANKS, train, "AveragesParts", "alpa", str(tmp_path), "zero3")
+
+
 def resume(root: str) -> tuple[list[str], int]:
     """What a run that takes up one of steps as written says, and its steps."""
     said = Said()
