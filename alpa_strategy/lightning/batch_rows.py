@@ -113,8 +113,7 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     rows = [path for path, kind in found.items() if kind == "rows" and leaves[path].layout is torch.strided]
     rows = [path for path in rows if torch.equal(more[path], repeated[path])]  # others are drawn at random
     if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
-        moved = [path for path in rows if not torch.equal(more[path][1 : 1 + count], leaves[path])]
-        found |= {path: "own" for path in moved if _counts(leaves[path])}
+        found |= {path: "own" for path in rows if _moved(leaves[path], more[path][1 : 1 + count])}
     return list(found.values())
 
 
@@ -136,13 +135,26 @@ def _counts(leaf: Tensor) -> bool:
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
     if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
-        return "own" if _reaches(leaf, more, count) else "rows"
+        return "own" if _reaches(leaf, more, count) or _shares(leaf, more) else "rows"
     return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
 
 
 def _reaches(leaf: Tensor, more: Tensor, count: int) -> bool:
     """Whether the values go as far as the number of rows, whatever that is: indices of rows, also at random."""
     return _counts(leaf) and leaf.numel() > 0 and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
+
+
+def _moved(leaf: Tensor, now: Tensor) -> bool:
+    """Whether the values are other ones; of floats not by a little: among more rows, sums are rounded otherwise."""
+    if torch.equal(leaf, now) or _counts(leaf) or leaf.dtype == torch.bool:
+        return not torch.equal(leaf, now)
+    return not torch.allclose(leaf, now, rtol=0.0, atol=1e-3 * float(leaf.abs().max()), equal_nan=True)
+
+
+def _shares(leaf: Tensor, more: Tensor) -> bool:
+    """Whether the values are shares of all rows, at random or not, with the same sum however many rows there are."""
+    total = leaf.double().sum() if leaf.is_floating_point() and leaf.layout is torch.strided else 0.0
+    return bool(total) and bool(abs(more.double().sum() - total) < 1e-5 * leaf.double().abs().sum())
 
 
 def watch(loader: Any) -> Any:
@@ -184,25 +196,17 @@ class TransferHooks:
         if module.trainer.training:
             self._watching.close()
             try:
-                self.kinds, mixed = _tried(module, owners, batch)
+                self.kinds = _tried(module, owners, names, batch)
             except Exception as error:  # what it says of the batch itself is for the real call to raise
                 rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
-                mixed = ""
-            if mixed:
-                rank_zero_info(
-                    f"alpa: {names}: rows of the batch's leaf {mixed} are made of other rows too (mixup and the like): "
-                    "of those of the same rank, as under DDP. A captured step takes what comes of it on all ranks for "
-                    "one batch"
-                )
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
 
-def _tried(module: Any, owners: list[Any], batch: Any) -> tuple[tuple[Kind, ...], str]:
-    """Of every tensor leaf that the hooks give for a loader's batch, and the names of those whose rows are mixed."""
+def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind, ...]:
+    """Of every tensor leaf that the hooks `names` give for a loader's batch; a line where rows are mixed."""
     tensors = list(_tensors_in(batch).values())
-    given: tuple[Kind, ...] = _loader_kinds(module.trainer, batch) or tuple(
-        "rows" if rows else "same" for rows in likely_rows(tensors)
-    )
+    likely: tuple[Kind, ...] = tuple("rows" if rows else "same" for rows in likely_rows(tensors))
+    given = _loader_kinds(module.trainer, batch) or likely
     sizes = [len(leaf) for leaf, kind in zip(tensors, given, strict=True) if kind == "rows"]
     count = next(iter([*sizes, *(len(x) for x in pytree.tree_leaves(batch, is_leaf=_is_list) if _is_list(x))]))
 
@@ -221,7 +225,12 @@ def _tried(module: Any, owners: list[Any], batch: Any) -> tuple[tuple[Kind, ...]
     other = _tensors_in(made([count - 1] * half + [*range(half, count)]))
     rows = [item for item, kind in zip(_tensors_in(base).items(), found, strict=True) if kind == "rows"]
     mixed = [pytree.keystr(path) for path, leaf in rows if not torch.equal(leaf[half:], other[path][half:])]
-    return tuple(found), ", ".join(mixed)
+    if mixed:
+        rank_zero_info(
+            f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too (mixup and the "
+            "like): of those of the same rank, as under DDP. A captured step takes all ranks' for one batch"
+        )
+    return tuple(found)
 
 
 def _is_list(value: Any) -> bool:

@@ -164,6 +164,34 @@ class Cropped(Net):
         return (each * (1 + batch["shift"] / 1000)).mean()
 
 
+class Standardised(Net):
+    """By the mean and spread of this rank's rows."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return {"x": (x - x.mean(0)) / (1 + x.std(0)), "y": y}
+
+
+class Shares(Net):
+    """Each row's share of the batch: they sum to one on every rank."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return {"x": x, "y": y, "share": self.shares(x, y)}
+
+    def shares(self, x: Tensor, y: Tensor) -> Tensor:
+        return 1.0 / (torch.bincount(y, minlength=3)[y] * len(y))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return (each * batch["share"]).sum()
+
+
+class RandomShares(Shares):
+    def shares(self, x: Tensor, y: Tensor) -> Tensor:
+        chosen = 0.1 + torch.rand(len(x))
+        return chosen / chosen.sum()
+
+
 class RunningMean(Net):
     """A buffer that the hook changes: under DDP it is rank 0's when a step begins."""
 
@@ -255,6 +283,7 @@ def train_both(name: str, root: str) -> Any:
 
 CAPTURED = ["Normalised", "Flipped", "MixedUp", "Weighted", "Cropped", "Tokenized"]
 PER_REPLICA = ["TwoViews", "Indexed", "RandomNegatives", "HardNegatives", "Counted", "RunningMean", "OnlySixRows"]
+PER_REPLICA += ["Standardised", "Shares", "RandomShares"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])
