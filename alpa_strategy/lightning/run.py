@@ -8,23 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
-from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
-from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.display.table import measured_line
-from alpa_strategy.errors import CaptureError, NotRowsError, PlanError
+from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning import step_effects
@@ -44,6 +39,7 @@ from alpa_strategy.planner.task import is_for
 from alpa_strategy.runtime.host_memory import tuned_for
 
 MEASURED_STEPS = range(5, 25)
+_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
 MAX_SHAPES = 64  # of which programs are kept
 # Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
 # so many steps. Where they come faster, captures would take longer than the steps that they serve.
@@ -105,71 +101,34 @@ class Run(PlacedModule):
         self.check_copies(step.buffers)
         self._num_changes = 0
         self._step_starts: list[float] = []
-        self._unfinished: Callable[[], None] | None = None  # see `_finish_step`
 
     # A training step
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows.
-
-        Where nobody reads the loss before the backward is done, sums over the devices may still run when this returns,
-        and nothing is logged yet: `finish_backward` waits and logs.
-        """
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
         self._measure()
-        is_async = allows_async_loss(self.module.trainer, self.module)
         captured = self._captured_step(batch, batch_idx)
         captured.leaves.begin(batch)
         if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
-        pending: list[Pending] | None = [] if is_async and not captured.own_rows else None
         counters = step_counters(self.module.trainer, batch_idx)
-        values = captured.program.run(batch, counters, pending)
+        values = captured.program.run(batch, counters)
         self._placed.num_steps += 1
-        try:
-            captured.leaves.finish()  # long there: the forward has taken its time
-        except NotRowsError:
-            for each in pending or ():
-                each.wait()
-            raise
-        finish = partial(self._finish_step, captured, values, batch, counters, pending or [])
-        if is_async:
-            self._unfinished = finish
-        else:
-            finish()
-        own = step_effects.own_rows_of(values, captured.own_rows)
-        return step_effects.fill(captured.step.output, own, pytree.tree_leaves(batch), counters)
-
-    @override
-    def finish_backward(self) -> None:
-        """After the Trainer's backward: complete gradients, and what the step logs if that had to wait. Collective."""
-        if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
-            self.store.finish_backward()
-        done, self._unfinished = self._unfinished, None
-        if done is not None:
-            # `self.log` takes what is logged here as the training step's.
-            with patched([(self.module, "_current_fx_name", "training_step")]):
-                done()
-
-    def _finish_step(
-        self,
-        captured: CapturedStep,
-        values: Mapping[int, Tensor],
-        batch: Any,
-        counters: Mapping[str, int],
-        pending: list[Pending],
-    ) -> None:
-        """What the step does besides computing, once its values (`pending`) are there: checks, buffers, logs."""
-        for each in pending:
-            each.wait()
-        step = captured.step
+        captured.leaves.finish()  # long there: the forward has taken its time
+        step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
             step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
-        step_effects.append_to_lists(
-            self.module, step, step_effects.own_rows_of(values, captured.own_rows), batch, counters
-        )
+        step_effects.append_to_lists(self.module, step, own, batch, counters)
+        return step_effects.fill(step.output, own, pytree.tree_leaves(batch), counters)
+
+    @override
+    def finish_backward(self) -> None:
+        """After the Trainer's backward: complete gradients. Collective."""
+        if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
+            self.store.finish_backward()
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
@@ -274,7 +233,6 @@ class Run(PlacedModule):
 
     @override
     def leave_steps(self) -> None:
-        forbid_async_loss(self.module.trainer)
         step_effects.leave_logs(self.module.trainer, [each.step for steps in self._captured.values() for each in steps])
 
     def _measure(self) -> None:
@@ -291,57 +249,6 @@ class Run(PlacedModule):
             if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             self._job.progress.say(measured_line(self.plan, seconds))
-
-
-# The backward need not wait for the sum of the loss over the devices, where nobody reads it before
-
-
-_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
-_SEE_THE_LOSS = ("on_before_backward", "backward", *_SEE_GRADIENTS)
-
-
-class AsyncResult(ClosureResult):
-    """Lightning's record of a step, which copies the loss when it is asked for it, not when the step returns."""
-
-    @property
-    def loss(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.closure_loss is None else self.closure_loss.detach().clone()
-
-    @override
-    def _clone_loss(self) -> None:
-        """Nothing yet: the loss may be on its way."""
-
-    @classmethod
-    @override
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> AsyncResult:
-        result = super().from_training_step_output(training_step_output, normalize)
-        assert isinstance(result, AsyncResult)
-        output = training_step_output
-        result.closure_loss = output["loss"] if isinstance(output, Mapping) else output  # not a quotient of it
-        return result
-
-
-def allows_async_loss(trainer: Any, module: Any) -> bool:
-    """Whether nobody reads the step's values before its backward is done; the Trainer itself is told not to."""
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    if loop.output_result_cls not in (ClosureResult, AsyncResult):  # somebody else's
-        return False
-    may = (
-        trainer.accumulate_grad_batches == 1
-        and not loop._skip_backward
-        and getattr(trainer.precision_plugin, "scaler", None) is None
-        and not torch.is_anomaly_enabled()
-        and not any_overridden(trainer, module, _SEE_THE_LOSS)
-    )
-    loop.output_result_cls = AsyncResult if may else ClosureResult
-    return may
-
-
-def forbid_async_loss(trainer: Any) -> None:
-    """Steps return their loss complete from now on."""
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    if loop.output_result_cls is AsyncResult:
-        loop.output_result_cls = ClosureResult
 
 
 # Captured steps and what runs them, by what they serve

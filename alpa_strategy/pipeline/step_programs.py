@@ -4,7 +4,7 @@
 shards. For each captured step it makes a `StepProgram`, whatever the number of stages:
 
 - direct: one stage, the whole batch at once. The values carry their autograd graph, and the backward of the loss runs
-  it as on one device: hooks on it are called, sums over the devices may come late.
+  it as on one device: hooks on it are called.
 - pipelined: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the backward of the loss
   finds the gradients there and only hands them over.
 - whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import MeshComm, Pending, build_mesh, build_stage_meshes
+from alpa_strategy.comm.mesh import MeshComm, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -53,13 +53,12 @@ class StepProgram:
     """What runs a captured step here.
 
     Attributes:
-        run: (this rank's batch, the counters' values, pending) -> the step's escaping values by number, whole on every
-            rank; the loss can be differentiated. `pending`, where given, gets what to wait for before they are read:
-            values of a direct program may be on their way still.
+        run: (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the
+            loss can be differentiated.
         makes_gradients: whether it makes the gradients too.
     """
 
-    run: Callable[[Any, Mapping[str, int], list[Pending] | None], Values]
+    run: Callable[[Any, Mapping[str, int]], Values]
     makes_gradients: bool = True
 
 
@@ -118,11 +117,11 @@ class PlacedPlan:
             plans = stage.parameter_plans.values()
             regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.recomputed)
 
-            def direct(batch: Any, counters: Mapping[str, int], pending: list[Pending] | None) -> Values:
+            def direct(batch: Any, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)
                 with of_stage[0].regather_hooks() if regathers else nullcontext():
                     inputs = of_stage[0].step_inputs()
-                    return lowered(inputs, buffers, _rows_at_place(step, batch, mesh), pending=pending)[0]
+                    return lowered(inputs, buffers, _rows_at_place(step, batch, mesh))[0]
 
             return StepProgram(direct, makes_gradients=False)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
@@ -134,7 +133,7 @@ class PlacedPlan:
         return StepProgram(partial(self._pipelined, step, micro, pipeline))
 
     def _pipelined(
-        self, step: StepGraph, micro: MicroStep, pipeline: Pipeline, batch: Any, counters: Mapping[str, int], _: object
+        self, step: StepGraph, micro: MicroStep, pipeline: Pipeline, batch: Any, counters: Mapping[str, int]
     ) -> Values:
         buffers = step_buffers(self.module, step, counters)
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
@@ -164,7 +163,7 @@ class PlacedPlan:
         """What computes all of a step on every rank, which keeps its parts of the gradients."""
         return StepProgram(partial(self._whole, step))
 
-    def _whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int], _: object) -> Values:
+    def _whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
         scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
         whole = {p.name: self.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
         rows = _global_rows(step, batch)
