@@ -71,20 +71,17 @@ def plan_job(
     from alpa_strategy.inter_op.bound import step_bound
     from alpa_strategy.inter_op.candidates import StageSpace, solve_schedules
     from alpa_strategy.inter_op.stage_costs import stage_costs
-    from alpa_strategy.planner.search import KEPT, solved_plan
+    from alpa_strategy.planner.search import best_solved, solved_plan
     from alpa_strategy.planner.task import fingerprint_of
 
     space = StageSpace(job, meshes, stage_costs(job, meshes, store), allowed)
     fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
-    failed = PlanError("no stages fit", "use more devices, or raise memory_limit")
-    for candidate in solve_schedules(space, math.inf, schedules)[:KEPT]:
-        try:
-            plan = solved_plan(candidate, meshes, fingerprint)
-        except PlanError as error:
-            failed = error
-            continue
-        return replace(plan, gap=max(0.0, 1 - step_bound(space) / plan.predicted.step_seconds))
-    raise failed
+    best, failures = best_solved(
+        solve_schedules(space, math.inf, schedules), lambda candidate: solved_plan(candidate, meshes, fingerprint)
+    )
+    if best is None:
+        raise failures[-1][1] if failures else PlanError("no stages fit", "use more devices, or raise memory_limit")
+    return replace(best, gap=max(0.0, 1 - step_bound(space) / best.predicted.step_seconds))
 
 
 def cluster_of(cell: Cell) -> ClusterSpec:

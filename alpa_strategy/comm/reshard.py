@@ -62,7 +62,7 @@ class Reshard:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
         if not (tensor.requires_grad and torch.is_grad_enabled()) or not (self.forward_steps or self.backward_steps):
             return self.values(tensor)
-        result = _ReshardNode.apply(tensor, self, False, None)
+        result = _ReshardNode.apply(tensor, self, False)
         regather = active_regather()
         if regather is not None:
             regather.note(self.values, tensor, result)
@@ -77,29 +77,10 @@ class Reshard:
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
                 return self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
-        summed = self._axis_of_sum(tensor)
-        if summed is not None:
-            return summed.start_all_reduce(_own_copy(tensor))
+        if self._sums_over is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
+            own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
+            return self._sums_over.start_all_reduce(own)
         return Pending(lambda: self.values(tensor))
-
-    def begun(self, tensor: Tensor, pending: list[Pending] | None) -> Tensor:
-        """As a call, but the result may be on its way still: `pending` gets what to wait for before it is read.
-
-        It can be differentiated at once, as the gradient of a sum does not depend on its value. With None, or where it
-        is more than one sum, the result is there.
-        """
-        axis = self._axis_of_sum(tensor)
-        if pending is None or axis is None:
-            return self(tensor)
-        summed = _own_copy(tensor)
-        pending.append(axis.start_all_reduce(summed))
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return summed
-        return _ReshardNode.apply(tensor, self, False, summed)
-
-    def _axis_of_sum(self, tensor: Tensor) -> AxisComm | None:
-        """Where the forward is one sum that can be begun; truth values are no sum of theirs."""
-        return None if tensor.dtype == torch.bool else self._sums_over
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
@@ -114,15 +95,14 @@ class _ReshardNode(torch.autograd.Function):
     is right."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, result: Tensor | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool) -> Tensor:
         ctx.reshard, ctx.swapped = reshard, swapped
-        if result is None:
-            result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
         return tensor.view_as(tensor) if result is tensor else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped, None), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None
 
 
 def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
@@ -135,11 +115,6 @@ def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | Non
     if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
         return mesh.whole
     return None
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    """What a collective may overwrite."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _run(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:

@@ -35,7 +35,8 @@ from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, St
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
-BY_TENSOR_SECONDS = 2.0  # equal layers make many equal choices of what to keep: proving the last 1 % takes minutes
+# Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
+BY_TENSOR_SECONDS, BY_TENSOR_GAP = 2.0, 1e-3
 OFFLOADING_SIZE = 16  # devices up to which offload is solved: with 64, planning took a sixth longer
 HOST_PRICES = 8  # of host memory that are tried, each twice the one before
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
@@ -320,10 +321,11 @@ class StageSolver:
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
                 free = None
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
-            seconds = job.options.solver_seconds
             if stage.intra.recomputes:
-                seconds = min(seconds, BY_TENSOR_SECONDS)
-            solution = solve(problem, seconds, cutoff=cutoff, unlimited=free)
+                seconds = min(job.options.solver_seconds, BY_TENSOR_SECONDS)
+                solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=BY_TENSOR_GAP)
+            else:
+                solution = solve(problem, job.options.solver_seconds, cutoff=cutoff, unlimited=free)
             working = working_bytes(stage.intra, solution.assignment)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)

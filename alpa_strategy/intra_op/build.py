@@ -229,6 +229,10 @@ class _Builder:
         sink = self._add_fixed("output")
         parameters = {p.value for p in self._step.parameters}
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
+        kept_by_maker = set(self._step.received)
+        for op, options in zip(self._step.ops, self.ops, strict=True):
+            if not options.saved.fuses:
+                kept_by_maker.update(v for v, keep in zip(op.results, options.saved.results, strict=True) if keep)
         for value, (producer, produced) in self.producers.items():
             consumers = self._step.consumers.get(value, ())
             asks = [
@@ -246,9 +250,9 @@ class _Builder:
             transfer, layouts = _transfer(
                 self._step.values[value], self._tables, value, producer, produced, asks, saved, value in parameters
             )
-            # Received values are kept as they came until the backward has run, and others are made again in the layout
-            # in which they were made: using them as they are needs no other copy.
-            if saved and (value in received or value not in kept):
+            # Received values are kept as they came until the backward has run, results that their own op keeps (of a
+            # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
+            if saved and (value in kept_by_maker or value not in kept):
                 for p, source in enumerate(layouts.sources):
                     if source in layouts.targets:
                         transfer.memory[p, layouts.targets.index(source)] = 0.0

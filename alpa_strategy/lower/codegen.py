@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.comm.mesh import MeshComm, Pending
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.per_step import PerStep, per_step
@@ -48,8 +49,7 @@ class LoweredStep:
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
     Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); the same for
     `step.sent`, in the layouts of `StagePlan.sent`, and for the values `made` for later spans of the stage, in the
-    layouts in which they are made. Those of `step.escaping` may be on their way still where `pending` is given: it gets
-    what to wait for before they are read.
+    layouts in which they are made.
     """
 
     source: str
@@ -65,10 +65,9 @@ class LoweredStep:
         buffers: Mapping[str, Any],
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
-        pending: list[Pending] | None = None,
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
         """(what leaves the step, what later stages get, what later spans of the stage get), by value index."""
-        results = self.function(parameters, buffers, batch, received, pending, buffers.get(COUNTERS))
+        results = self.function(parameters, buffers, batch, received, buffers.get(COUNTERS))
         left = iter(results)
         escaping, sent, made = (
             {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
@@ -196,6 +195,8 @@ class _Writer:
         results = tuple(f"v{value}" for value in op.results)
         targets = ", ".join(results) + "," * (op.call.returns_tuple and len(results) == 1)
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
+        if self.compiler is not None and product_kind(op.call) == "convolution" and len(op.call.operands[0].shape) == 4:
+            operands[0] = self.channels_last(op, local, operands[0])
         plain: OpCall | None
         if local.implementation == "batch_norm_sync" and self.compiler is not None and not is_symbolic(op.call):
             shared, plain = self.exchanged(op, local, operands)
@@ -205,6 +206,18 @@ class _Writer:
             code, plain = self.call(op, local, strategies, operands)
         line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
         self.lines.append(line)
+
+    def channels_last(self, op: Op, local: LocalCall, image: str) -> str:
+        """The variable of a convolution's images [rows, channels, height, width] with channels innermost in memory.
+
+        So do kernels want them, and all that is made of them is so: segments keep eager PyTorch's strides.
+        """
+        name, meta = f"image_{op.name}", local.call.operands[0]
+        given = (("memory_format", torch.channels_last),)
+        call = OpCall(torch.ops.aten.contiguous.default, (Slot(0),), given, (meta,), (meta,))
+        code = f"{name} = {self.written(f'inner_{op.name}', call.target, op, call, [image])}"
+        self.lines.append(Line(code, (name,), (image,), op.source or op.module, op.module, call))
+        return name
 
     def exchanged(self, op: Op, local: LocalCall, operands: list[str]) -> tuple[str, OpCall]:
         """The variable of what devices exchange in the midst of an op, and the call that makes the op's results of it.
@@ -264,11 +277,8 @@ class _Writer:
         self.namespace[name] = arg
         return name
 
-    def resharded(self, value: int, target: DualLayout, is_result: bool = False) -> str:
-        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it.
-
-        Results of the step may arrive after it.
-        """
+    def resharded(self, value: int, target: DualLayout) -> str:
+        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
         source = self.layouts[value]
         meta = self.step.values[value]
         if source == target or (not meta.requires_grad and value_layout(source) == value_layout(target)):
@@ -279,9 +289,7 @@ class _Writer:
             function = f"reshard_{name}"
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
-            if is_result:
-                line = Line(f"{name} = {function}.begun({variable}, pending)", (name,), (variable,), note, self.module)
-            elif value in self.prefetched:
+            if value in self.prefetched:
                 start = Line(f"coming_{name} = {function}.start({variable})", (f"coming_{name}",), (variable,), note)
                 self.prefetches.setdefault(variable, []).append(start)
                 line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",), module=self.module)
@@ -298,7 +306,7 @@ class _Writer:
             self.op(op)
         self.module = ""
         whole = (INVARIANT,) * len(self.mesh.shape)
-        results = [self.resharded(value, whole, is_result=True) for value in self.step.escaping]
+        results = [self.resharded(value, whole) for value in self.step.escaping]
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in made]
         self.lines.append(Line(f"return ({''.join(f'{r}, ' for r in results)})", (), tuple(results)))
@@ -314,7 +322,7 @@ class _Writer:
             body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.
         body = drop_dead(before_first_use(unpacked("parameters", given), body))
-        head = "def step(parameters, buffers, batch, received, pending, counters):"
+        head = "def step(parameters, buffers, batch, received, counters):"
         source = "\n    ".join([head, *map(str, body)]) + "\n"
         filename = f"<alpa step {id(self):x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)

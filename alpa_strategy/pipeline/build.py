@@ -165,13 +165,13 @@ def _span_program(
     """A `LoweredStep` with inputs by value, what is made once per step, and ZeRO-3's regathering."""
     place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
     plans = [stage.parameter_plans[p.name] for p in span.parameters]
-    gathers_at_use = any(plan.uses_shards or plan.is_fetched for plan in plans)
+    regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.recomputed
 
     def run(inputs: StageInputs) -> tuple[Values, Values, Values]:
         rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
-        with store.regather_hooks() if gathers_at_use else nullcontext():
+        with store.regather_hooks() if regathers else nullcontext():
             return lowered(parameters, inputs.buffers, rows, received)
 
     return run

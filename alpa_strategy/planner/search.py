@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
@@ -54,7 +54,7 @@ from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
-KEPT = 4  # candidates that are solved exactly, in turn, until one is as good as it promised
+MOST_SOLVED = 6  # candidates that are solved exactly, in turn, until one is as good as others promise
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
 Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
@@ -242,28 +242,26 @@ class _Search:
         is_free = not self.several and self.task.options.schedule is None and self.task.options.num_stages is None
         if self.best and is_free and self.task.cluster.num_devices <= EVERY_SIZE:
             self._look_at_one_stage(counts, known)
-        self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)[:KEPT]
+        self.best = [candidate for candidate in self.best if candidate.seconds < known]
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
 
     def solve_best(self) -> Plan | None:
-        """The best candidates solved by the ILP, in turn, until the best one is as good as the next one promises."""
-        best: Plan | None = None
-        for candidate in self.best:
-            if best is not None and candidate.seconds >= best.predicted.step_seconds * (1 - TOLERANCE):
-                break
-            try:
-                with self.task.progress("solve the chosen stages"), _timed(self.spent, "chosen stages"):
-                    plan = solved_plan(candidate, self.meshes, self.task.fingerprint)
-            except PlanError as error:
-                label = f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}"
-                self.failures.append((label, error))
-                continue
-            if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
-                notes = [*candidate.job.graph.notes, *self.notes_on(plan)]
-                notes += [*replicated_notes(self.task.step, self.task.op_costs), *plan.notes]
-                best = _against(replace(plan, notes=tuple(notes)), self._bounds.get(plan.num_microbatches, 0.0))
-        return best
+        """The best candidates solved by the ILP (see `best_solved`)."""
+
+        def solve(candidate: Candidate) -> Plan:
+            with self.task.progress("solve the chosen stages"), _timed(self.spent, "chosen stages"):
+                return solved_plan(candidate, self.meshes, self.task.fingerprint)
+
+        plan, failures = best_solved(self.best, solve)
+        self.failures += failures
+        if plan is None:
+            return None
+        job = self._jobs[plan.num_microbatches]
+        assert job is not None
+        notes = [*job.graph.notes, *self.notes_on(plan)]
+        notes += [*replicated_notes(self.task.step, self.task.op_costs), *plan.notes]
+        return _against(replace(plan, notes=tuple(notes)), self._bounds.get(plan.num_microbatches, 0.0))
 
     def notes_on(self, plan: Plan) -> tuple[str, ...]:
         """Why stages take turns, where they do and nobody asked for it."""
@@ -375,6 +373,38 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
         if rows % divisor == 0 and (not counts or 2 * divisor <= counts[-1]):
             counts.append(divisor)
     return counts or [1]
+
+
+def best_solved(candidates: Sequence[Candidate], solve: Callable[[Candidate], Plan]) -> tuple[Plan | None, Failures]:
+    """The fastest plan of the candidates, which are solved in turn until it is as fast as the next one promises.
+
+    Where one falls short of its promise, as stages do that do not fit as they were priced, those with the same schedule
+    on such meshes are taken to do so as well: else they would all come before another schedule that keeps its promise.
+    """
+    best: Plan | None = None
+    failures: Failures = []
+    short: dict[Hashable, float] = {}
+    left = list(candidates)
+
+    def kind(candidate: Candidate) -> Hashable:
+        return candidate.schedule, candidate.job.num_microbatches, frozenset(candidate.submesh_of)
+
+    for _ in range(min(MOST_SOLVED, len(left))):
+        candidate = min(left, key=lambda c: c.seconds * short.get(kind(c), 1.0))
+        if best is not None:
+            promised = candidate.seconds * short.get(kind(candidate), 1.0)
+            if promised >= best.predicted.step_seconds * (1 - TOLERANCE):
+                break
+        left.remove(candidate)
+        try:
+            plan = solve(candidate)
+        except PlanError as error:
+            failures.append((f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}", error))
+            continue
+        short[kind(candidate)] = max(1.0, plan.predicted.step_seconds / candidate.seconds)
+        if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
+            best = plan
+    return best, failures
 
 
 def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:

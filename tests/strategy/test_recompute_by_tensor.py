@@ -11,6 +11,7 @@ from equality.harness import assert_same, record
 from models import MODELS
 
 from alpa_strategy import ClusterSpec, Plan, PlanOptions, make_plan
+from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import OptionError
 from alpa_strategy.planner import planner
 
@@ -81,6 +82,27 @@ def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parall
 )
 def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
+
+
+def noted(strategy: dict[str, Any]) -> int:
+    """How many results were left to be made again in two steps."""
+    noted, note = [], Regather.note_made
+
+    def seen(regather: Regather, *arguments: Any) -> None:
+        noted.append(arguments)
+        note(regather, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Regather, "note_made", seen)
+        train("llama", strategy, 1)
+    return len(noted)
+
+
+def test_micro_batches_do_not_keep_what_is_pinned(pool, tmp_path: Path) -> None:
+    strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "remat": "selective", "parallel": "data"}
+    (once,) = pool.run(1, noted, {**strategy, "num_stages": 1})
+    (twice,) = pool.run(1, noted, {**strategy, "num_microbatches": 2})
+    assert twice == 2 * once > 0
 
 
 def test_what_is_pinned_is_made_again_and_nothing_else() -> None:

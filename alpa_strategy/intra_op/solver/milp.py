@@ -149,14 +149,20 @@ def num_columns(problem: Problem) -> int:
 
 
 def solve_program(
-    program: LinearProgram, *, integer: bool, time_limit: float, hint: Sequence[int] | None = None
+    program: LinearProgram,
+    *,
+    integer: bool,
+    time_limit: float,
+    hint: Sequence[int] | None = None,
+    tolerance: float = 1e-6,
 ) -> LpResult:
     """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds of CPU time.
 
-    `hint` is an assignment to start the integer search from. Never prints; a time-out is a result without `mass`.
+    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints;
+    a time-out is a result without `mass`.
     """
     limit = max(time_limit, 0.1)
-    parameters = mathopt.SolveParameters(relative_gap_tolerance=1e-6 if integer else None)
+    parameters = mathopt.SolveParameters(relative_gap_tolerance=tolerance if integer else None)
     model = mathopt.Model.from_model_proto(_proto(program, integer))
     hints = mathopt.ModelSolveParameters()
     if integer and hint is not None:

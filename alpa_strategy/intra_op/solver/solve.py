@@ -56,6 +56,7 @@ def solve(
     gap_target: float = 1e-3,
     cutoff: float = float("inf"),
     unlimited: Solution | None = None,
+    tolerance: float = PROVED,
 ) -> Solution:
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
@@ -66,6 +67,7 @@ def solve(
         gap_target: on large instances, a relative gap at which searching on is not worth the time.
         cutoff: seconds of something else that will be taken unless this is cheaper.
         unlimited: what this function gave for the problem without its memory limit.
+        tolerance: where memory binds, a relative gap at which the search ends.
 
     Raises:
         NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
@@ -90,7 +92,7 @@ def solve(
     least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
-    solved = _solve_limited(problem, free, least, deadline, gap_target, cutoff)
+    solved = _solve_limited(problem, free, least, deadline, max(gap_target, tolerance), cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 
 
@@ -128,7 +130,13 @@ def _least(problem: Problem, deadline: float) -> _Found:
 
 
 def _solve_limited(
-    problem: Problem, free: _Found, least: Solution, deadline: float, gap_target: float, cutoff: float
+    problem: Problem,
+    free: _Found,
+    least: Solution,
+    deadline: float,
+    gap_target: float,
+    cutoff: float,
+    tolerance: float,
 ) -> Solution:
     """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
@@ -144,7 +152,7 @@ def _solve_limited(
     mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
     found = min((least, dual.under, *mixed), key=lambda x: x.seconds)
     found = replace(found, bound=max(free.bound, dual.bound))
-    if found.gap <= PROVED or np.isinf(found.bound) or time.process_time() > deadline:
+    if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
     reduced = presolve(problem)
     if found.gap <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
@@ -162,14 +170,14 @@ def _solve_limited(
             break
         patience = PATIENCE if found.gap <= POOR else left
         until = time.process_time() + min(left, patience)
-        exact = _by_program(core.problem, until, core.contract(found.assignment))
+        exact = _by_program(core.problem, until, core.contract(found.assignment), tolerance)
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
         best = found
         if exact.assignment is not None:
             best = min(found, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
         found = replace(best, bound=max(found.bound, min(bound, best.seconds)), method=exact.method)
-        if found.gap <= PROVED:
+        if found.gap <= tolerance:
             break
     return found
 
@@ -188,7 +196,9 @@ def _planned(problem: Problem) -> tuple[Network, list[int]] | None:
     return None if network is None or order is None else (network, order)
 
 
-def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None = None) -> _Found:
+def _by_program(
+    problem: Problem, deadline: float, incumbent: list[int] | None = None, tolerance: float = PROVED
+) -> _Found:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
     relaxed = solve_program(program, integer=False, time_limit=deadline - time.process_time())
@@ -197,12 +207,12 @@ def _by_program(problem: Problem, deadline: float, incumbent: list[int] | None =
     near = Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
     found = _Found(incumbent, relaxed.bound, "lp")
-    if incumbent is not None and _solution(problem, found).gap <= PROVED:
+    if incumbent is not None and _solution(problem, found).gap <= tolerance:
         return found
     left = deadline - time.process_time()
     if left <= 0.2 and incumbent is not None:
         return _Found(incumbent, relaxed.bound, "lp")
-    exact = solve_program(program, integer=True, time_limit=left, hint=incumbent)
+    exact = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
     if not exact.feasible:
         return _Found(None, np.inf, "mip")
     best = _best(problem, incumbent, _round(problem, exact.mass, near))

@@ -1,0 +1,46 @@
+"""Candidates are solved in turn; what falls short of its promise does not hide what keeps it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.planner.search import best_solved
+
+
+def candidate(schedule: str, promised: float, solved: float | None, submesh: int = 0) -> Any:
+    """`solved`: seconds of its plan; None: it does not fit."""
+    job = SimpleNamespace(num_microbatches=8)
+    return SimpleNamespace(schedule=schedule, seconds=promised, solved_to=solved, submesh_of=(submesh,), job=job)
+
+
+def best_of(*candidates: Any) -> tuple[float | None, list[float]]:
+    """(seconds of the best plan, what was promised of those that were solved, in order)."""
+    tried: list[float] = []
+
+    def solve(each: Any) -> Any:
+        tried.append(each.seconds)
+        if each.solved_to is None:
+            raise PlanError("does not fit")
+        return SimpleNamespace(predicted=SimpleNamespace(step_seconds=each.solved_to))
+
+    best, failures = best_solved(candidates, solve)
+    assert len(failures) == sum(each.solved_to is None for each in candidates if each.seconds in tried)
+    return best and best.predicted.step_seconds, tried
+
+
+def test_the_first_that_keeps_its_promise_is_taken() -> None:
+    assert best_of(candidate("1F1B", 2.0, 2.0), candidate("GPipe", 1.0, 1.0)) == (1.0, [1.0])
+
+
+def test_many_of_a_kind_that_fall_short_do_not_hide_another_kind() -> None:
+    """As on 64 V100s: eight zero-bubble plans promised 73 s and took 87, another schedule took 84."""
+    short = [candidate("ZBV", 73 + i / 10, 87 + i / 10) for i in range(8)]
+    assert best_of(*short, candidate("1F1B", 83.0, 84.0)) == (84.0, [73.0, 83.0])
+    assert best_of(*short, candidate("ZBV", 74.5, 74.3, submesh=1)) == (74.3, [73.0, 74.5])
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    assert best_of(candidate("ZBV", 1.0, None), candidate("1F1B", 2.0, 2.1)) == (2.1, [1.0, 2.0])
+    assert best_of(candidate("ZBV", 1.0, None)) == (None, [1.0])
