@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
@@ -140,6 +141,13 @@ class Session:
         self._shard(run.module, run.optimizers, batch, batch_idx)
         run = self.run
         assert run is not None
+        if world_size() > 1:
+            rank_zero_warn(
+                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run as they are written, after "
+                "steps that were one device's on all ranks' rows. Where a loss is no mean over rows, BatchNorm's "
+                "statistics are taken or random numbers drawn, the training goes on as under DDP, not as on one "
+                'device. capture="never" has it so from the first step on, capture="require" never'
+            )
         for parameter, gradient in gradients:
             run.store.give_gradient(parameter, gradient)
         run.sync(not self._stays_local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -167,3 +168,16 @@ def test_a_resumed_run_is_not_captured_again(pool, tmp_path) -> None:
     assert steps == 2 * programs.BATCHES
     assert "the checkpoint is of such a training" not in lines[0]
     assert "the checkpoint is of such a training" in lines[1]
+
+
+def warned(name: str, root: str) -> list[str]:
+    """What this rank is warned of in a program's training."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(name, "alpa", root)
+    return [str(each.message) for each in found if "that follow run as they are written" in str(each.message)]
+
+
+@pytest.mark.parametrize(("name", "times"), [("CapturableAtFirst", 1), ("ReadsItsLoss", 0)])
+def test_a_training_that_becomes_ddps_says_so_once(pool, tmp_path, name: str, times: int) -> None:
+    assert list(map(len, pool.run(RANKS, warned, name, str(tmp_path)))) == [times, 0]
