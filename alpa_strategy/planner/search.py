@@ -242,7 +242,7 @@ class _Search:
         is_free = not self.several and self.task.options.schedule is None and self.task.options.num_stages is None
         if self.best and is_free and self.task.cluster.num_devices <= EVERY_SIZE:
             self._look_at_one_stage(counts, known)
-        self.best = [candidate for candidate in self.best if candidate.seconds < known]
+        self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
 
