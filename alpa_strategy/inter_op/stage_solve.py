@@ -30,7 +30,7 @@ from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
 from alpa_strategy.intra_op.restrict import restrict
-from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
+from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, solve
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
@@ -321,11 +321,10 @@ class StageSolver:
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
                 free = None
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
+            seconds, tolerance = job.options.solver_seconds, PROVED
             if stage.intra.recomputes:
-                seconds = min(job.options.solver_seconds, BY_TENSOR_SECONDS)
-                solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=BY_TENSOR_GAP)
-            else:
-                solution = solve(problem, job.options.solver_seconds, cutoff=cutoff, unlimited=free)
+                seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
+            solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance)
             working = working_bytes(stage.intra, solution.assignment)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)

@@ -229,7 +229,7 @@ class _Builder:
         sink = self._add_fixed("output")
         parameters = {p.value for p in self._step.parameters}
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
-        kept_by_maker = set(self._step.received)
+        kept_by_maker = set(received)
         for op, options in zip(self._step.ops, self.ops, strict=True):
             if not options.saved.fuses:
                 kept_by_maker.update(v for v, keep in zip(op.results, options.saved.results, strict=True) if keep)

@@ -389,12 +389,13 @@ def best_solved(candidates: Sequence[Candidate], solve: Callable[[Candidate], Pl
     def kind(candidate: Candidate) -> Hashable:
         return candidate.schedule, candidate.job.num_microbatches, frozenset(candidate.submesh_of)
 
+    def promise(candidate: Candidate) -> float:
+        return candidate.seconds * short.get(kind(candidate), 1.0)
+
     for _ in range(min(MOST_SOLVED, len(left))):
-        candidate = min(left, key=lambda c: c.seconds * short.get(kind(c), 1.0))
-        if best is not None:
-            promised = candidate.seconds * short.get(kind(candidate), 1.0)
-            if promised >= best.predicted.step_seconds * (1 - TOLERANCE):
-                break
+        candidate = min(left, key=promise)
+        if best is not None and promise(candidate) >= best.predicted.step_seconds * (1 - TOLERANCE):
+            break
         left.remove(candidate)
         try:
             plan = solve(candidate)

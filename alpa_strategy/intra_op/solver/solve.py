@@ -92,7 +92,7 @@ def solve(
     least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
-    solved = _solve_limited(problem, free, least, deadline, max(gap_target, tolerance), cutoff, tolerance)
+    solved = _solve_limited(problem, free, least, deadline, gap_target, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 
 
