@@ -120,19 +120,10 @@ class PlanOptions:
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
-        later = ("costs", "compile", "stages", "offload")
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in later}
-        rows = list({**given, "batch_scope": self.rows}.items())  # a plan is for rows, whatever else may come
-        # Plans of those who use none of these keep the digest that they had.
-        if self.stages:
-            rows.append(("stages", self.stages))
-        if self.costs is not None:
-            rows.append(("costs", self.costs.name))
-        if self.compile:
-            rows.append(("compile", True))
-        if self.offload is not None:
-            rows.append(("offload", self.offload))
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
+        given["costs"] = None if self.costs is None else self.costs.name
+        return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
 
 
 def compile_options(value: object) -> dict[str, Any] | None:

@@ -105,10 +105,6 @@ class Terms:
     fill: float
     run: float
 
-    def seconds(self, stage_seconds: Sequence[float]) -> float:
-        """Of the whole schedule, from the seconds of one micro-batch per stage."""
-        return self.fill * sum(stage_seconds) + self.run * max(stage_seconds)
-
 
 def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
     """The reason why a schedule cannot run so many micro-batches on so many meshes, or None."""

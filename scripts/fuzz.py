@@ -182,9 +182,9 @@ def recipes(folder: Path) -> Format:
 
 
 def op_times(folder: Path) -> Format:
-    work = [1e9, 1e6, 1.0]
+    work = {"flops": 1e9, "num_bytes": 1e6, "kernels": 1.0}
     entry = {"forward": 1e-3, "backward": 2e-3, "forward_work": work, "backward_work": work}
-    good = {"version": 1, "devices": {"cpu": {"linear": {"linear(2, 2)": entry, "linear(4, 4)": entry}}}}
+    good = {"version": 2, "devices": {"cpu": {"linear": {"linear(2, 2)": entry, "linear(4, 4)": entry}}}}
 
     def read(path: Path) -> None:
         OpTable.load(path)
@@ -193,7 +193,7 @@ def op_times(folder: Path) -> Format:
 
 
 def measured_clusters(folder: Path) -> Format:
-    good = ClusterSpec.load("dgx_h100").with_nodes(1)
+    good = ClusterSpec.load("dgx_h100", {"num_nodes": 1})
 
     def read(path: Path) -> None:
         load_stored(path)

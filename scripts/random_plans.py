@@ -81,7 +81,9 @@ def random_case(rng: random.Random, name: str) -> Case:
         options["remat"] = rng.choice([None, True])
     if rng.random() < 0.3:  # devices in an order of their own
         order = tuple(rng.sample(range(world), world))
-        options["cluster"] = replace(ClusterSpec.load("pcie_8gpu").with_nodes(1, world), order=order)
+        options["cluster"] = replace(
+            ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": world}), order=order
+        )
     kwargs = {**rng.choice(MODELS[model]), "optimizer": rng.choice(["sgd", "sgd", "adamw"])}
     options = {key: value for key, value in options.items() if value is not None}
     accumulate = 1 if model in BATCH_NORM else rng.choice([1, 1, 2])  # one process's parts are micro-batches there

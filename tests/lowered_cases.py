@@ -72,7 +72,7 @@ def captured(name: str, world_size: int) -> Captured:
 @cache
 def problem_of(name: str, mesh_shape: tuple[int, ...]) -> IntraOp:
     world_size = int(np.prod(mesh_shape))
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, world_size)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": world_size})
     tables = OptionTables(cluster.logical_mesh(mesh_shape), RooflineCosts(cluster.device), ADAM)
     return build(captured(name, world_size).step, tables)
 

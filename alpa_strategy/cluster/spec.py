@@ -198,17 +198,6 @@ class ClusterSpec:
             host=read_host(fields),
         )._checked()
 
-    def with_nodes(self, num_nodes: int, devices_per_node: int | None = None) -> ClusterSpec:
-        """The same kind of cluster with other counts. Measured tables stay only where they still describe it."""
-        per_node = self.devices_per_node if devices_per_node is None else devices_per_node
-        if num_nodes < 1 or per_node < 1:
-            raise ClusterError(f"a cluster of {num_nodes} nodes x {per_node} devices", "give counts >= 1")
-        if (num_nodes, per_node) == (self.num_nodes, self.devices_per_node):
-            return self
-        keep = per_node == self.devices_per_node and num_nodes <= self.num_nodes
-        tables = tuple(t for t in self.tables if t.size * t.stride <= num_nodes * per_node) if keep else ()
-        return replace(self, num_nodes=num_nodes, devices_per_node=per_node, tables=tables)._checked()
-
     def _checked(self) -> ClusterSpec:
         if not self.is_uniform:
             _ = self._topology  # ClusterError where links or levels do not cover its devices
@@ -555,15 +544,15 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     return seconds[-1] + slope * (num_bytes - sizes[-1])
 
 
-def without_outliers(points: Sequence[tuple[int, float]], slack: float = 1.5) -> tuple[tuple[int, float], ...]:
+def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Measured (bytes, seconds), bytes ascending, with what only noise explains taken out. Noise only ever adds time.
 
-    A message costs no more than a larger one, and at most `slack` times as much as sending it in pieces of the size
-    before would (slack, since caches favour small ones).
+    A message costs no more than a larger one, and at most half as much again as sending it in pieces of the
+    size before would (again, since caches favour small ones).
     """
     seconds = _never_decreasing([value for _, value in points])
     for i in range(1, len(points)):
-        seconds[i] = min(seconds[i], slack * seconds[i - 1] * points[i][0] / points[i - 1][0])
+        seconds[i] = min(seconds[i], 1.5 * seconds[i - 1] * points[i][0] / points[i - 1][0])
     return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
 
 

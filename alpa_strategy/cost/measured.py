@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class OpTable:
                         if key not in self._devices.get(device, {}).get(family, {}):
                             self._put(device, family, key, entry)
         devices = {
-            device: {family: {key: _entry_to_dict(e) for key, e in calls.items()} for family, calls in families.items()}
+            device: {family: {key: asdict(e) for key, e in calls.items()} for family, calls in families.items()}
             for device, families in self._devices.items()
         }
         write_json(self.path, {"version": FORMAT_VERSION, "devices": devices})
@@ -132,20 +132,11 @@ def _show(arg: Any) -> str:
     return str(arg)
 
 
-def _entry_to_dict(entry: OpTime) -> dict[str, Any]:
-    return {
-        "forward": entry.forward,
-        "backward": entry.backward,
-        "forward_work": [entry.forward_work.flops, entry.forward_work.num_bytes, entry.forward_work.kernels],
-        "backward_work": [entry.backward_work.flops, entry.backward_work.num_bytes, entry.backward_work.kernels],
-    }
-
-
 def _entry_from_dict(data: dict[str, Any]) -> OpTime:
     seconds = float(data["forward"]), float(data["backward"])
     if min(seconds) < 0:
         raise ValueError(f"negative time {seconds}")
-    return OpTime(*seconds, Work(*data["forward_work"]), Work(*data["backward_work"]))
+    return OpTime(*seconds, Work(**data["forward_work"]), Work(**data["backward_work"]))
 
 
 # --- Timing real ops and the device itself, on the device that will run them. Needs no process group.

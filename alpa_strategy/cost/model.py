@@ -137,7 +137,10 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
         operands = [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
-        fuses = compiled and all(map(_is_fused, watch.kernels))
+        fuses = compiled and all(
+            torch.Tag.pointwise in kernel.tags or kernel.is_view or kernel._schema.name in FUSED_KERNELS
+            for kernel in watch.kernels
+        )
         if fuses:
             whole = max(m.num_elements for m in (*call.operands, *call.results))
             own = {_storage(tensor) for tensor in (*operands, *results)}
@@ -160,10 +163,6 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
         temporary_bytes=watch.peak_bytes(around),
         fuses=fuses,
     )
-
-
-def _is_fused(kernel: torch._ops.OpOverload) -> bool:
-    return torch.Tag.pointwise in kernel.tags or kernel.is_view or kernel._schema.name in FUSED_KERNELS
 
 
 class _LiveStorages(TorchDispatchMode):

@@ -273,21 +273,17 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             cost, own = layer.objective[k], layer.parts[k]  # [p, q], [p, q, part]
             start = cost.argmin(axis=0)  # a run that begins here may enter in any layout
             columns = np.arange(cost.shape[1])
-            if last:
-                joined = objective[:, :, None] + cost[None]  # [first, p, q]
-                best = joined.argmin(axis=1)  # [first, q]
-                rows = np.arange(last)[:, None]
-                before, after = parts[rows, best], own[best, columns[None, :]]
-                objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
-                total = before + after
-                total[..., ENTERING], total[..., LEAVING] = before[..., ENTERING], after[..., LEAVING]
-                for largest in (WORKING, AGAIN):  # one layer at a time: these do not add up
-                    total[..., largest] = np.maximum(before[..., largest], after[..., largest])
-                total[..., PASSING] = before[..., PASSING] + new_shares[last][:, None] * after[..., ENTERING]
-                objective = np.concatenate([objective, cost[start, columns][None]])
-                parts = np.concatenate([total, own[start, columns][None]])
-            else:
-                objective, parts = cost[start, columns][None], own[start, columns][None]
+            joined = objective[:, :, None] + cost[None]  # [first, p, q]
+            best = joined.argmin(axis=1)  # [first, q]
+            before, after = parts[np.arange(last)[:, None], best], own[best, columns[None, :]]
+            objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
+            total = before + after
+            total[..., ENTERING], total[..., LEAVING] = before[..., ENTERING], after[..., LEAVING]
+            for largest in (WORKING, AGAIN):  # one layer at a time: these do not add up
+                total[..., largest] = np.maximum(before[..., largest], after[..., largest])
+            total[..., PASSING] = before[..., PASSING] + new_shares[last][:, None] * after[..., ENTERING]
+            objective = np.concatenate([objective, cost[start, columns][None]])
+            parts = np.concatenate([total, own[start, columns][None]])
             end = objective.argmin(axis=1)
             firsts = np.arange(last + 1)
             result[k, : last + 1, last + 1] = parts[firsts, end]
@@ -332,20 +328,17 @@ def _prune(
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
     total = B * seconds + once  # [first, last + 1, candidate] seconds per step
-    picks = []
+    picks, fits = [], []
     for count in alive:
         need = always + count * each
         fitting = np.where(need <= job.memory_limit, total, np.inf)
         lowest = fitting.min(axis=2, keepdims=True)
         picks.append(np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2))  # of equals the smallest
+        fits.append(lowest[..., 0] < np.inf)
     index = np.stack(picks, axis=2)  # [first, last + 1, alive]
     chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
-    fits = np.stack([np.isfinite(np.take_along_axis(
-        np.where(always + n * each <= job.memory_limit, total, np.inf), index[..., i : i + 1], axis=2))[..., 0]
-        for i, n in enumerate(alive)], axis=2)  # fmt: skip
-    repeated = np.zeros_like(fits)
-    repeated[..., 1:] = index[..., 1:] == index[..., :-1]
-    keep = fits & ~repeated
+    keep: Any = np.stack(fits, axis=2)
+    keep[..., 1:] &= index[..., 1:] != index[..., :-1]  # not twice
     chosen[0] = np.where(keep, chosen[0], np.inf)
     used = keep.any(axis=(0, 1))
     used[0] |= not used.any()
@@ -426,30 +419,23 @@ def _key(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, i
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
+# The arrays of a RunCosts that have an entry a run, and what they hold where there is none.
+_ABSENT = {"seconds": np.inf, "once": 0.0, "always": 0.0, "in_flight": 0.0, "shape": 0, "remat": False}
+
+
 def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
-    arrays = {name: getattr(runs, name) for name in ("seconds", "once", "always", "in_flight", "shape", "remat")}
     keep = np.isfinite(runs.seconds)
     data: dict[str, Any] = {"shapes": runs.shapes, "size": keep.shape, "at": np.flatnonzero(keep).tolist()}
     data |= {"least": runs.least.tolist(), "least_each": runs.least_each.tolist()}
-    return data | {name: array[keep].tolist() for name, array in arrays.items()}
+    return data | {name: getattr(runs, name)[keep].tolist() for name in _ABSENT}
 
 
 def _runs_from_data(data: dict[str, Any]) -> RunCosts:
-    def array(name: str, fill: float, kind: type) -> np.ndarray:
-        if not 0 <= math.prod(data["size"]) <= MAX_RUNS:
-            raise ValueError(f"{data['size']} runs of layers")
-        flat = np.full(math.prod(data["size"]), fill, dtype=kind)
-        flat[data["at"]] = data[name]
-        return flat.reshape(data["size"])
-
-    return RunCosts(
-        tuple(tuple(s) for s in data["shapes"]),
-        array("seconds", np.inf, float),
-        array("once", 0.0, float),
-        array("always", 0.0, float),
-        array("in_flight", 0.0, float),
-        array("shape", 0, int),
-        array("remat", False, bool),
-        np.array(data["least"], dtype=float),
-        np.array(data["least_each"], dtype=float),
-    )
+    if not 0 <= math.prod(data["size"]) <= MAX_RUNS:
+        raise ValueError(f"{data['size']} runs of layers")
+    found: dict[str, Any] = {"shapes": tuple(map(tuple, data["shapes"]))}
+    found |= {name: np.array(data[name], dtype=float) for name in ("least", "least_each")}
+    for name, absent in _ABSENT.items():
+        found[name] = np.full(data["size"], absent)
+        found[name].flat[data["at"]] = data[name]
+    return RunCosts(**found)

@@ -99,7 +99,7 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
 # each boundary that it crosses. Stages are made of whole layers.
 
 
-EPSILON = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
+EXCESS = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
 LEAST = 0.05  # of the average FLOPs: an `arange` or the last sum of a loss is a part of a layer, not one of its own
 SAME_BYTES = 1.01  # at the largest cut between blocks, against the least possible
 MAX_LAYERS = 64
@@ -107,12 +107,12 @@ MAX_NAMES = 4  # of a stage's modules that are listed
 PLAIN_LAYERS = 16  # where the model has no repeated blocks
 
 
-def cluster_layers(step: StepGraph, num_layers: int | None = None, epsilon: float = EPSILON) -> tuple[int, ...]:
+def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int, ...]:
     """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
 
     Between the repeated blocks of the model where that is as good: layers that are the same are solved once. Else it
     minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
-    layers' FLOPs; no layer has more than (1 + epsilon) times the average FLOPs (more where single ops force it), nor,
+    layers' FLOPs; no layer has more than (1 + `EXCESS`) times the average FLOPs (more where single ops force it), nor,
     where that can be, less than `LEAST` times it.
 
     Raises:
@@ -126,15 +126,15 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None, epsilon: floa
         )
     flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
     bytes_at = boundary_bytes(step)
-    found = best_cuts(bytes_at, flops, num_layers, epsilon, LEAST) or best_cuts(bytes_at, flops, num_layers, epsilon)
+    found = best_cuts(bytes_at, flops, num_layers, LEAST) or best_cuts(bytes_at, flops, num_layers)
     assert found is not None  # without a least size there is always a way
-    blocks = _between_blocks(step, flops, num_layers, epsilon) if num_layers == usual else None
+    blocks = _between_blocks(step, flops, num_layers) if num_layers == usual else None
     if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(bytes_at[list(found[1:-1])], default=0):
         return found
     return blocks
 
 
-def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int, epsilon: float) -> tuple[int, ...] | None:
+def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tuple[int, ...] | None:
     """Cuts between runs of equally many blocks, what follows the last one apart where it is as much work as half a
     layer; None where the model is not made of blocks one after the other, or these are too unequal."""
     starts: list[int] = []
@@ -149,8 +149,8 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int, epsilon
     if len(seen) != len(set(seen)) or len(seen) < max(num_layers, 2):
         return None
     cuts = [0, *starts[:: -(-len(seen) // num_layers)][1:], len(step.ops)]
-    limit = (1 + epsilon) * flops.sum() / num_layers
-    if flops[end:].sum() > limit / (1 + epsilon) / 2:
+    limit = (1 + EXCESS) * flops.sum() / num_layers
+    if flops[end:].sum() > limit / (1 + EXCESS) / 2:
         cuts.insert(-1, end)
     work = [flops[a:b].sum() for a, b in pairwise(cuts)]
     return tuple(cuts) if max(work[:num_layers], default=0.0) <= limit else None
@@ -169,9 +169,7 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
     return np.cumsum(change)[: len(step.ops) + 1]
 
 
-def best_cuts(
-    bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, epsilon: float = EPSILON, least: float = 0.0
-) -> tuple[int, ...] | None:
+def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0) -> tuple[int, ...] | None:
     """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n]; None where layers of at least `least`
     times the average FLOPs cannot be.
 
@@ -182,7 +180,7 @@ def best_cuts(
     n = len(flops)
     prefix = np.concatenate([[0.0], np.cumsum(flops)])
     slack = prefix[-1] * 1e-12
-    limit = (1 + epsilon) * prefix[-1] / num_layers
+    limit = (1 + EXCESS) * prefix[-1] / num_layers
     floor = least * prefix[-1] / num_layers
     inner = np.arange(1, n)
     inner = inner[(prefix[inner] >= floor) & (prefix[-1] - prefix[inner] >= floor)]

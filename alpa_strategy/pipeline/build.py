@@ -77,22 +77,8 @@ def build_pipeline(
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
-    values = {v for spec in specs for v in (*spec.received, *spec.escaping)}
     shared = _shared(graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held)
-    spec = PipelineSpec(
-        stages=specs,
-        metas={v: graph.values[v] for v in sorted(values)},
-        batch=graph.batch,
-        whole_batch=graph.batch_scope == "global",
-        num_microbatches=micro.num_microbatches,
-        schedule=schedule,
-        loss=graph.loss,
-        combine=micro.combine,
-        cuts=micro.cuts,
-        given=tuple(sorted(micro.given)),
-        shared=shared,
-        cluster=places.cluster,
-    )
+    spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
     if places.compiler is not None and not _can_compile(schedule, stages, micro.num_microbatches):
         places = replace(places, compiler=None)
     own: dict[int, OwnStage] = {}

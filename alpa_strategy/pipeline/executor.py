@@ -84,18 +84,20 @@ class Pipeline:
 
     def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
         self.spec, self._own, self._device = spec, dict(own), device
+        micro = spec.micro
         self._rank, self._world = dist.get_rank() if dist.is_initialized() else 0, world_size()
         # How many ranks bring rows of their own, which follow each other in whole tensors.
-        self._num_parts = 1 if spec.whole_batch else self._world
-        self.channels = plan_channels(spec.stages, spec.metas, spec.given, spec.cluster)
+        self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
+        self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
         self._workers: dict[int, StageWorker] = {}
         for index in sorted(own):
             stage = spec.stages[index]
-            loss = spec.loss if spec.loss in stage.escaping and spec.loss not in stage.received else None
-            self._workers[index] = StageWorker(index, stage, own[index], loss)
+            loss = micro.graph.loss
+            has_loss = loss in stage.escaping and loss not in stage.received
+            self._workers[index] = StageWorker(index, stage, own[index], loss if has_loss else None)
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        count, mesh = spec.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
+        count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
         orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
         self._order = _Order.of(orders, mesh, {index: own[index].store for index in self._workers})
         self._num_steps = 0
@@ -117,7 +119,7 @@ class Pipeline:
             forward = Transfer(channel.forward, channel.dtypes, self._rank, self._device, there, ahead)
             backward = Transfer(channel.backward, channel.grad_dtypes, self._rank, self._device, here, back)
             for index in ends:
-                self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.num_microbatches)
+                self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
 
     def set_buffers(self, buffers: Mapping[str, Any]) -> None:
         """Values with which the next step starts; names that no own stage reads are passed over."""
@@ -128,8 +130,8 @@ class Pipeline:
         """Forward, backward and reduction of a step over the global batch. `.grad`s are left as they were.
 
         Args:
-            batch: this rank's rows of the batch's tensors, in `spec.batch` order.
-            given: the values of `spec.given` for the whole step, whole, on every rank.
+            batch: this rank's rows of the batch's tensors, in the order of the graph's `batch`.
+            given: the values of `MicroStep.given` for the whole step, whole, on every rank.
             loss_scale: gradients are those of the loss times this.
 
         Raises:
@@ -167,7 +169,7 @@ class Pipeline:
     def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
         """Bring the batch's rows to the stages."""
         # Every step has tags of its own: messages of one that was broken off stay apart.
-        num_tags = max(1, 2 * len(self.channels) * self.spec.num_microbatches)
+        num_tags = max(1, 2 * len(self.channels) * self.spec.micro.num_microbatches)
         first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (LAST_TAG - FIRST_CHANNEL_TAG - num_tags)
         self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
@@ -218,14 +220,14 @@ class Pipeline:
         """Per micro-batch: this rank's parts of the given values that stage `index` reads."""
         stage, coordinate = self.spec.stages[index], self._own[index].mesh.coordinate
         result: list[Values] = []
-        for m in range(self.spec.num_microbatches):
+        for m in range(self.spec.micro.num_microbatches):
             found = {}
             for value, layout in stage.received.items():
-                if value not in self.spec.given:
+                if value not in self.spec.micro.given:
                     continue
-                tensor, how = given[value], self.spec.cuts.get(value)
+                tensor, how = given[value], self.spec.micro.cuts.get(value)
                 if how is not None:
-                    tensor = cut(tensor, how, self.spec.num_microbatches, m, self._num_parts)
+                    tensor = cut(tensor, how, self.spec.micro.num_microbatches, m, self._num_parts)
                 box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
                 found[value] = tensor[tuple(slice(*ends) for ends in box)]
             result.append(found)
@@ -246,12 +248,12 @@ class Pipeline:
         return results
 
     def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
-        parts = [escaped[m][value] for m in range(self.spec.num_microbatches)]
-        match self.spec.combine.get(value, "same"):
+        parts = [escaped[m][value] for m in range(self.spec.micro.num_microbatches)]
+        match self.spec.micro.combine.get(value, "same"):
             case "sum":
                 return torch.stack(parts).sum(0, dtype=parts[0].dtype)
             case "cat":
-                return joined(parts, self.spec.cuts.get(value, Cut()), self._num_parts)
+                return joined(parts, self.spec.micro.cuts.get(value, Cut()), self._num_parts)
             case _:  # the same of all, or a buffer's last value
                 return list(escaped.values())[-1][value]
 
@@ -260,10 +262,10 @@ class Pipeline:
         is_source = self._rank == stage.ranks[0]  # what escapes is whole on all of the stage's devices: one sends
         results: Values = {}
         for value in stage.escaping:
-            meta = self.spec.metas[value]
+            meta = self.spec.micro.graph.values[value]
             shape = list(meta.shape)
-            if self.spec.combine.get(value) == "cat":
-                shape[self.spec.cuts.get(value, Cut()).dim] *= self.spec.num_microbatches
+            if self.spec.micro.combine.get(value) == "cat":
+                shape[self.spec.micro.cuts.get(value, Cut()).dim] *= self.spec.micro.num_microbatches
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
             results[value] = tensor.contiguous()
         try:
@@ -289,32 +291,33 @@ class Delivery:
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
         self._tensors: list[int] = []  # plan -> tensor of the batch
         plans: list[TransferPlan] = []
-        start = MeshSide((world,), tuple(range(world)), Layout.parse("R" if spec.whole_batch else "S0"))
+        graph, count = spec.micro.graph, spec.micro.num_microbatches
+        start = MeshSide((world,), tuple(range(world)), Layout.parse("R" if graph.batch_scope == "global" else "S0"))
         for stage in spec.stages:
             if stage.ranks != ranks:
                 continue
             for position, layout in stage.batch.items():
                 key = (position, stage.mesh_shape, layout)
-                tensor = spec.batch[position]
+                tensor = graph.batch[position]
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
                 plan = plan_transfer(tensor.meta.shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
-                plans += [plan] * spec.num_microbatches
-                self._tensors += [position] * spec.num_microbatches
-        dtypes = [spec.batch[position].meta.dtype for position in self._tensors]
+                plans += [plan] * count
+                self._tensors += [position] * count
+        dtypes = [graph.batch[position].meta.dtype for position in self._tensors]
         self.transfer = Transfer(plans, dtypes, rank, device)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
-        count = self._spec.num_microbatches
+        count = self._spec.micro.num_microbatches
         return [cut(batch[position], Cut(), count, i % count) for i, position in enumerate(self._tensors)]
 
     def batches(self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""
         stage = self._spec.stages[index]
         result: list[dict[int, Tensor]] = []
-        for m in range(self._spec.num_microbatches):
+        for m in range(self._spec.micro.num_microbatches):
             found = {}
             for position, layout in stage.batch.items():
                 first = self._items.get((position, stage.mesh_shape, layout))

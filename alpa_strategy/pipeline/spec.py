@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.ir.graph import BatchInput
-from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
-from alpa_strategy.microbatch.microstep import Combine, Cut
+from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
@@ -30,19 +28,9 @@ class SharedParameter:
 class PipelineSpec:
     """What every rank knows of the pipeline."""
 
+    micro: MicroStep  # values at global shapes; every rank has those of `given` whole before the step
     stages: tuple[StageSpec, ...]  # in order
-    metas: Mapping[int, TensorMeta]  # of all values that are received or escape: in one micro-batch, at global shapes
-    batch: tuple[BatchInput, ...]  # tensors of a micro-batch of all ranks
-    num_microbatches: int  # micro-batch m is made of the m-th part of every rank's rows (`microbatch/`)
     schedule: str  # a name of `schedules.SCHEDULES`
-    loss: int  # value index of the loss, a summand of each micro-batch
-    whole_batch: bool = False  # each rank brings all rows (`batch_scope="global"`), not only its own
-    # Escaping value -> how the micro-batches' make up the step's (`MicroStep.combine`; default `same`).
-    combine: Mapping[int, Combine] = field(default_factory=dict)
-    # Value -> how micro-batches have their parts of it (`MicroStep.cuts`): `cat` values, given values by rows.
-    cuts: Mapping[int, Cut] = field(default_factory=dict)
-    # Received values that no stage makes (a prologue's): every rank has them whole before the step.
-    given: tuple[int, ...] = ()
     shared: tuple[SharedParameter, ...] = ()  # parameters used on several meshes
     cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
 

@@ -172,11 +172,6 @@ def plan_pipeline(
     )
 
 
-def _against(plan: Plan, bound: float) -> Plan:
-    """The plan with its distance from a bound of all plans with so many micro-batches."""
-    return replace(plan, gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
-
-
 def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
     """One error of all reasons: of memory where one of them is."""
     fixes = {error.fix for _, error in failures if error.fix}
@@ -261,7 +256,8 @@ class _Search:
         assert job is not None
         notes = [*job.graph.notes, *self.notes_on(plan)]
         notes += [*replicated_notes(self.task.step, self.task.op_costs), *plan.notes]
-        return _against(replace(plan, notes=tuple(notes)), self._bounds.get(plan.num_microbatches, 0.0))
+        bound = self._bounds.get(plan.num_microbatches, 0.0)  # of all plans with so many micro-batches
+        return replace(plan, notes=tuple(notes), gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
 
     def notes_on(self, plan: Plan) -> tuple[str, ...]:
         """Why stages take turns, where they do and nobody asked for it."""

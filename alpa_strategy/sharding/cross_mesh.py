@@ -87,11 +87,6 @@ class TransferPlan:
         """Whether all-gathers on the target's mesh follow the messages."""
         return self.received != self.target.layout
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that go from device to device, gathers on the target's mesh not counted."""
-        return sum(p.num_elements for p in self.pieces if p.source != p.target) * self.itemsize
-
 
 def plan_transfer(
     shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, local_gather: bool = False
@@ -291,7 +286,7 @@ class Channel:
 
 def plan_channels(
     stages: Sequence[StageSpec],
-    metas: Mapping[int, TensorMeta],
+    metas: Sequence[TensorMeta],
     given: Collection[int] = (),
     cluster: ClusterSpec | None = None,
 ) -> tuple[Channel, ...]:
@@ -299,7 +294,7 @@ def plan_channels(
 
     Args:
         stages: in pipeline order.
-        metas: value -> its metadata in one micro-batch, at global shapes.
+        metas: of every value, in one micro-batch, at global shapes.
         given: values that need no channel: every rank has them before the first micro-batch.
         cluster: where given, local all-gathers are used where they are faster on its links.
 

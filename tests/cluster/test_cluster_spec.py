@@ -121,21 +121,12 @@ def test_a_shape_that_does_not_fit_is_an_error(shape, submesh):
         cluster().logical_mesh(shape, submesh)
 
 
-def test_part_of_a_cluster():
-    assert (cluster().with_nodes(1, 2).num_nodes, cluster().with_nodes(1, 2).devices_per_node) == (1, 2)
-    assert cluster().with_nodes(3).num_devices == 12
-    with pytest.raises(ClusterError, match="0 nodes"):
-        cluster().with_nodes(0)
-
-
-def test_a_part_keeps_only_the_tables_that_describe_it():
+def test_a_part_uses_only_the_tables_that_describe_it():
     tables = [
         {"kind": "all_reduce", "size": 4, "stride": 1, "points": [[1024, 1e-3]]},
         {"kind": "all_reduce", "size": 2, "stride": 4, "points": [[1024, 2e-3]]},
     ]
     whole = cluster(tables=tables)
-    assert [t.size for t in whole.with_nodes(1).tables] == [4]
-    assert whole.with_nodes(1, 2).tables == ()
     assert whole.logical_mesh((2, 4)).axes[0].seconds("all_reduce", 1024) == 2e-3
     assert whole.logical_mesh((4,), (1, 4)).axes[0].seconds("all_reduce", 1024) == 1e-3
 

@@ -185,7 +185,7 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, p
 
 def test_plans_follow_the_precision() -> None:
     """Half the bytes a parameter: half the memory of parameters, gradients and Adam's state, and fewer seconds."""
-    cluster = ClusterSpec.load("p3_16xlarge_x8").with_nodes(1, 2)
+    cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 1, "devices_per_node": 2})
     bytes_of, seconds_of = {}, {}
     for dtype in (torch.float64, torch.float32, torch.float16):
         module = GPT(d_model=256, num_heads=4, num_layers=2, vocab_size=512, seq_len=64).to(dtype)

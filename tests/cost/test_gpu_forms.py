@@ -79,7 +79,7 @@ def test_a_reduction_hides_as_far_as_the_backward_lasts():
             return torch.optim.AdamW(self.parameters())
 
     def seconds(rows: int, overlap: float) -> tuple[float, float]:
-        cluster = replace(H100.with_nodes(1), overlap=overlap)
+        cluster = replace(H100, num_nodes=1, overlap=overlap)
         with torch.device("meta"):
             module, x = Tower(), torch.zeros(rows, 2048)
         options = PlanOptions(batch_scope="global", parallel="data", logical_mesh=(8,))

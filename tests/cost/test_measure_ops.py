@@ -105,7 +105,7 @@ def test_two_jobs_add_to_one_file(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"version": 99, "devices": {}}', '{"version": 1, "devices": {"cpu": {"op": {"k": {}}}}}', "\x00"],
+    ["", "{", "[]", '{"version": 99, "devices": {}}', '{"version": 2, "devices": {"cpu": {"op": {"k": {}}}}}', "\x00"],
 )
 def test_an_unreadable_table_is_reported_and_replaced(text: str, tmp_path, caplog):
     path = tmp_path / "ops.json"

@@ -20,7 +20,7 @@ from alpa_strategy.schedules import SCHEDULES
 def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
-    cluster = cluster or ClusterSpec.load("pcie_8gpu").with_nodes(1, devices)
+    cluster = cluster or ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": devices})
     return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
 
 
@@ -125,7 +125,7 @@ def test_a_stage_that_does_not_fit_is_named():
 
 def test_recomputation_makes_fit_what_else_would_not():
     """Activations bind: with remat left open the solver recomputes, pinned to False nothing fits."""
-    small = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+    small = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     options = {"num_stages": 2, "num_microbatches": 8, "schedule": "GPipe", "rows": 64, "model": "gpt"}
     free = plan(cluster=small, memory_limit=float("inf"), remat=False, **options)
     kept = plan(cluster=small, memory_limit=float("inf"), remat=True, **options)

@@ -56,7 +56,8 @@ def regular_options(num_devices: int, count: int):
 @pytest.mark.parametrize("limit", [128, 2], ids=["every size", "sizes around the best regular plan's"])
 def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, cluster, nodes, limit, monkeypatch):
     monkeypatch.setattr(candidates, "EVERY_SIZE", limit)
-    step, devices = step_of(name, sizes), ClusterSpec.load(cluster).with_nodes(*nodes)
+    step = step_of(name, sizes)
+    devices = ClusterSpec.load(cluster, {"num_nodes": nodes[0], "devices_per_node": nodes[1]})
     best = plan_pipeline(PlanTask(step, devices, PlanOptions(batch_scope="global", num_microbatches=8), ADAM))
     bound = best.predicted.step_seconds * (1 - best.gap)
     tried = 0
@@ -151,7 +152,9 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
 
 def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
     """An op's short-lived bytes beside the least that all keep: what is over the limit with them is no choice."""
-    task = PlanTask(step_of("mlp", {}), ClusterSpec.load("pcie_8gpu").with_nodes(1, 4), PlanOptions(), ADAM)
+    task = PlanTask(
+        step_of("mlp", {}), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 4}), PlanOptions(), ADAM
+    )
     intra = StageSolver(_whole_batch(task)).price(_everything(task, (4,), {})).intra
     kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
     offset = len(intra.parameters)
@@ -172,7 +175,7 @@ def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
         own = SimpleNamespace(seconds=seconds[space.job.num_microbatches], submesh_of=(0,))
         return [own] if own.seconds < known else []
 
-    spec = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     task = PlanTask(step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM)
     search = _Search(task, several=False, solve=solve)
     search.run(math.inf)

@@ -29,7 +29,7 @@ from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 
 ADAM = OptimizerInfo(state_bytes=16)
-CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+CLUSTER = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
 COSTS = RooflineCosts(CLUSTER.device)
 CASES = {
     "mlp": {},

@@ -45,7 +45,7 @@ SIZES = {
 
 def cluster(num_nodes: int = 2, per_node: int = 2) -> ClusterSpec:
     """Small, with a slow link between nodes: a network that binds."""
-    whole = ClusterSpec.load("pcie_8gpu").with_nodes(num_nodes, per_node)
+    whole = ClusterSpec.load("pcie_8gpu", {"num_nodes": num_nodes, "devices_per_node": per_node})
     return replace(whole, inter_node=Link(20e-6, 1e9))
 
 

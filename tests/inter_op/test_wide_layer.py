@@ -26,7 +26,7 @@ from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()
-CLUSTER = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+CLUSTER = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.options import OptimizerInfo
 
-CLUSTER = ClusterSpec.load("dgx_h100").with_nodes(1, 1)
+CLUSTER = ClusterSpec.load("dgx_h100", {"num_nodes": 1, "devices_per_node": 1})
 
 
 def kept_by_plan(module, batch, compiled: bool) -> float:

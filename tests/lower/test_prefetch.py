@@ -40,7 +40,7 @@ def captured(one_hot: bool) -> StepGraph:
 
 def test_the_number_of_targets_is_known_before_the_forward():
     step = captured(one_hot=False)
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     stage = choose_plan(PlanTask(step, cluster, PlanOptions(parallel="data"), OptimizerInfo())).stages[0]
     sources = run_on_threads((2,), lambda mesh: lower(step, stage, mesh, torch.device("cpu"), None).source)
     for source in sources:

@@ -16,10 +16,11 @@ from torch.nn.functional import linear
 
 from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.ir.graph import BatchInput, ParameterInput
+from alpa_strategy.ir.graph import BatchInput, ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter
@@ -192,21 +193,15 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if len({cases[i].ranks for i in stages}) > 1:
             uses = tuple((i, name, cases[i].plan.layout) for i in stages)
             shared.append(SharedParameter((WIDTH, WIDTH), F64, uses))
-    spec = PipelineSpec(
-        stages=tuple(specs),
-        metas=metas,
-        batch=(
-            BatchInput(-1, 0, TensorMeta((rows, WIDTH), F64), 0),
-            BatchInput(-1, 1, TensorMeta((rows, WIDTH), F64), 0),
-            BatchInput(-1, 2, TensorMeta((rows,), torch.int64), 0),
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        loss=LOSS,
-        combine={LOSS: "sum", ROW_MEANS: "cat", COUNT: "same"},
-        shared=tuple(shared),
-        cluster=cluster,
+    values = tuple(metas.get(value, TensorMeta((), F64)) for value in range(max(metas) + 1))
+    batch = (
+        BatchInput(-1, 0, TensorMeta((rows, WIDTH), F64), 0),
+        BatchInput(-1, 1, TensorMeta((rows, WIDTH), F64), 0),
+        BatchInput(-1, 2, TensorMeta((rows,), torch.int64), 0),
     )
+    graph = StepGraph(values, (), (), batch, (), (), LOSS, None)
+    micro = MicroStep(num_microbatches, graph, combine={LOSS: "sum", ROW_MEANS: "cat", COUNT: "same"})
+    spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own
 
 

@@ -159,7 +159,7 @@ def test_gradients_are_handed_out_and_grad_stays(pool):
 
 
 def gather_on_the_target():
-    slow = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
+    slow = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2, "devices_per_node": 2})
     stages = (StageCase((0, 1), (0, 1)), StageCase((2, 3), (2, 3), "T"))
     check_steps(stages, "1F1B", 3, 4, True, 2, slow)
     _, pipeline, _ = build(stages, "1F1B", 3, 4, False, slow)

@@ -62,7 +62,7 @@ def captured(name, world):
 
 def random_stage(graph, ops, ranks, rng, remat):
     """Any plan of a stage on `ranks`: strategies drawn at random, the same on all ranks."""
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, len(ranks))
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": len(ranks)})
     costs = RooflineCosts(cluster.device)
     intra = build_problem(slice_stage(graph, *ops), OptionTables(cluster.logical_mesh((len(ranks),)), costs, ADAM))
     assignment = [
@@ -125,7 +125,7 @@ def run_planned(name, options):
     """The planner's own stages, as rank 0 finds them; returns how they lie."""
     world = dist.get_world_size()
     case = captured(name, world)
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, world)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": world})
     plan = None
     if dist.get_rank() == 0:
         plan = plan_pipeline(PlanTask(case[1], cluster, PlanOptions(**options), ADAM))

@@ -26,7 +26,7 @@ from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
-CLUSTER = ClusterSpec.load("p3_16xlarge_x8").with_nodes(2, 2)
+CLUSTER = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2, "devices_per_node": 2})
 
 
 def space_of(num_layers: int, rows: int, cluster: ClusterSpec = CLUSTER, schedule: str | None = None) -> Space:
@@ -48,7 +48,7 @@ def space() -> Space:
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
 def test_unequal_stages_that_share_a_mesh_are_divided_as_well_as_a_greedy_search_does(schedule):
     """What a mesh's stages take together counts, not the largest of them: a step was 10 % longer than greedy's."""
-    space = space_of(6, 32, CLUSTER.with_nodes(1, 4), schedule)
+    space = space_of(6, 32, replace(CLUSTER, num_nodes=1, devices_per_node=4), schedule)
     solved = solve_schedules(space, math.inf)[0]
     found = SEARCHES["greedy"](space, 3.0, 0).best
     assert found is not None
@@ -69,7 +69,7 @@ def test_nothing_that_a_search_finds_is_better(space, name):
 def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(schedule):
     """Two racks of two nodes with a slow way out, three micro-batches' worth of layers: all states are tried."""
     up = {"name": "rack", "nodes": [[0, 2], [1, 3]], "latency": 1e-4, "bandwidth": 2e8}
-    racks = ClusterSpec.from_dict({**CLUSTER.with_nodes(4, 1).to_dict(), "levels": [up]})
+    racks = ClusterSpec.from_dict({**replace(CLUSTER, num_nodes=4, devices_per_node=1).to_dict(), "levels": [up]})
     for cluster in racks.orders():
         space = space_of(4, 8, cluster, schedule)
         solved = solve_schedules(space, math.inf)[0]
@@ -98,7 +98,7 @@ def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a
     """From data parallelism, which is far from it where links are slow; the plan has the layouts that were found."""
     module = MODELS["mlp"](d_in=2048, d_hidden=4096)
     step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
-    cluster = replace(CLUSTER.with_nodes(1, 4), intra_node=Link(5e-6, 2e9))
+    cluster = replace(replace(CLUSTER, num_nodes=1, devices_per_node=4), intra_node=Link(5e-6, 2e9))
     task = PlanTask(step, cluster, PlanOptions(num_microbatches=1), OptimizerInfo())
     found = plan_by(task, "flexflow-like", 3.0)
     best = plan_pipeline(replace(task, options=replace(task.options, num_stages=1)))

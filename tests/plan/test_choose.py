@@ -20,7 +20,7 @@ from alpa_strategy.planner.task import PlanTask
 
 def cluster(bandwidth: float) -> ClusterSpec:
     """2 nodes of 1 device with `bandwidth` bytes/s between them."""
-    spec = ClusterSpec.load("pcie_8gpu").with_nodes(2, 1)
+    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 2, "devices_per_node": 1})
     return replace(spec, inter_node=replace(spec.inter_node, bandwidth=bandwidth))
 
 

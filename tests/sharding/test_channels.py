@@ -11,7 +11,7 @@ from alpa_strategy.ir.placement import Layout
 from alpa_strategy.sharding.cross_mesh import StageSpec, plan_channels
 
 ROWS, WHOLE = Layout.parse("S0"), Layout.parse("R")
-METAS = {1: TensorMeta((8, 4), torch.float32, True), 2: TensorMeta((8,), torch.int64)}
+METAS = [TensorMeta((), torch.int64), TensorMeta((8, 4), torch.float32, True), TensorMeta((8,), torch.int64)]
 
 
 def stage(ranks, received=(), sent=(), layout=ROWS):

@@ -118,7 +118,7 @@ def rule():
 
 
 def plan_for_four(width: int = 2048, kind: type[Outside] = Outside):
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, 4)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 4})
     options = PlanOptions(num_stages=1, num_microbatches=1)
     return make_plan(kind(width, torch.float32), (torch.randn(4096, width),), cluster, options)
 

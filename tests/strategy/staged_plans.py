@@ -48,7 +48,7 @@ def staged_plan(
     finally:
         torch.set_default_dtype(torch.float32)
     step = replace(step, batch_scope=batch_scope)
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, world)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": world})
     options = PlanOptions.from_user(parallel=inside, batch_scope=batch_scope)
     optimizer = optimizer_info_of(module)
     graph = microbatch(step, num_microbatches, world if batch_scope == "rank" else 1).graph

@@ -190,7 +190,7 @@ WIDE = {"d_in": 256, "d_hidden": 256, "d_out": 256, "num_layers": 4}
 
 def slow_network():
     """2 devices with a slow link; nothing but bytes and FLOPs costs time."""
-    cluster = ClusterSpec.load("pcie_8gpu").with_nodes(1, 2)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     link = replace(cluster.intra_node, bandwidth=1e9, latency=1e-7)
     return replace(cluster, intra_node=link, device=replace(cluster.device, launch_seconds=1e-7))
 
