@@ -10,6 +10,7 @@ m and N - 1 - m on mesh m.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -352,97 +353,75 @@ def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:
 # --- The built-in schedules: orders of one mesh (S meshes, B micro-batches, v stages per mesh), and their entries.
 
 
-def _each_mesh(order: Callable[[int, int, int, int], list[Action]]) -> Callable[[int, int, int], Orders]:
-    """All orders, from the function (S, B, v, mesh) that writes one."""
-    return lambda num_stages, B, S: [order(S, B, num_stages // S, mesh) for mesh in range(S)]
+Work = list[tuple[int, str]]  # (stage, kind) pairs: of each, the micro-batches come in order
 
 
-def _gpipe(S: int, B: int, v: int, mesh: int) -> list[Action]:
-    return [Action(mesh, kind, m) for kind in "FB" for m in range(B)]
+def _each_mesh(work: Callable[[int, int, int, int], Work]) -> Callable[[int, int, int], Orders]:
+    """All orders, from the function (S, B, v, mesh) that writes the work of one mesh."""
+    return lambda num_stages, B, S: [_numbered(work(S, B, num_stages // S, mesh)) for mesh in range(S)]
 
 
-def _one_f_one_b(S: int, B: int, v: int, mesh: int) -> list[Action]:
+def _numbered(work: Work) -> list[Action]:
+    count: dict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+    return [Action(*each, next(count[each])) for each in work]
+
+
+def _at(stage: int, kinds: str) -> Work:
+    return [(stage, kind) for kind in kinds]
+
+
+def _gpipe(S: int, B: int, v: int, mesh: int) -> Work:
+    return _at(mesh, "F" * B + "B" * B)
+
+
+def _one_f_one_b(S: int, B: int, v: int, mesh: int) -> Work:
     warmup = min(B, S - mesh)
-    order = [Action(mesh, "F", m) for m in range(warmup)]
-    for m in range(B):
-        order.append(Action(mesh, "B", m))
-        if warmup + m < B:
-            order.append(Action(mesh, "F", warmup + m))
-    return order
+    return _at(mesh, "F" * warmup + "BF" * (B - warmup) + "B" * warmup)
 
 
-def _looped_bfs(S: int, B: int, v: int, mesh: int) -> list[Action]:
-    stages = range(mesh, S * v, S)
-    order = [Action(s, "F", m) for s in stages for m in range(B)]
-    return order + [Action(s, "B", m) for s in reversed(stages) for m in reversed(range(B))]
+def _looped_bfs(num_stages: int, B: int, S: int) -> Orders:
+    """Backward the last micro-batch goes first."""
+    loops = [range(mesh, num_stages, S) for mesh in range(S)]
+    return [
+        [Action(s, "F", m) for s in stages for m in range(B)]
+        + [Action(s, "B", m) for s in reversed(stages) for m in reversed(range(B))]
+        for stages in loops
+    ]
 
 
-def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> list[Action]:
+def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> Work:
     """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh` micro-batches (ZB1P)."""
     # So many micro-batches go through a stage before the mesh's next stage has its turn.
     per_round = B // max(1, B // S)
     warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))
-    count: dict[tuple[str, int], int] = defaultdict(int)
-    order: list[Action] = []
-
-    def add(kind: str, stage: int) -> None:
-        order.append(Action(stage, kind, count[kind, stage]))
-        count[kind, stage] += 1
-
-    def forward_stage(step: int) -> int:
-        return (step // per_round) % v * S + mesh
-
-    def backward_stage(step: int) -> int:
-        return (v - 1 - (step // per_round) % v) * S + mesh
-
-    weights = 0
+    turns = [step // per_round % v for step in range(B * v)]
+    forward, backward = [turn * S + mesh for turn in turns], [(v - 1 - turn) * S + mesh for turn in turns]
+    work: Work = []
     for step in range(B * v + warmup):
+        done = step - warmup
         if step < B * v:
-            add("F", forward_stage(step))
-        if step >= warmup:
-            add("I" if zero_bubble else "B", backward_stage(step - warmup))
-            if zero_bubble and step - warmup >= mesh:
-                add("W", backward_stage(weights))
-                weights += 1
-    if zero_bubble:
-        for step in range(weights, B * v):
-            add("W", backward_stage(step))
-    return order
+            work += _at(forward[step], "F")
+        if done >= 0:
+            work += _at(backward[done], "I" if zero_bubble else "B")
+        if zero_bubble and done >= mesh:
+            work += _at(backward[done - mesh], "W")
+    return work + [(stage, "W") for stage in backward[B * v - mesh :] if zero_bubble]
 
 
-def _zbv(S: int, B: int, v: int, mesh: int) -> list[Action]:
+def _zbv(S: int, B: int, v: int, mesh: int) -> Work:
     """ZB-V (Qi et al. 2023, section 6): stages `mesh` and `2 S - 1 - mesh`, wave-like."""
-    stages = (mesh, 2 * S - 1 - mesh)
-    count: dict[tuple[str, int], int] = defaultdict(int)
-    order: list[Action] = []
-
-    def add(kinds: str, chunk: int) -> None:
-        for kind in kinds:
-            order.append(Action(stages[chunk], kind, count[kind, chunk]))
-            count[kind, chunk] += 1
-
-    for _ in range(2 * (S - mesh) - 1):
-        add("F", 0)
-    for _ in range(mesh):
-        add("F", 1)
-        add("F", 0)
-    for _ in range(S - mesh):
-        add("FIW", 1)
-    while count["F", 1] < count["F", 0] or count["F", 0] < B:
-        if count["F", 0] < B:
-            add("F", 0)
-        add("IW", 0)
-        add("FIW", 1)
-    for _ in range(mesh):
-        add("I", 0)
-        add("I", 1)
-    for _ in range(S - mesh):
-        add("IW", 0)
-    while count["W", 1] < count["I", 1]:
-        add("W", 1)
-    while count["W", 0] < count["I", 0]:
-        add("W", 0)
-    return order
+    down, up = mesh, 2 * S - 1 - mesh
+    return [
+        *_at(down, "F" * (2 * (S - mesh) - 1)),
+        *(_at(up, "F") + _at(down, "F")) * mesh,
+        *_at(up, "FIW" * (S - mesh)),
+        *(_at(down, "FIW") + _at(up, "FIW")) * (B - up),
+        *(_at(down, "IW") + _at(up, "FIW")) * (up - S),
+        *(_at(down, "I") + _at(up, "I")) * mesh,
+        *_at(down, "IW" * (S - mesh)),
+        *_at(up, "W" * mesh),
+        *_at(down, "W" * mesh),
+    ]
 
 
 def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
@@ -478,7 +457,7 @@ for _schedule in (
     ),
     Schedule(
         "LoopedBFS",
-        _each_mesh(_looped_bfs),
+        _looped_bfs,
         LOOPS,
         refuses=partial(_needs_full_meshes, "LoopedBFS", needs_rounds=False),
         bubble=1.0,
