@@ -28,7 +28,7 @@ from alpa_strategy.comm.collectives import broadcast_states
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.batch_rows import TransferHooks, watch
+from alpa_strategy.lightning.batch_rows import BatchHooks, watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.job import Job, compiled_by_user
@@ -145,7 +145,7 @@ class AlpaStrategy(ParallelJob):
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._hooks = TransferHooks()
+        self._hooks = BatchHooks()
         self._session = Session(self._job, self._checkpoints)
 
     @property
@@ -446,8 +446,8 @@ class AlpaStrategy(ParallelJob):
     def teardown(self) -> None:
         """Called after exceptions too: no collectives here."""
         self.stop_watching()
-        self._hooks.close()
         self._session.close(self.interrupted)
+        self._hooks.close()  # after what was put around the same hooks
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
         with self._session.deferred_init.recording():

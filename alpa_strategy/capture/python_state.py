@@ -117,14 +117,14 @@ def _is_configuration(value: Any) -> bool:
     if not _has_fields(value):
         return False
     is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
-    return is_record or all(map(_is_plain, vars(value).values()))
+    return is_record or all(map(is_plain, vars(value).values()))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether `value` is a number, a text, None, or a container of such."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
+        return all(map(is_plain, value.values()))
+    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
 
 
 # Guards of what is read
@@ -207,7 +207,7 @@ def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[Value
     guards: dict[tuple[int, str], ValueGuard] = {}
 
     def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
-        if isinstance(value, Tensor | np.ndarray) or _is_plain(value) or _is_configuration(value):
+        if isinstance(value, Tensor | np.ndarray) or is_plain(value) or _is_configuration(value):
             guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
 
     for function in reached_functions(list(_methods(module, reads))):
@@ -567,6 +567,13 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
         for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
         if type(held) is int and held == value and isinstance(key, str) and name.search(key)
     ]
+
+
+def names_read(module: nn.Module) -> frozenset[str]:
+    """Names of globals and attributes in the code of the user's classes of a module tree."""
+    members = [member for kind in _user_classes(module) for member in vars(kind).values()]
+    codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
+    return frozenset(name for code in codes for name in code_names(code))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Nothing is run. A name that code mentions is a may, not a must: it may stand on 
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import os
@@ -75,6 +76,20 @@ MAX_DEPTH = 4  # of functions that call functions
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
     """Global names and attributes in the code of `function` and of the user's functions that it reaches by name."""
     return frozenset(name for reached in reached_functions([function]) for name in code_names(reached.__code__))
+
+
+def stored_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Attributes that the code of `function` and of the user's functions that it reaches sets, and tensors that it may
+    fill; where it sets them by `setattr`, all texts in it may be names."""
+    found: set[str] = set()
+    for reached in reached_functions([function]):
+        names = set(code_names(reached.__code__))
+        found |= {each.argval for each in dis.get_instructions(reached.__code__) if each.opname == "STORE_ATTR"}
+        if any(name[-1:] == "_" != name[:1] for name in names):  # `self.count.fill_(len(x))`
+            found |= names
+        if "setattr" in names:
+            found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
+    return frozenset(found)
 
 
 def reached_functions(functions: list[Callable[..., Any]]) -> list[types.FunctionType]:

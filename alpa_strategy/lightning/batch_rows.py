@@ -4,36 +4,45 @@
 twice and one of them three times: what has so many rows more then has one row a sample, if whole numbers in it do not
 change with what else is in the batch, as indices of rows do. That happens where batches are made (in the loader's
 worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were. Hooks around the
-transfer to the device are tried in the same way on the first batch.
+transfer to the device are tried in the same way on the first batch, and those around the step for what they store.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
-from alpa_strategy.capture.python_state import fields_kept, globals_kept, patched, places_of
+from alpa_strategy.capture.python_state import (
+    fields_kept,
+    framework_attributes,
+    globals_kept,
+    is_plain,
+    names_read,
+    patched,
+    places_of,
+    snapshot,
+)
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
-from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.user_code import mentioned_names
-from alpa_strategy.lightning.checks import is_overridden
+from alpa_strategy.ir.graph import StepGraph, tensor_digest
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names, stored_names
+from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.lightning.digests import REPLICA
 
 Kind = Literal["rows", "same", "own"]
@@ -44,6 +53,7 @@ _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
 _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 class WatchedCollate:
@@ -166,56 +176,128 @@ def watch(loader: Any) -> Any:
     return loader
 
 
-class TransferHooks:
-    """What the hooks around a batch's transfer to the device make of rows, as tried on the first training batch.
+class BatchHooks:
+    """What hooks make of a batch's rows, tried when they are first called: those around its transfer to the device, and
+    those of the module and of callbacks around its step that store what the step may read.
 
     Attributes:
-        kinds: of every tensor leaf that they give, empty where that is not known; None: there are no hooks.
+        kinds: of every tensor leaf that transfer hooks give, empty where that is not known; None: there are none.
+        stored: attributes and buffers that hold something else where a batch has more rows -> the hooks; under the last
+            part of their names alone, those of a hook that fails on more rows.
     """
 
     def __init__(self) -> None:
-        self._watching = ExitStack()
+        self._watching, self._step_hooks = ExitStack(), ExitStack()
         self.kinds: tuple[Kind, ...] | None = None
+        self.stored: dict[str, str] = {}
 
     def watch(self, module: Any) -> None:
-        """Try the hooks of the module, or of the data module, when the next training batch comes."""
-        self._watching.close()
+        """Try the hooks of the module, its data module and its callbacks when the next training batch comes."""
+        self.close()
         owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
         names = [n for n in _TRANSFER_HOOKS if any(is_overridden(owner, n, DataHooks) for owner in owners)]
-        self.kinds = () if names and world_size() > 1 else None
+        self.kinds, self.stored = () if names and world_size() > 1 else None, {}
         if self.kinds is not None:
-            first = partial(self._first, module, owners, ", ".join(names))
+            first = functools.partial(self._first, module, owners, ", ".join(names))
             self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
+        read = names_read(module) if world_size() > 1 else frozenset()
+        for owner, base in hook_owners(module, module.trainer.callbacks):
+            for hook in [getattr(owner, n) for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
+                if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
+                    watched = self._watched(hook, module, owner, names)
+                    self._step_hooks.enter_context(patched([(owner, hook.__name__, watched)]))
 
     def close(self) -> None:
         """Watch no longer."""
         self._watching.close()
+        self._step_hooks.close()
 
     def _first(self, module: Any, owners: list[Any], names: str, batch: Any, dataloader_idx: int = 0) -> Any:
         """In the place of the Trainer's first step towards the hooks."""
         if module.trainer.training:
             self._watching.close()
             try:
-                self.kinds = _tried(module, owners, names, batch)
+                self.kinds, changed = _tried(module, owners, names, batch)
+                self.stored |= dict.fromkeys(changed, names)
             except Exception as error:  # what it says of the batch itself is for the real call to raise
                 rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
+    def _watched(self, hook: Callable[..., Any], module: Any, owner: Any, names: list[str]) -> Callable[..., Any]:
+        """The hook, which stores attributes of these names; tried before it is first called."""
+        where, is_tried = f"{type(owner).__name__}.{hook.__name__}", False
 
-def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind, ...]:
-    """Of every tensor leaf that the hooks `names` give for a loader's batch; a line where rows are mixed."""
+        @functools.wraps(hook)
+        def call(*args: Any) -> Any:
+            nonlocal is_tried
+            if not is_tried:
+                is_tried = True
+                try:
+                    changed: Iterable[str] = self._changed_by(hook, module, owner, args)
+                except Exception as error:
+                    rank_zero_info(f"alpa: {where} cannot be tried on more rows: {type(error).__name__}: {error}")
+                    changed = names
+                self.stored |= dict.fromkeys(changed, where)
+            return hook(*args)
+
+        return call
+
+    def _changed_by(self, hook: Callable[..., Any], module: Any, owner: Any, args: tuple[Any, ...]) -> set[str]:
+        """What holds something else after the hook where the batch has more rows. args: its own, (..., batch, index)"""
+        *before, batch, batch_idx = args
+        trainer = module.trainer
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        owners = [module, owner, *trainer.optimizers, *schedulers]
+        kinds, count = _rows_of(batch, known_kinds(trainer, batch, self))
+        states = []
+        for order in (range(count), _more_rows(count)):
+            silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
+            with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners), patched(silent):
+                hook(*before, _with_rows(batch, kinds, count, order), batch_idx)
+                states.append(_state_of(module))
+        return _differing(*states)
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree holds, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): tensor_digest(value.detach()) if isinstance(value, Tensor) else snapshot(value)
+        for path, child in module.named_modules()
+        for name, value in {**vars(child), **child._buffers}.items()
+        if name not in framework_attributes() and (isinstance(value, Tensor) or is_plain(value))
+    }
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    return {name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]}
+
+
+def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ...], int]:
+    """Of every tensor leaf what it is, as known or as likely, and how many rows there are."""
     tensors = list(_tensors_in(batch).values())
-    likely: tuple[Kind, ...] = tuple("rows" if rows else "same" for rows in likely_rows(tensors))
-    given = _loader_kinds(module.trainer, batch) or likely
-    sizes = [len(leaf) for leaf, kind in zip(tensors, given, strict=True) if kind == "rows"]
-    count = next(iter([*sizes, *(len(x) for x in pytree.tree_leaves(batch, is_leaf=_is_list) if _is_list(x))]))
+    kinds = known or tuple("rows" if rows else "same" for rows in likely_rows(tensors))
+    sizes = [len(leaf) for leaf, kind in zip(tensors, kinds, strict=True) if kind == "rows"]
+    sizes += [len(each) for each in pytree.tree_leaves(batch, is_leaf=_is_list) if _is_list(each)]
+    if not sizes:
+        raise ValueError("the batch has no rows")
+    return kinds, sizes[0]
+
+
+def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tuple[Kind, ...], set[str]]:
+    """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows are mixed, and what
+    they store that is another thing with more rows."""
+    given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
+    states = []
 
     def made(order: Sequence[int], times: int = 1) -> Any:
         """What the hooks give for these rows when they are called the first or second time."""
-        with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners):
+        with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners) as changed:
             for _ in range(times):
                 rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
                 result = module.trainer.strategy.batch_to_device(rows)
+                states.append(_state_of(module))
+        if changed:
+            raise ValueError("they change a buffer")
         return result
 
     base, more, half = made(range(count)), made(_more_rows(count)), (count + 1) // 2
@@ -230,7 +312,7 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
             f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too (mixup and the "
             "like): of those of the same rank, as under DDP. A captured step takes all ranks' for one batch"
         )
-    return tuple(found)
+    return tuple(found), _differing(*states[:2])
 
 
 def _is_list(value: Any) -> bool:
@@ -251,35 +333,33 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 
 @contextmanager
-def _state_kept(owners: Sequence[Any]) -> Iterator[None]:
-    """Attributes, buffers, generators and globals of a module and its data module are afterwards what they were.
+def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Attributes, weights, buffers, generators and globals of modules and other objects are afterwards what they were.
 
-    Raises:
-        ValueError: a buffer was changed: by each rank's rows, and a captured step would not know.
+    The list that it gives then holds weights and buffers that were changed in place.
     """
     modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
-    buffers = [
-        (b, b._version, b.detach().clone()) for m in modules if isinstance(m, nn.Module) for b in m.buffers(False)
-    ]
+    kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
+    tensors = [(t, t._version, t.detach().clone()) for t in kept]
     generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
+    changed: list[Tensor] = []
     with ExitStack() as stack:
         for each in modules:
             stack.enter_context(fields_kept(each))
         # What it puts back in globals and closures (lists of calls) is no error here.
         stack.enter_context(suppress(CaptureError))
         stack.enter_context(globals_kept(owners[0], set()))
-        yield
+        yield changed
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    changed = [(buffer, old) for buffer, version, old in buffers if buffer._version != version]
-    for buffer, old in changed:
-        buffer.data.copy_(old)
-    if changed:
-        raise ValueError("they change a buffer")
+    for tensor, version, old in tensors:
+        if tensor._version != version:
+            tensor.data.copy_(old)
+            changed.append(tensor)
 
 
-def known_kinds(trainer: Any, batch: Any, hooks: TransferHooks) -> tuple[Kind, ...] | None:
+def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks) -> tuple[Kind, ...] | None:
     """Of every tensor leaf of a training batch; None where the loader, being no DataLoader that collates samples, does
     not say."""
     if hooks.kinds is None:
@@ -346,6 +426,20 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
     names = [own[leaf.leaf] for leaf in step.batch if leaf.leaf in own and leaf.value in used]
     if names:
         raise NotRowsError(_of(names), REPLICA)
+
+
+def check_stored(hooks: BatchHooks, step: StepGraph, may_run_as_written: bool) -> None:
+    """NotRowsError, or a warning, where the step reads what a hook has made of this rank's rows, by what they showed
+    when they were tried."""
+    used = set(step.consumers)
+    read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
+    found = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
+    shown = ", ".join(f"{name} ({hook})" for name, hook in found.items() if hook is not None)
+    text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
+    if shown and may_run_as_written:
+        raise NotRowsError(text, REPLICA)
+    if shown:
+        rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")
 
 
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:

@@ -17,7 +17,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import on_all_ranks
 from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.lightning.batch_rows import TransferHooks
+from alpa_strategy.lightning.batch_rows import BatchHooks
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 
@@ -39,7 +39,7 @@ class Job:
     cluster: ClusterSpec | str | Path | None  # declared costs (spec, file or name), or None to measure
     context: Callable[[], AbstractContextManager[None]]  # around `training_step` (autocast of the precision plugin)
     log_context: Callable[[], AbstractContextManager[None]]  # around logging instead, where a captured step ran
-    hooks: TransferHooks  # what they make of a loader's batch
+    hooks: BatchHooks  # what they make of a loader's batch
     progress: Progress  # shows phases, lines and tables, where this rank shows anything
 
     @property

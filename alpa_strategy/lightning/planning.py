@@ -74,6 +74,8 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
             with job.progress("capture"), batch_rows.naming(own):
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
+            if is_joint:
+                batch_rows.check_stored(job.hooks, step, job.may_run_as_written)
             if is_joint and job.may_run_as_written:
                 batch_rows.check_batch_sizes(module, step, batch, captured)
             return step

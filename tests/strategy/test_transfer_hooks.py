@@ -1,4 +1,4 @@
-"""What hooks around a batch's transfer make of rows is tried: rows stay captured, all else runs per replica, as DDP."""
+"""What hooks around a batch make of its rows is tried: rows stay captured, all else runs per replica, as DDP."""
 
 from __future__ import annotations
 
@@ -239,6 +239,85 @@ class OfTheData(Net):
     make_data: Callable[[], Any] = Data
 
 
+class RowsOfTheStep(Net):
+    """A number that stands for a rank's rows, as its hook says."""
+
+    n = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.n = float(len(batch["x"]))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.n
+
+
+class RowsOfTheTransfer(RowsOfTheStep):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not hasattr(self, "count"):
+            self.count = {"rows": len(batch[0])}
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.count["rows"]
+
+
+class RowsOfACallback(RowsOfTheStep):
+    on_train_batch_start = pl.LightningModule.on_train_batch_start
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            setattr(module, "n", 3.0 * batch["x"].shape[0])  # noqa: B010
+
+    def configure_callbacks(self) -> Any:
+        return [self.Counts()]
+
+
+class RowsInABuffer(RowsOfTheStep):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.mean.fill_(len(batch["x"]))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.mean[0]
+
+
+class RowsOfTheLastBatch(RowsOfTheStep):
+    """Known when the first batch ends: the second step is the first that goes on per replica."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.n = float(len(batch["x"]))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() if self.n == 1.0 else each.sum() / self.n
+
+
+class OnlySixRowsInTheStep(RowsOfTheStep):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.n = float(batch["x"].view(ROWS, WIDTH).size(0))
+
+
+class AsManyByChance(RowsOfTheStep):
+    """Numbers that are equal to the rows; what hooks change besides is changed once a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.seen = ROWS, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.n, self.largest = float(ROWS), max(6, len(batch))
+        self.seen += 1
+        self.mean.add_(1.0)
+        with torch.no_grad():
+            self.net[0].bias.mul_(0.5)
+        self.log("seen", float(self.seen))
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() * self.n / self.heads * self.mean[0] / self.largest
+
+
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -284,6 +363,9 @@ def train_both(name: str, root: str) -> Any:
 CAPTURED = ["Normalised", "Flipped", "MixedUp", "Weighted", "Cropped", "Tokenized"]
 PER_REPLICA = ["TwoViews", "Indexed", "RandomNegatives", "HardNegatives", "Counted", "RunningMean", "OnlySixRows"]
 PER_REPLICA += ["Standardised", "Shares", "RandomShares"]
+CAPTURED += ["AsManyByChance"]
+PER_REPLICA += ["RowsOfTheStep", "RowsOfTheTransfer", "RowsOfACallback", "RowsInABuffer", "RowsOfTheLastBatch"]
+PER_REPLICA += ["OnlySixRowsInTheStep"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])
@@ -296,5 +378,7 @@ def test_what_a_hook_makes_of_rows_is_known(pool, tmp_path, name: str) -> None:
     said = " ".join(found[3])
     assert ("mixup and the like" in said) == (name == "MixedUp")
     assert ("as they are written" in said) == (name not in CAPTURED)
+    if name.startswith("RowsOf") and name != "RowsOfTheTransfer":
+        assert "the step reads what a hook stores, and that depends on how many rows a rank has: n (" in said
     if name == "OnlySixRows":
         assert "on_after_batch_transfer cannot be tried on more rows: RuntimeError: shape" in said
