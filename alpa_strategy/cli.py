@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning import seed_everything
 from rich.console import Console
 from rich.text import Text
@@ -48,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except AlpaError as error:
-        _report(error)
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
+        if error.fix:
+            console.print(Text.assemble(("what to do: ", "bold"), error.fix))
         return EXIT_USER_ERROR
     except BrokenPipeError:  # `alpa show plan.json | head`
         sys.stderr.close()
@@ -269,10 +271,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
                 raise OptionError(f"override {text!r} is not of the form key=value", "write cluster.num_nodes=2")
-            try:
-                to_cluster[key] = yaml.safe_load(value)
-            except yaml.YAMLError:
-                raise OptionError(f"override {text!r}: not a YAML value", "write cluster.num_nodes=2") from None
+            to_cluster[key] = value
         elif text.startswith("plan."):
             to_options.append("strategy." + text.removeprefix("plan."))
         else:
@@ -318,10 +317,3 @@ def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContext
         return partial(torch.autocast, "cpu", dtype=dtypes[kind])
     model.to(dtypes[kind])
     return nullcontext
-
-
-def _report(error: AlpaError) -> None:
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
-    if error.fix:
-        console.print(Text.assemble(("what to do: ", "bold"), error.fix))

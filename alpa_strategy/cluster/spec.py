@@ -371,13 +371,11 @@ class ClusterSpec:
         device = _data(self.device, "efficiency") | {"peak_flops": dict(self.device.peak_flops)}
         if self.device.efficiencies:
             device["efficiencies"] = {kind: dict(shares) for kind, shares in self.device.efficiencies}
-        links = {"links": _lists(data.pop("links"))} if self.links else {}
+        links = {"links": data.pop("links")} if self.links else {}
         levels = {"levels": [level.to_dict() for level in self.levels]} if self.levels else {}
-        tables = [_data(table) | {"points": _lists(table.points)} for table in self.tables]
         ends = {"intra_node": _data(self.intra_node) | links, "inter_node": _data(self.inter_node)}
-        order = {} if isinstance(self.order, str) else {"order": list(self.order)}
         host = {} if self.host is None else {"host": dict(vars(self.host))}
-        return data | {"device": device, **ends, "tables": tables, **levels, **order, **host}
+        return data | {"device": device, **ends, "tables": [_data(table) for table in self.tables], **levels, **host}
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
         whole = (self.num_nodes, self.devices_per_node)
@@ -462,10 +460,6 @@ def _data(record: Any, *always: str) -> dict[str, Any]:
     """Fields by name, without those that have their default: a new field leaves the digests of other clusters alone."""
     given = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
     return {name: value for name, (value, default) in given.items() if name in always or value != default}
-
-
-def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    return [list(row) for row in rows]
 
 
 def _read_table(data: Any, source: str, index: int) -> CommTable:

@@ -42,8 +42,7 @@ class Level:
 
     def to_dict(self) -> dict[str, Any]:
         """Inverse of `read_levels`, of one level."""
-        blocks = self.blocks if isinstance(self.blocks, int) else [list(block) for block in self.blocks]
-        return {"name": self.name, self.unit: blocks, "latency": self.latency, "bandwidth": self.bandwidth}
+        return {"name": self.name, self.unit: self.blocks, "latency": self.latency, "bandwidth": self.bandwidth}
 
     def block_of(self, count: int) -> list[int]:
         """The block of each of `count` devices or nodes.

@@ -164,7 +164,7 @@ def measure_ops(
     name = name or device_name(device)
     started = time.perf_counter()
     missing = {call for call in calls if not is_view(call) and table.get(name, call) is None}
-    free = _free_bytes(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     best: dict[OpCall, tuple[float, float]] = {}
     order = sorted(missing, key=_expected, reverse=True)
     for pass_index in range(PASSES):  # again later, while time is left: a burst of other load passes
@@ -330,9 +330,3 @@ def _seconds(fn: Callable[[], object], device: torch.device, repetitions: int) -
 
 def _expected(call: OpCall) -> float:
     return sum(work.flops * BYTES_PER_FLOP + work.num_bytes for work in op_work(call))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

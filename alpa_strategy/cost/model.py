@@ -77,8 +77,8 @@ class OpCosts(Protocol):
 # --- What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (docs/formulas.md#costs).
 #
 # Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention
-# keeps what flash and memory-efficient kernels keep, and dropout on an accelerator keeps a mask of one byte per
-# element.
+# keeps what flash and memory-efficient kernels keep (query, key, value, result, and the log-sum-exp per row), and
+# dropout on an accelerator keeps a mask of one byte per element.
 
 
 logger = logging.getLogger(__name__)
@@ -104,25 +104,20 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
     if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
         return nothing
-    name = op_base_name(call)
-    if name in ATTENTION:
-        return _attention_saved(call)
+    name, num_rows = op_base_name(call), math.prod(call.operands[0].shape[:-1])
+    if name in ATTENTION:  # with the log-sum-exp per row (float32)
+        kept = tuple(index < 3 for index in range(len(call.operands)))
+        return Saved(kept, (True, *nothing.results[1:]), 4 * num_rows)
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
     if on_accelerator and name == "rms_norm":  # one kernel there, which keeps a reciprocal per row (in float32)
         kept = tuple(index < 2 for index in range(len(call.operands)))
-        return Saved(kept, nothing.results, 4 * num_rows(call), fuses=compiled)
+        return Saved(kept, nothing.results, 4 * num_rows, fuses=compiled)
     try:
         return _run(call, mode, compiled)
     except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
         logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
         return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
-
-
-def num_rows(call: OpCall) -> int:
-    """Rows of an op's first operand."""
-    shape = call.operands[0].shape
-    return math.prod(shape[:-1])
 
 
 def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
@@ -192,14 +187,6 @@ class _LiveStorages(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _attention_saved(call: OpCall) -> Saved:
-    """Query, key, value, result and the log-sum-exp per row (float32), as flash and memory-efficient kernels keep."""
-    operands = tuple(index < 3 for index in range(len(call.operands)))
-    log_sum_exp = 4 * math.prod(call.operands[0].shape[:-1])
-    results = tuple(index == 0 for index in range(len(call.results)))
-    return Saved(operands, results, log_sum_exp)
 
 
 # --- RooflineCosts: seconds of an op, measured where that was done, else FLOPs/rate + bytes/bandwidth + launch.
@@ -303,7 +290,7 @@ class RooflineCosts:
         self._seconds: dict[OpCall, tuple[float, float]] = {}
         self._saved: dict[OpCall, Saved] = {}
         self._corrections: dict[str, list[tuple[float, float, float]]] = {}
-        self._mode: FakeTensorMode | None = None
+        self._mode = FakeTensorMode()
 
     @property
     def name(self) -> str:
@@ -320,14 +307,10 @@ class RooflineCosts:
 
     def saved(self, call: OpCall) -> Saved:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""
-        found = self._saved.get(call)
-        if found is None:
-            if self._mode is None:
-                self._mode = FakeTensorMode()
+        if call not in self._saved:
             on_accelerator = not self.device.name.lower().startswith("cpu")
-            found = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
-            self._saved[call] = found
-        return found
+            self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
+        return self._saved[call]
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
         """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without a launch of their own.

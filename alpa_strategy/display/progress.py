@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -15,17 +14,15 @@ from alpa_strategy.units import format_seconds
 
 
 class Progress:
-    """Named phases, shown on rank 0 only: `phases = Progress()`, then `with phases("capture"): ...`.
+    """Named phases: `phases = Progress()`, then `with phases("capture"): ...`.
 
     Args:
-        enabled: show anything; None: only on rank 0 (the `RANK` or `LOCAL_RANK` of the launcher).
+        enabled: show anything.
         console: where to; stderr by default, so that a piped result stays clean.
     """
 
-    def __init__(self, enabled: bool | None = None, console: Console | None = None) -> None:
-        # Planning may run before any process group: the launcher's variables are all there is.
-        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        self.enabled = rank == "0" if enabled is None else enabled
+    def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
+        self.enabled = enabled
         self.console = console or Console(stderr=True)
         self.seconds: dict[str, float] = {}
         self._open = 0

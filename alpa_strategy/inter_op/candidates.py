@@ -153,7 +153,7 @@ class StageSpace:
         """What was chosen, simulated; all of as many stages. `left`: per stage, what `tables.link_at` counts by."""
         pipelines = [_pipeline(self.runs, tables, left, choice) for choice in choices]
         count = self.job.num_microbatches
-        seconds = _simulated(schedule, len(alive) // stages_per_mesh, count, pipelines, self.overhead)
+        seconds = simulated_seconds(schedule, len(alive) // stages_per_mesh, count, pipelines, self.overhead)
         found = []
         for end, choice, p in zip(seconds, choices, pipelines, strict=True):
             own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice.stages]
@@ -258,10 +258,8 @@ class EqualMeshes:
     @cached_property
     def tables(self) -> StageTables:
         """With the messages between these stages, by the stages left."""
-        size, tables = (
-            self.space.sizes[self.submesh],
-            self.space.tables_for(self.schedule, self.ranks, self.stages_per_mesh),
-        )
+        size = self.space.sizes[self.submesh]
+        tables = self.space.tables_for(self.schedule, self.ranks, self.stages_per_mesh)
         ends = [None if a == b else (size * (a + 1), size * b) for a, b in pairwise(self.holders)]
         return _wired(self.space, tables, [None, *reversed(ends), None], [(self.submesh, self.submesh)])
 
@@ -466,31 +464,17 @@ def runtime_seconds(device: DeviceSpec) -> float:
 
 
 def simulated_seconds(
-    schedule: str,
-    num_meshes: int,
-    num_microbatches: int,
-    costs: Sequence[StageCost],
-    remat: Sequence[bool],
-    wires: Sequence[float],
-    overhead: float,
-) -> float:
-    """Seconds of a step: micro-batches by the schedule, then what is once per step.
+    schedule: str, num_meshes: int, num_microbatches: int, pipelines: Sequence[Pipeline], overhead: float
+) -> list[float]:
+    """Seconds of a step of each pipeline: micro-batches by the schedule, then what is once per step.
 
     The DP's closed form takes messages for work of their sender; here a boundary carries one after the other, beside
     the work.
 
     Args:
-        num_meshes: meshes.
-        costs, remat, wires: see `Pipeline`.
+        pipelines: all of as many stages.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
-    return _simulated(schedule, num_meshes, num_microbatches, [Pipeline(costs, remat, wires)], overhead)[0]
-
-
-def _simulated(
-    schedule: str, num_meshes: int, num_microbatches: int, pipelines: Sequence[Pipeline], overhead: float
-) -> list[float]:
-    """`simulated_seconds` of pipelines of as many stages."""
     once = [len(p.costs) // num_meshes * max(cost.once for cost in p.costs) for p in pipelines]
     if num_meshes == 1 and all(len(p.costs) == 1 for p in pipelines):
         works = [num_microbatches * (p.costs[0].seconds(p.remat[0]) + overhead) for p in pipelines]

@@ -6,6 +6,7 @@ earlier stages make. What later stages read is `sent`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,11 +199,8 @@ def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: f
             return False
         return not floor or tied(threshold) is not None
 
-    low, high = 0, len(thresholds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(thresholds[middle]) else (middle + 1, high)
-    return tied(thresholds[low] if len(thresholds) else np.inf)
+    smallest = bisect_left(thresholds[:-1], True, key=feasible)
+    return tied(thresholds[smallest] if len(thresholds) else np.inf)
 
 
 def default_num_layers(step: StepGraph) -> int:

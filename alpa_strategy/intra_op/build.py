@@ -119,7 +119,7 @@ class OptionTables:
         """(forward, backward) seconds, [source, target]."""
         key = (sources, targets, meta)
         if key not in self._reshards:
-            self._reshards[key] = reshard_table(sources, targets, meta, self.mesh)
+            self._reshards[key] = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self.mesh)
         return self._reshards[key]
 
 

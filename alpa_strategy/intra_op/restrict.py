@@ -119,11 +119,8 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
 
 def _meets(modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool) -> bool:
     """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept whole."""
-
-    def is_whole_anyway(mode: ParameterMode, want: ParameterMode) -> bool:
-        return not exactly and want.storage is Storage.INVARIANT and mode.storage is Storage.REPLICATE
-
-    return all(m is w or is_whole_anyway(m, w) for m, w in zip(modes, wanted, strict=True))
+    whole = () if exactly else (Storage.INVARIANT, Storage.REPLICATE)
+    return all(m is w or (w.storage, m.storage) == whole for m, w in zip(modes, wanted, strict=True))
 
 
 def pinned_modes(

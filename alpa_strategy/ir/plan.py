@@ -259,10 +259,6 @@ def _read_boundary(text: str, where: str) -> DualLayout:
     return dual_layout(text)
 
 
-def _strategies_text(strategies: tuple[AxisStrategy, ...]) -> str:
-    return AXIS_SEPARATOR.join(map(str, strategies))
-
-
 def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
     return tuple(_read_strategy(part, where) for part in text.split(AXIS_SEPARATOR))
 
@@ -281,6 +277,6 @@ def _read_strategy(text: str, where: str) -> AxisStrategy:
 # What is a text in the file: how it is written, and how it is read.
 _TEXTS: dict[Any, tuple[Any, Any]] = {
     ParameterPlan: (_parameter_text, _read_parameter),
-    tuple[AxisStrategy, ...]: (_strategies_text, _read_strategies),
+    tuple[AxisStrategy, ...]: (lambda strategies: AXIS_SEPARATOR.join(map(str, strategies)), _read_strategies),
     DualLayout: (dual_layout_to_str, _read_boundary),
 }

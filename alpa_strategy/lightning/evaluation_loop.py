@@ -94,7 +94,8 @@ class EvaluationLoop:
 
     def _meet(self, loader: int) -> None:
         """This rank is done with `loader`."""
-        needed = _synchronises(self._trainer)
+        logged = (self._trainer._results or {}).values()  # whether anything of it is reduced when a loader ends
+        needed = any(not x.is_tensor or (x.meta.sync.should and not x.meta.sync.rank_zero_only) for x in logged)
         if self._apart is None:
             following, needs = zip(*of_all_ranks((next_loader(self._trainer, loader), needed)), strict=True)
             if len(set(following)) > 1:
@@ -107,12 +108,6 @@ class EvaluationLoop:
                 self._apart,
                 "give every rank a batch of every dataloader (a DistributedSampler does), or log without sync_dist",
             )
-
-
-def _synchronises(trainer: Any) -> bool:
-    """Whether anything that this loop has logged is reduced over the ranks when a loader ends."""
-    logged = (trainer._results or {}).values()
-    return any(not each.is_tensor or (each.meta.sync.should and not each.meta.sync.rank_zero_only) for each in logged)
 
 
 def _reduce_logs(trainer: Any) -> None:

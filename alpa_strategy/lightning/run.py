@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class Run(PlacedModule):
                 "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return self._placed.whole_program(step)
+            return StepProgram(partial(self._placed.compute_whole, step))
         return self._placed.training_program(step, plan)
 
     @override

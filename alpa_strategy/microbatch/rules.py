@@ -170,8 +170,10 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
             yield TimeStrategy(whole, (rows(dim, ANY),))
-    if call.target is aten.repeat.default:
-        for dim in _repeated_dims(call):
+    if call.target is aten.repeat.default:  # of a single element (or slice) every part is the same
+        source, target = call.operands[slots(call)[0].index].shape, call.results[0].shape
+        offset = len(target) - len(source)
+        for dim in (d for d in range(len(target)) if d < offset or source[d - offset] == 1):
             yield TimeStrategy(whole, (rows(dim, ANY),))
 
 
@@ -211,13 +213,6 @@ def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
         ):
             states[tensors[0]] = State("numbers", numbers.dim)
             yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
-
-
-def _repeated_dims(call: OpCall) -> list[int]:
-    """Result dims that repeat a single element (or slice): every part of them is the same."""
-    source, target = call.operands[slots(call)[0].index].shape, call.results[0].shape
-    offset = len(target) - len(source)
-    return [d for d in range(len(target)) if d < offset or source[d - offset] == 1]
 
 
 def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> OpCall:

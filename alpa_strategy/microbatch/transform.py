@@ -85,18 +85,13 @@ class _Writer:
         leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
         graph = self._micro_graph(received).bare([v for v in leaving if v not in self.from_prologue], loss)
         cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
-        combine: dict[int, Combine] = {}
-        for value in graph.escaping:
-            if value == loss:
-                combine[value] = "sum"
-                continue
-            state = self.states.state[value]
-            combine[value] = _COMBINE[state.kind]
-            if state.kind == "rows":
-                cuts[value] = Cut(state.dim, state.segments)
-        sequential = self._sequential_buffers(kept)
+        states = {value: self.states.state[value] for value in graph.escaping if value != loss}
+        cuts |= {value: Cut(state.dim, state.segments) for value, state in states.items() if state.kind == "rows"}
+        combine = {value: "sum" if value == loss else _COMBINE[states[value].kind] for value in graph.escaping}
+        prologue_ops = tuple(step.ops[index] for index in ancestors(step, tuple(prologue_values)))
         notes = step.notes
-        if any(self._has_own_statistics(index) for index in kept):
+        norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
+        if any(self.states.chosen[index].strategy.outputs[0].kind == "rows" for index in norms):
             notes += (
                 f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the batch), as in "
                 "gradient accumulation",
@@ -104,11 +99,11 @@ class _Writer:
         return MicroStep(
             self.num_microbatches,
             replace(graph, notes=notes),
-            self._prologue(prologue_values) if prologue_values else None,
+            self._part(prologue_ops, sorted(prologue_values), ()) if prologue_values else None,
             {number: use.value for use, number in received.items()},
             combine,
             cuts,
-            sequential,
+            self._sequential_buffers(kept),
             epilogue,
         )
 
@@ -241,11 +236,6 @@ class _Writer:
             received=tuple(received.values()),
         )
 
-    def _prologue(self, wanted: set[int]) -> StepGraph:
-        """The step's part that makes `wanted` of the whole batch."""
-        ops = tuple(self.step.ops[index] for index in ancestors(self.step, tuple(wanted)))
-        return self._part(ops, sorted(wanted), ())
-
     def _epilogue(self, late_values: set[int]) -> StepGraph | None:
         """Late ops, over combined values; None when there are none."""
         wanted = sorted(late_values.intersection(self.step.escaping))
@@ -264,11 +254,6 @@ class _Writer:
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
         """A graph of some of the step's ops at the step's own shapes, with those inputs only that they read."""
         return replace(self.step.part(ops, wanted), received=received, notes=())
-
-    def _has_own_statistics(self, index: int) -> bool:
-        """Whether the op is a BatchNorm over the rows of one micro-batch."""
-        divided = self.states.chosen[index].strategy.outputs[0].kind == "rows"
-        return divided and self.step.ops[index].call.target is batch_norm_train
 
     def _sequential_buffers(self, kept: list[int]) -> tuple[str, ...]:
         """Buffers updated by statistics of a micro-batch, and what else their modules update (`num_batches_tracked`).

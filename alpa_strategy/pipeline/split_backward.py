@@ -8,7 +8,7 @@ devices of a mesh, since the graph may hold collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class SplitBackward:
         """Gradients of the inputs; None for one that the results do not depend on."""
         graph = _Graph([root.node for root in self._roots], [get_gradient_edge(x).node for x in self._inputs])
         self._groups = graph.groups()
-        handles = [node.register_prehook(self._catch(node)) for group in self._groups for node in group.starts]
+        catch = self._caught.__setitem__
+        handles = [node.register_prehook(partial(catch, node)) for group in self._groups for node in group.starts]
         try:
             if not graph.reaches_inputs:
                 return [None] * len(self._inputs)
@@ -48,12 +49,6 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _catch(self, node: Node) -> Any:
-        def hook(grads: _Grads) -> None:
-            self._caught[node] = grads
-
-        return hook
 
     def run_weights(self) -> None:
         """Accumulate the gradients of the other leaves; the graph can be freed afterwards."""

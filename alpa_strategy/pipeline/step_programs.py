@@ -159,11 +159,8 @@ class PlacedPlan:
             found = run_step(part, parameters, buffers, rows, values)
         return {value: found[value] for value in part.escaping}
 
-    def whole_program(self, step: StepGraph) -> StepProgram:
-        """What computes all of a step on every rank, which keeps its parts of the gradients."""
-        return StepProgram(partial(self._whole, step))
-
-    def _whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
+    def compute_whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
+        """All of a step on every rank, which keeps its parts of the gradients."""
         scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
         whole = {p.name: self.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
         rows = _global_rows(step, batch)

@@ -25,6 +25,7 @@ from alpa_strategy.inter_op.candidates import (
     EVERY_SIZE,
     TOLERANCE,
     Candidate,
+    Pipeline,
     StageSpace,
     runtime_seconds,
     simulated_seconds,
@@ -180,13 +181,6 @@ def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
     return kind(f"{what}:{''.join(reasons)}", fixes.pop() if len(fixes) == 1 else fix)
 
 
-def _no_stages(job: CostJob, ceiling: float) -> PlanError:
-    limit = format_bytes(job.memory_limit)
-    if ceiling < math.inf:
-        return PlanError(f"no stages fit into {limit} a device in less than {ceiling:.3g} s")
-    return DoesNotFitError(f"no stages fit into {limit} a device")
-
-
 @contextmanager
 def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
     """Add to `spent` how long the block took."""
@@ -324,7 +318,9 @@ class _Search:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found
         if not found:
-            self.failures.append((f"{count} micro-batches", _no_stages(job, ceiling)))
+            problem = f"no stages fit into {format_bytes(job.memory_limit)} a device"
+            slow = PlanError(f"{problem} in less than {ceiling:.3g} s")
+            self.failures.append((f"{count} micro-batches", slow if ceiling < math.inf else DoesNotFitError(problem)))
             self.last_job = job if ceiling == math.inf else None
             return Look()
         if self.task.cluster.num_devices > EVERY_SIZE:  # prices of sizes far from those in use take minutes there
@@ -470,8 +466,8 @@ def plan_of(
     if not job.is_whole_batch:
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
-        costs = [s.cost for s in solved]
-        seconds = simulated_seconds(schedule, len(peaks), B, costs, remat, wires, overhead)
+        pipeline = Pipeline([s.cost for s in solved], remat, wires)
+        (seconds,) = simulated_seconds(schedule, len(peaks), B, [pipeline], overhead)
     order = list(job_ranks(stages))
     listed = ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
     gap = max(s.gap for s in solved)

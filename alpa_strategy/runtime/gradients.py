@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.comm.mesh import AxisComm, MeshComm
+from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
@@ -299,7 +299,8 @@ class _Bucket:
         both = list(zip(self.parameters, is_there, strict=True))
         grads = [each.take_gradient() if there else each.no_gradient() for each, there in both]
         for wanted in self._collectives:
-            axis = self._axis(wanted[0].axis)
+            first = wanted[0].axis
+            axis = self._mesh.whole if first == WHOLE_MESH else self._mesh.axes[first]
             shapes = [grad.shape for grad in grads]
             dims = [each.dim for each in wanted if each.dim is not None]
             if not dims:
@@ -317,9 +318,6 @@ class _Bucket:
         for (each, there), grad in zip(both, grads, strict=True):
             if there:
                 each.put_gradient(grad)
-
-    def _axis(self, axis: int) -> AxisComm:
-        return self._mesh.whole if axis == WHOLE_MESH else self._mesh.axes[axis]
 
 
 def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:

@@ -97,10 +97,12 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
 @torch.no_grad()
 def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
-    for parameter, described in _described_states(optimizer, store):
+    described_here = {p: _described(optimizer.state[p], p) for p in parameters_of(optimizer) if p in optimizer.state}
+    said = store.said_by_owners(described_here)
+    for parameter in (each for each in parameters_of(optimizer) if each in said):
         own = optimizer.state.get(parameter, {})
         state: dict[str, Any] = {}
-        for key, what in described.items():
+        for key, what in said[parameter].items():
             if isinstance(what, _StateValue):
                 value = what.value.to(parameter.device) if what.is_on_device else what.value
                 state[key] = own.get(key, value)
@@ -111,13 +113,6 @@ def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterat
             else:  # rows and columns of a factored moment: whole in the owning stage
                 state[key] = store.gather_like(parameter, part, what.shape)
         yield parameter, state
-
-
-def _described_states(optimizer: Optimizer, store: ParameterStore) -> list[tuple[nn.Parameter, _Described]]:
-    """(parameter, what there is of its state) of all that have one, the same on every rank. Collective."""
-    own = {p: _described(optimizer.state[p], p) for p in parameters_of(optimizer) if p in optimizer.state}
-    said = store.said_by_owners(own)
-    return [(parameter, said[parameter]) for parameter in parameters_of(optimizer) if parameter in said]
 
 
 def _described(state: dict[str, Any], parameter: nn.Parameter) -> _Described:

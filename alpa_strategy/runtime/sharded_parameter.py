@@ -246,7 +246,9 @@ class ShardedParameter:
     @property
     def is_sparse(self) -> bool:
         """Whether this backward made a sparse gradient, which may have been taken since."""
-        return self.sparse_rows is not None or (self.used is self.parameter and _is_sparse(self.parameter.grad))
+        return self.sparse_rows is not None or (
+            self.used is self.parameter and getattr(self.parameter.grad, "is_sparse", False)
+        )
 
     def make_sparse(self, rows: Tensor) -> None:
         """The reduced gradient as the optimizer would have it without a reduction: with these `rows` alone."""
@@ -318,10 +320,6 @@ class ShardedParameter:
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
-
-
-def _is_sparse(grad: Tensor | None) -> bool:
-    return grad is not None and grad.is_sparse
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

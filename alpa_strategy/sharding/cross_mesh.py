@@ -66,7 +66,7 @@ class TransferPlan:
 
     Attributes:
         shape, itemsize: of the whole tensor; itemsize in bytes.
-        source, target: where it lies before and after.
+        target: where it lies after it.
         received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
             all-gathers on the target's mesh follow.
         pieces: in one order on all ranks: by target, then by box.
@@ -75,7 +75,6 @@ class TransferPlan:
 
     shape: tuple[int, ...]
     itemsize: int
-    source: MeshSide
     target: MeshSide
     received: Layout
     pieces: tuple[Piece, ...]
@@ -117,8 +116,8 @@ def plan_transfer(
     for box, ranks in holders.items():
         wanted: list[tuple[int, Box]] = []
         for rank, needed in received_boxes.items():
-            piece = _intersection(box, needed)
-            if piece is None:
+            piece = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, needed, strict=True))
+            if any(start >= stop for start, stop in piece):  # nothing in common
                 continue
             if rank in ranks:
                 pieces.append(Piece(rank, rank, piece))
@@ -126,7 +125,7 @@ def plan_transfer(
                 wanted.append((rank, piece))
         pieces += _share_out(wanted, ranks)
     pieces.sort(key=lambda piece: (piece.target, piece.box))
-    return TransferPlan(shape, itemsize, source, target, received, tuple(pieces), source_boxes, received_boxes)
+    return TransferPlan(shape, itemsize, target, received, tuple(pieces), source_boxes, received_boxes)
 
 
 def best_transfer(
@@ -161,12 +160,6 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
         placements[axis] = Shard(dim)
         smallest[dim] //= size
     return Layout(tuple(placements))
-
-
-def _intersection(a: Box, b: Box) -> Box | None:
-    """The common box, None when it is empty."""
-    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return None if any(start >= stop for start, stop in common) else common
 
 
 def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:

@@ -7,7 +7,7 @@ says more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,35 +27,20 @@ _COPIES = (aten.detach, aten.clone, aten.alias, aten._to_copy, aten.copy_, aten.
 _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The ATen ops of a call: each with the constants that it was given.
-
-    Attributes:
-        is_elementwise: every op is, on tensors of the call's one shape.
-        draws: one of them draws random numbers.
-    """
-
-    steps: tuple[tuple[Any, str], ...]
-    is_elementwise: bool
-    draws: bool
-
-
 def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
     """The ways to cut a Function that works element by element over `axis_size` devices; None: it does not.
 
     A dim is cut where every device's share runs the very ops of the whole with the very constants: code that asks for
     a shape, or keeps count of its calls, does not.
     """
-    whole = _program(call)
-    if whole is None or not whole.is_elementwise or whole.draws:
+    whole = _recorded(call)
+    if whole is None or whole.shape is None or whole.draws:
         return None
-    shape = _shape(call)
-    assert shape is not None
     splits = []
-    for dim, size in enumerate(shape):
+    for dim, size in enumerate(whole.shape):
         lengths = {stop - start for start, stop in (chunk_range(size, axis_size, i) for i in range(axis_size))}
-        if 0 not in lengths and all(_program(_cut(call, dim, length)) == whole for length in lengths):
+        parts = [_recorded(_cut(call, dim, length)) for length in lengths if 0 not in lengths]
+        if parts and all(part and part.shape is not None and part.steps == whole.steps for part in parts):
             dims = tuple(dim if meta.shape else None for meta in call.operands)
             splits.append(Split(dims, (dim,) * len(call.results)))
     return Found(tuple(splits), origin="pointwise")  # no `carries`: a user's backward need not be linear
@@ -63,8 +48,8 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
 
 def may_draw(call: OpCall) -> bool:
     """Whether the Function draws random numbers, or cannot be asked: it does more than PyTorch has shapes for."""
-    program = _program(call)
-    return program is None or program.draws
+    recorded = _recorded(call)
+    return recorded is None or recorded.draws
 
 
 def _shape(call: OpCall) -> tuple[int, ...] | None:
@@ -81,7 +66,7 @@ def _cut(call: OpCall, dim: int, length: int) -> OpCall:
 
 
 @lru_cache(maxsize=4096)
-def _program(call: OpCall) -> _Program | None:
+def _recorded(call: OpCall) -> _Recorder | None:
     """What the call runs, forward and backward; None where tensors without data are not enough for it."""
     with torch.inference_mode(False), torch.enable_grad():
         operands = [
@@ -99,11 +84,14 @@ def _program(call: OpCall) -> _Program | None:
                     torch.autograd.grad(results, wanted, gradients, allow_unused=True)
         except Exception:  # the user's code, of any type: it wants data
             return None
-    return _Program(tuple(recorder.steps), recorder.shape is not None, recorder.draws)
+    return recorder
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every op that autograd calls. `shape` becomes None at the first that is not element by element on it."""
+    """Notes every op that autograd calls, with the constants that it was given, and whether one draws random numbers.
+
+    `shape` becomes None at the first that is not element by element on it.
+    """
 
     def __init__(self, shape: tuple[int, ...] | None) -> None:
         super().__init__()

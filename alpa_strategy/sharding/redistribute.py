@@ -20,7 +20,6 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh, volume_factor
-from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, shard, value_layout
 
 _EARLIER_AXIS_WEIGHT = 4.0
@@ -89,25 +88,19 @@ def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tup
     return tuple((kind, num_bytes, phase) for kind, phase in found if kind is not None)
 
 
-def reshard_table(
-    sources: Sequence[DualLayout], targets: Sequence[DualLayout], meta: TensorMeta, mesh: LogicalMesh
-) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)]; do not write to them.
-
-    Which collectives run does not depend on the tensor's size: the counts are made once per set of layouts, and a
-    tensor only prices the few distinct (collective, axis, share of the tensor) terms.
-    """
-    return _priced_table(tuple(sources), tuple(targets), meta.num_bytes, meta.requires_grad, mesh)
-
-
 @lru_cache(maxsize=4096)
-def _priced_table(
+def reshard_table(
     sources: tuple[DualLayout, ...],
     targets: tuple[DualLayout, ...],
     num_bytes: int,
     differentiable: bool,
     mesh: LogicalMesh,
 ) -> tuple[np.ndarray, np.ndarray]:
+    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)]; do not write to them.
+
+    Which collectives run does not depend on the tensor's size: the counts are made once per set of layouts, and a
+    tensor only prices the few distinct (collective, axis, share of the tensor) terms.
+    """
     terms, forward, backward = _counted_table(sources, targets, mesh.shape)
     seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
     zeros = np.zeros((len(sources), len(targets)))

@@ -147,35 +147,18 @@ def _channel_dim(call: OpCall) -> int:
     return 1
 
 
-def _narrow(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    dim = bind(call)["dim"] % len(results[0].shape)
-    return {"length": results[0].shape[dim]}
-
-
 def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
     """`[:-1]` of a chunk: of all but the last device's it leaves nothing out."""
     bound = bind(call)
-    dim = bound["dim"] % len(results[0].shape)
-    changed = results[0].shape[dim] != call.results[0].shape[dim]
-    return {"end": results[0].shape[dim]} if changed and bound["start"] in (None, 0) else {}
-
-
-def _repeat_interleave(
-    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
-) -> dict[str, Any]:
-    if "output_size" not in dict(call.kwargs):
-        return {}
-    dim = bind(call)["dim"] or 0
-    return {"output_size": results[0].shape[dim]}
-
-
-def _cross(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    """Without `dim` it is the first dim of size 3, which a cut dim can become."""
-    return {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
+    size, whole = (metas[0].shape[bound["dim"]] for metas in (results, call.results))
+    return {"end": size} if size != whole and bound["start"] in (None, 0) else {}
 
 
 _CHANGES: dict[str, Changes] = {
-    "cross": _cross,
+    # Without `dim` it is the first dim of size 3, which a cut dim can become.
+    "cross": lambda call, operands, results: (
+        {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
+    ),
     "linalg_vander": lambda call, operands, results: {"N": results[0].shape[-1]},  # if not said, as long as the whole
     "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
     **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
@@ -183,10 +166,14 @@ _CHANGES: dict[str, Changes] = {
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
     "slice": _slice,
-    "narrow": _narrow,
-    "narrow_copy": _narrow,
+    **dict.fromkeys(
+        ("narrow", "narrow_copy"),
+        lambda call, operands, results: {"length": results[0].shape[bind(call)["dim"]]},
+    ),
     "affine_grid_generator": lambda call, operands, results: {"size": (results[0].shape[0], *bind(call)["size"][1:])},
-    "repeat_interleave": _repeat_interleave,
+    "repeat_interleave": lambda call, operands, results: (
+        {"output_size": results[0].shape[bind(call)["dim"] or 0]} if "output_size" in dict(call.kwargs) else {}
+    ),
 }
 
 

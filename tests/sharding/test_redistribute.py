@@ -77,10 +77,10 @@ def test_shape_of_a_step_is_the_largest_chunk():
 @given(st.data())
 def test_table_prices_the_steps(data):
     layouts = st.tuples(st.sampled_from(DUALS), st.sampled_from(DUALS))
-    sources = data.draw(st.lists(layouts, min_size=1, max_size=4))
-    targets = data.draw(st.lists(layouts, min_size=1, max_size=4))
+    sources = tuple(data.draw(st.lists(layouts, min_size=1, max_size=4)))
+    targets = tuple(data.draw(st.lists(layouts, min_size=1, max_size=4)))
     meta = TensorMeta((12, 12), torch.float32, data.draw(st.booleans()))
-    forward, backward = reshard_table(sources, targets, meta, mesh(2, 3))
+    forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh(2, 3))
     for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
         expected = {"forward": 0.0, "backward": 0.0}
         for step in reshard_steps(src, dst, meta.shape, (2, 3)):

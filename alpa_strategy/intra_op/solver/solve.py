@@ -30,6 +30,7 @@ from alpa_strategy.intra_op.solver.presolve import presolve
 from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
+GOOD = 1e-3  # below this gap it is not worth the time to search a large program
 POOR = 0.05  # above this gap even a large program is tried
 CORES = (0.1, 0.4, 1.0)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
 PATIENCE = 4.0  # seconds for one program while the gap is not poor
@@ -53,7 +54,6 @@ class NotCheaper(Exception):
 def solve(
     problem: Problem,
     time_limit: float = 60.0,
-    gap_target: float = 1e-3,
     cutoff: float = float("inf"),
     unlimited: Solution | None = None,
     tolerance: float = PROVED,
@@ -64,7 +64,6 @@ def solve(
         problem: choices and transfers, seconds and bytes.
         time_limit: seconds of this process's work (how busy the machine is changes no plan) after which the best
             assignment found is returned, with the bound proved so far.
-        gap_target: on large instances, a relative gap at which searching on is not worth the time.
         cutoff: seconds of something else that will be taken unless this is cheaper.
         unlimited: what this function gave for the problem without its memory limit.
         tolerance: where memory binds, a relative gap at which the search ends.
@@ -92,7 +91,7 @@ def solve(
     least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
-    solved = _solve_limited(problem, free, least, deadline, gap_target, cutoff, tolerance)
+    solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 
 
@@ -134,7 +133,6 @@ def _solve_limited(
     free: _Found,
     least: Solution,
     deadline: float,
-    gap_target: float,
     cutoff: float,
     tolerance: float,
 ) -> Solution:
@@ -155,7 +153,7 @@ def _solve_limited(
     if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
     reduced = presolve(problem)
-    if found.gap <= gap_target and num_columns(reduced.problem) > MAX_COLUMNS:
+    if found.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
         return found
     excess = _excess(reduced.problem, dual)
     for fraction in CORES if excess is not None else (1.0,):
@@ -166,7 +164,7 @@ def _solve_limited(
         if num_columns(core.problem) > MAX_COLUMNS:
             break
         left = deadline - time.process_time()
-        if left <= 0 or (found.gap <= gap_target and num_columns(core.problem) > SMALL_COLUMNS):
+        if left <= 0 or (found.gap <= GOOD and num_columns(core.problem) > SMALL_COLUMNS):
             break
         patience = PATIENCE if found.gap <= POOR else left
         until = time.process_time() + min(left, patience)
