@@ -37,7 +37,7 @@ from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.task import is_for
-from alpa_strategy.runtime.host_memory import tuned_for
+from alpa_strategy.runtime.host_memory import hold_to_plan, tuned_for
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
@@ -94,6 +94,8 @@ class Run(PlacedModule):
             )
             check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
             program = self._program(step)
+        if job.device.type == "cpu":
+            hold_to_plan(self, self.plan, limit, module, optimizers)
         super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
         self._same = SameSteps(self._rank_zero, MAX_SHAPES)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.

@@ -1,17 +1,21 @@
-"""The C library's allocator, where tensors lie in host memory: freed blocks are kept for the next step, or given back.
+"""The C library's allocator, where tensors lie in host memory: freed blocks are kept, as far as the plan has room.
 
-glibc gives a large freed block back to the system, and the next step pays a page fault for every 4 KB of it. Two ranks
-on two cores were seen to run 10 % slower where blocks from 4 MB on are given back. Kept blocks share heaps with small
-objects, which never shrink: data parallelism held 1.1 x what is alive, a step of ZeRO-3 1.8 x, and 1.1 x where they
-are given back.
+glibc gives a large freed block back to the system, and the next step pays a page fault for every 4 KB of it: a step was
+seen to take 1.7 x as long. Where blocks are kept, the next tensor of the same size often does not fit where one was:
+PyTorch wants multiples of 64 bytes, for which glibc looks for more than it frees (its bug 14581). Data parallelism held
+1.1 x what is alive, recomputation and ZeRO-3 1.8 to 2.1 x. So a thread looks at how much the process holds, and where
+that is more than it may, all that is free goes back at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +29,9 @@ LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be mu
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a heap's end.
 GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
+LOOK_SECONDS = 0.004  # between two looks at what the process holds; one takes 20 microseconds
+THREAD = "alpa-free-memory"
+SLACK = 0.05  # of what is planned: held once more before free memory is given back again
 
 
 @contextmanager
@@ -36,7 +43,7 @@ def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[
         limit_bytes: what the plan may use of a device.
     """
     if device.type == "cpu":
-        keep_freed(_may_keep(plan, limit_bytes))
+        keep_freed(True)
     yield
     if device.type == "cpu":
         trim()
@@ -44,12 +51,43 @@ def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[
         torch.cuda.empty_cache()  # its blocks have other sizes than training wants
 
 
-def _may_keep(plan: Plan, limit_bytes: float) -> bool:
-    """Not where the limit leaves no room for it, nor under a large plan in which blocks of many sizes come and go."""
-    if plan.predicted.peak_bytes > TIGHT * limit_bytes:
-        return False
+def hold_to_plan(
+    owner: object, plan: Plan, limit_bytes: float, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """As long as `owner` lives, give free memory back where this process holds as much as it may besides itself: what
+    is planned, or the limit where that is not far away.
+
+    Nothing is done where the limit has room for all that may be kept and little is planned, nor without glibc.
+    """
+    peak = plan.predicted.peak_bytes
+    is_tight = peak > TIGHT * limit_bytes
     is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
-    return plan.predicted.peak_bytes < LARGE_BYTES or (not plan.is_pipelined and is_whole)
+    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole)
+    if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
+        return
+    slack, ended = int(SLACK * peak), threading.Event()
+    itself = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
+    most = itself + int(limit_bytes if is_tight else peak) - slack
+    threading.Thread(target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True).start()
+    weakref.finalize(owner, ended.set)
+
+
+def _trim_beyond(most: int, slack: int, ended: threading.Event) -> None:
+    """Until `ended`, wherever more than `most` bytes are held, or `slack` more than were alive at the last time."""
+    process, allowed = psutil.Process(), most
+    while not ended.wait(LOOK_SECONDS):
+        held = _held_bytes(process)
+        if held > allowed:
+            trim()
+            allowed = max(most, _held_bytes(process) + slack)
+        elif held < most:
+            allowed = most
+
+
+def _held_bytes(process: psutil.Process) -> int:
+    """Resident memory, pages of files apart: the system takes those and gives them back as it likes."""
+    info = process.memory_info()
+    return info.rss - info.shared
 
 
 def keep_freed(keep: bool) -> None:
@@ -57,7 +95,7 @@ def keep_freed(keep: bool) -> None:
 
     The user's `MALLOC_MMAP_THRESHOLD_` in the environment wins.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc("mallopt")
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         from_bytes, kept_bytes = KEPT if keep else GIVEN_BACK
         mallopt(M_MMAP_THRESHOLD, from_bytes)
@@ -66,9 +104,14 @@ def keep_freed(keep: bool) -> None:
 
 def trim() -> None:
     """Give back all free memory that glibc holds."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def _glibc(name: str) -> Any:
+    """A function of glibc's; None with another C library."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:
@@ -78,7 +121,11 @@ def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: to
     """
     if device.type != "cpu":
         return 0
+    return max(0, psutil.Process().memory_info().rss - _tensor_bytes(module, optimizers))
+
+
+def _tensor_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     state = (value for values in states for value in values.values() if isinstance(value, Tensor))
     tensors = (*module.parameters(), *module.buffers(), *state)
-    return max(0, psutil.Process().memory_info().rss - sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

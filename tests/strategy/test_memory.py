@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 from quiet import QUIET
@@ -16,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.host_memory import trim
+from alpa_strategy.runtime.host_memory import THREAD, trim
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
@@ -92,3 +97,74 @@ def test_memory_does_not_grow_over_steps_of_changing_shapes(pool, tmp_path: Path
     for resident in pool.run(2, resident_bytes, str(tmp_path), strategy):
         assert len(resident) == 12
         assert resident[-1] - resident[3] < 16e6
+
+
+class Deep(pl.LightningModule):
+    """Layers that keep tensors of 6 to 24 MB for their backward: with no thread that trims, 592 MB were held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [128, 512, 256, 384] * 4
+        pairs = itertools.pairwise(sizes)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairs])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Most(pl.Callback):
+    """The most that this process held within the steps after the first, beyond what it held before the first."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self._steps, self._before = 0, 0, 0
+
+    def on_train_batch_start(self, *unused: object) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            self._before = self.held()
+        threading.Thread(target=self._watch, args=(self._steps,), daemon=True).start()
+
+    def _watch(self, step: int) -> None:
+        while 1 < step == self._steps:
+            self.num_bytes = max(self.num_bytes, self.held() - self._before)
+            time.sleep(0.002)
+
+    def on_train_end(self, *unused: object) -> None:
+        self._steps = 0
+
+    @staticmethod
+    def held() -> int:
+        info = psutil.Process().memory_info()
+        return info.rss - info.shared
+
+
+def held_under_limit(root: str, limit: float) -> tuple[int, int, int]:
+    """(most bytes held, threads that give memory back: now, and when the trainer is gone)."""
+    most = Most()
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=limit, num_stages=1
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=6, default_root_dir=root, callbacks=[most], **QUIET
+    )
+    torch.manual_seed(1)
+    trainer.fit(Deep(), DataLoader(torch.randn(6 * 12288, 128), batch_size=12288))
+    now = sum(thread.name == THREAD for thread in threading.enumerate())
+    del strategy, trainer
+    gc.collect()
+    time.sleep(0.2)
+    return most.num_bytes, now, sum(thread.name == THREAD for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) -> None:
+    limit = 378e6  # keeping all takes 630
+    ((held, threads, left),) = pool.run(1, held_under_limit, str(tmp_path), limit)
+    assert held < 1.1 * limit
+    assert (threads, left) == (1, 0)
