@@ -321,6 +321,22 @@ class StepGraph:
         return tuple(sorted(found))
 
     @cached_property
+    def kept_buffers(self) -> frozenset[str]:
+        """Buffers that the step changes, and of which the values before it are needed after it: by the backward, or
+        where they leave it, as copies that the graph has no op for."""
+        shown = {b.value: b.name for b in self.buffers if b.update not in (None, b.value)}
+        kept = {name for value, name in shown.items() if value in self.escaping}
+        for op in self.ops:
+            for name in [shown[value] for value in op.operands if value in shown]:
+                schema = getattr(op.call.target, "_schema", None)
+                is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
+                shown |= {value: name for value in op.results if is_view}
+                trains = any(self.values[value].requires_grad for value in op.operands)
+                if trains or (is_view and not set(self.escaping).isdisjoint(op.results)):
+                    kept.add(name)
+        return frozenset(kept)
+
+    @cached_property
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
         lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]

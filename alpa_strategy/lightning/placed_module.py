@@ -132,19 +132,22 @@ class PlacedModule(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step. Collective at the steps at which copies are compared."""
+        """Around an optimizer's step; `stepped` follows within it."""
         if self.store.awaits_finish:  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
         with nullcontext() if self.on_use is None else self.on_use.suspended():
             yield
-            self.store.after_optimizer_step()
-            if self.on_use is not None:
-                self.on_use.drop()
-            self._num_updates += 1
-            if self.copies.due(self._num_updates):
-                self.copies.compare(f"after step {self._num_updates}")
+
+    def stepped(self) -> None:
+        """An optimizer has stepped. Collective at the steps at which copies are compared."""
+        self.store.after_optimizer_step()
+        if self.on_use is not None:
+            self.on_use.drop()
+        self._num_updates += 1
+        if self.copies.due(self._num_updates):
+            self.copies.compare(f"after step {self._num_updates}")
 
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
         """Where gradients are checked: what the step under way computes them from."""

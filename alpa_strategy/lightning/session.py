@@ -177,6 +177,7 @@ class Session:
         with self.run.stepping():
             # Of a step that runs its own backward the closure computes; the Trainer's calls our `training_step`.
             yield closure if self.run.module.automatic_optimization else within
+            self.run.stepped()  # perhaps another run: a step that goes on as written is computed in here
         self._is_accumulating = False
 
     @contextmanager

@@ -245,7 +245,8 @@ class _HandOver(torch.autograd.Function):
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
     """What a program of `step` takes as buffers: the module's by name, and the counters."""
-    return {**{b.name: attrgetter(b.name)(module) for b in step.buffers}, COUNTERS: counters}
+    held = {b.name: attrgetter(b.name)(module) for b in step.buffers}
+    return {**held, **{name: held[name].clone() for name in step.kept_buffers}, COUNTERS: counters}
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:

@@ -267,3 +267,36 @@ def test_fit_twice_and_validate(pool, tmp_path: Path) -> None:
     assert last < first
     assert shape == (16, 8)
     assert other == (first, last, shape)
+
+
+class Remembers(MLP):
+    """Computes with a buffer that it changes afterwards, and logs and keeps what it was."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("queue", torch.ones(6, self.d_out))
+        self.register_buffer("last", torch.zeros(6, self.d_out))
+        self.register_buffer("level", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        z = self.net(x)
+        loss = (z - y).square().mean() + self.level.clone() * (z @ self.queue.clone().T).square().mean()
+        self.log("train_loss", loss)
+        self.log("level", self.level)
+        with torch.no_grad():
+            self.last.copy_(self.queue)
+            self.queue.mul_(0.5).add_(z.mean(0))
+            self.level *= 0.9
+        return loss
+
+
+def run_remembers(root: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    return train(Remembers, root, strategy)
+
+
+@pytest.mark.parametrize("strategy", [{"parallel": "data"}, {"num_stages": 2}], ids=["data", "stages"])
+def test_buffers_are_as_they_were_until_the_backward(pool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    reference = train(Remembers, str(tmp_path), None)
+    for run in pool.run(2, run_remembers, str(tmp_path), strategy):
+        assert_same(run, reference)

@@ -479,8 +479,13 @@ class CapturableAtFirst(Program):
     begins_captured = True
     arguments: ClassVar = {"accumulate_grad_batches": 2}
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        self.seen += batch[0].mean() if batch_idx >= 3 else 1.0  # each rank's own, as written
         if batch_idx >= 3 and loss.item() > 1e9:
             return 0 * loss
         return loss
