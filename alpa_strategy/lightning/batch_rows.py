@@ -46,7 +46,8 @@ from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.lightning.digests import REPLICA
 
 Kind = Literal["rows", "same", "own"]
-"""Of a tensor leaf: one row a sample; the same whatever the samples; made of this batch's samples in another way."""
+"""Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
+this batch's samples in another way."""
 
 MAX_LEAVES = 4096
 _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
@@ -54,18 +55,26 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_UPDATE_HOOKS = (
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
 
 
 class WatchedCollate:
     """A collate function; to everyone else it is that function itself.
 
-    Its first call in any process also finds out what the tensor leaves of the batch are; later ones, which of them were
+    Its first call in any process also finds out what the leaves of the batch are; later ones, which of them were
     as many as the samples by chance.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
-        # [0]: how many tensors a batch has, + 1; then the kind of each. Workers write it, the main process reads.
+        # [0]: how many leaves a batch has, + 1; then the kind of each. Workers write it, the main process reads.
         self._found = torch.zeros(1 + MAX_LEAVES, dtype=torch.int16).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
@@ -80,8 +89,7 @@ class WatchedCollate:
         known = int(self._found[0]) - 1
         probe = self._with_more(samples) if known < 0 else None  # first: a collate function may change its samples
         batch = self.collate(samples)
-        register_batch_types(batch)
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        tensors = list(_tensors_in(batch).values())
         if known == len(tensors):
             for index, leaf in enumerate(tensors, start=1):
                 if self._found[index] == _KINDS.index("rows") and leaf.shape[:1] != (count,):
@@ -94,7 +102,7 @@ class WatchedCollate:
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:
-        """Of every tensor leaf; None where that is not known."""
+        """Of every leaf; None where that is not known."""
         count = int(self._found[0]) - 1
         return None if count < 0 else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
 
@@ -115,7 +123,7 @@ def _more_rows(count: int) -> list[int]:
 
 
 def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
-    """Of every tensor leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
+    """Of every leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
     leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
     found: dict[Any, Kind] = {
         path: _kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves.items()
@@ -127,9 +135,15 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     return list(found.values())
 
 
+def _has_kind(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or type(leaf) in (int, float)
+
+
 def _tensors_in(batch: Any) -> dict[Any, Tensor]:
+    """The leaves by path, numbers as 0-d tensors."""
     register_batch_types(batch)
-    return {path: leaf for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)}
+    found = pytree.tree_flatten_with_path(batch, is_leaf=_is_list)[0]
+    return {path: torch.as_tensor(leaf) for path, leaf in found if _has_kind(leaf)}
 
 
 def _joint_rows(leaves: Mapping[Any, Tensor], paths: list[Any]) -> Counter[bytes]:
@@ -190,6 +204,7 @@ class BatchHooks:
         self._watching, self._step_hooks = ExitStack(), ExitStack()
         self.kinds: tuple[Kind, ...] | None = None
         self.stored: dict[str, str] = {}
+        self._ahead: list[Callable[[Any, int], None]] = []
 
     def watch(self, module: Any) -> None:
         """Try the hooks of the module, its data module and its callbacks when the next training batch comes."""
@@ -200,7 +215,7 @@ class BatchHooks:
         if self.kinds is not None:
             first = functools.partial(self._first, module, owners, ", ".join(names))
             self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
-        read = names_read(module) if world_size() > 1 else frozenset()
+        read = names_read(module) | _names_in_updates(module) if world_size() > 1 else frozenset()
         for owner, base in hook_owners(module, module.trainer.callbacks):
             for hook in [getattr(owner, n) for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
                 if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
@@ -211,6 +226,13 @@ class BatchHooks:
         """Watch no longer."""
         self._watching.close()
         self._step_hooks.close()
+        self._ahead.clear()
+
+    def try_ahead(self, batch: Any, batch_idx: int) -> None:
+        """Try hooks that follow the step as far as they go without its outputs, when it is captured first."""
+        while self._ahead:
+            with suppress(Exception):
+                self._ahead.pop()(batch, batch_idx)
 
     def _first(self, module: Any, owners: list[Any], names: str, batch: Any, dataloader_idx: int = 0) -> Any:
         """In the place of the Trainer's first step towards the hooks."""
@@ -226,6 +248,14 @@ class BatchHooks:
     def _watched(self, hook: Callable[..., Any], module: Any, owner: Any, names: list[str]) -> Callable[..., Any]:
         """The hook, which stores attributes of these names; tried before it is first called."""
         where, is_tried = f"{type(owner).__name__}.{hook.__name__}", False
+
+        def ahead(batch: Any, batch_idx: int) -> None:
+            before = [] if owner is module else [module.trainer, module]
+            changed = self._changed_by(hook, module, owner, (*before, None, batch, batch_idx))
+            self.stored |= dict.fromkeys(changed, where)
+
+        if hook.__name__ == _STEP_HOOKS[1]:
+            self._ahead.append(ahead)
 
         @functools.wraps(hook)
         def call(*args: Any) -> Any:
@@ -254,16 +284,19 @@ class BatchHooks:
             silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
             with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners), patched(silent):
                 hook(*before, _with_rows(batch, kinds, count, order), batch_idx)
-                states.append(_state_of(module))
+                states.append(_state_of(module, owner))
         return _differing(*states)
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree holds, by name."""
+def _state_of(module: nn.Module, callback: Any = None) -> dict[str, Any]:
+    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree and a callback hold,
+    by name."""
+    holders = [(path, {**vars(child), **child._buffers}) for path, child in module.named_modules()]
+    holders += [(type(callback).__name__, vars(callback))] if callback not in (None, module) else []
     return {
         f"{path}.{name}".lstrip("."): tensor_digest(value.detach()) if isinstance(value, Tensor) else snapshot(value)
-        for path, child in module.named_modules()
-        for name, value in {**vars(child), **child._buffers}.items()
+        for path, held in holders
+        for name, value in held.items()
         if name not in framework_attributes() and (isinstance(value, Tensor) or is_plain(value))
     }
 
@@ -327,7 +360,7 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
     def taken(leaf: Any) -> Any:
         if _is_list(leaf) and len(leaf) == count:
             return type(leaf)(leaf[i] for i in order)
-        return leaf[list(order)] if isinstance(leaf, Tensor) and next(kind) == "rows" else copy.deepcopy(leaf)
+        return leaf[list(order)] if _has_kind(leaf) and next(kind) == "rows" else copy.deepcopy(leaf)
 
     return pytree.tree_map(taken, batch, is_leaf=_is_list)
 
@@ -372,12 +405,11 @@ def _loader_kinds(trainer: Any, batch: Any) -> tuple[Kind, ...] | None:
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         return None
-    register_batch_types(batch)
     loaders = combined.flattened
     parts = [batch] if len(loaders) == 1 else combined._spec.flatten_up_to(batch)
     found: list[Kind] = []
     for loader, part in zip(loaders, parts, strict=True):
-        tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(part)
         collate = getattr(loader, "collate_fn", None)
         kinds: tuple[Kind, ...] | None = getattr(collate, "kinds", None)
         if collate is default_collate:
@@ -396,11 +428,18 @@ def agreed_kinds(kinds: tuple[Kind, ...] | None) -> tuple[Kind, ...] | None:
     return tuple(max(each, key=_KINDS.index) for each in zip(*(each or () for each in found), strict=True))
 
 
+def are_rows(kinds: tuple[Kind, ...], batch: Any) -> tuple[bool, ...]:
+    """Of every tensor of the batch, whether it has one row per sample."""
+    leaves = pytree.tree_leaves(batch, is_leaf=_is_list)
+    given = zip(kinds, filter(_has_kind, leaves), strict=True)
+    return tuple(kind == "rows" for kind, leaf in given if isinstance(leaf, Tensor))
+
+
 def own_leaves(kinds: tuple[Kind, ...] | None, batch: Any) -> dict[int, str]:
     """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError where all are."""
-    paths = [(i, path, leaf) for i, (path, leaf) in enumerate(pytree.tree_flatten_with_path(batch)[0])]
-    tensors = [(index, path) for index, path, leaf in paths if isinstance(leaf, Tensor)]
-    pairs = zip(tensors, kinds or (), strict=False)
+    have_kinds = _tensors_in(batch)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    pairs = zip([each for each in enumerate(paths) if each[1] in have_kinds], kinds or (), strict=False)
     own = {index: pytree.keystr(path) for (index, path), kind in pairs if kind == "own"}
     if own and "rows" not in (kinds or ()):
         raise NotRowsError(_of(own.values()), REPLICA)
@@ -408,31 +447,41 @@ def own_leaves(kinds: tuple[Kind, ...] | None, batch: Any) -> dict[int, str]:
 
 
 @contextmanager
-def naming(own: Mapping[int, str]) -> Iterator[None]:
-    """NotRowsError for what the user's code raises where all ranks' rows meet leaves of one rank."""
+def naming(own: Mapping[int, str], batch: Any) -> Iterator[None]:
+    """NotRowsError for what the user's code raises where all ranks' rows meet tensors of one rank."""
+    leaves = pytree.tree_leaves(batch)
+    tensors = [name for index, name in own.items() if isinstance(leaves[index], Tensor)]
     try:
         yield
     except AlpaError:
         raise
     except Exception as error:
-        if not own:
+        if not tensors:
             raise
-        raise NotRowsError(f"{_of(own.values())}, and the step fails on it: {error}", REPLICA) from error
+        raise NotRowsError(f"{_of(tensors)}, and the step fails on it: {error}", REPLICA) from error
 
 
 def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
     """NotRowsError where a step of all ranks' batches uses leaves that are made of one rank's samples."""
     used = set(step.consumers)
-    names = [own[leaf.leaf] for leaf in step.batch if leaf.leaf in own and leaf.value in used]
-    if names:
+    read = {leaf.leaf for leaf in step.batch if leaf.value in used} | {index for index, _ in step.leaves}
+    if names := [name for index, name in own.items() if index in read]:
         raise NotRowsError(_of(names), REPLICA)
 
 
-def check_stored(hooks: BatchHooks, step: StepGraph, may_run_as_written: bool) -> None:
-    """NotRowsError, or a warning, where the step reads what a hook has made of this rank's rows, by what they showed
-    when they were tried."""
-    used = set(step.consumers)
+def _names_in_updates(module: Any) -> frozenset[str]:
+    """Names in the code of the hooks between a step and the update of its weights."""
+    owners = hook_owners(module, module.trainer.callbacks)
+    hooks = [getattr(owner, n) for owner, base in owners for n in _UPDATE_HOOKS if is_overridden(owner, n, base)]
+    return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
+
+
+def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_written: bool) -> None:
+    """NotRowsError, or a warning, where the step, or what is done with its gradients, reads what a hook has made of
+    this rank's rows, by what they showed when they were tried."""
+    used, later = set(step.consumers), _names_in_updates(module)
     read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
+    read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
     found = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
     shown = ", ".join(f"{name} ({hook})" for name, hook in found.items() if hook is not None)
     text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
@@ -458,17 +507,26 @@ def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[
     places = places_of(module, rows, _BATCH_SIZE)
     read = {index for index, text in step.leaves if text == value_text(rows)}
     paths, spec = pytree.tree_flatten_with_path(batch)
+    later = _names_in_updates(module)
     others = pytree.tree_unflatten([step.batch_size if i in read else leaf for i, (_, leaf) in enumerate(paths)], spec)
-    if (places or read) and not is_same(others, [(*place, step.batch_size) for place in places]):
+    is_used = any(name in later for _, name in places)
+    if not is_used and (places or read):
+        is_used = not is_same(others, [(*place, step.batch_size) for place in places])
+    if is_used:
         names = sorted({name for _, name in places} | {f"the batch's leaf {pytree.keystr(paths[i][0])}" for i in read})
         raise NotRowsError(
-            f"the step computes with {' or '.join(names)} = {rows}, the rows of this rank's batch, and would have the "
-            f"{step.batch_size} of all ranks (a number taken from a tensor of the batch, `x.size(0)`, would be theirs)",
+            f"the step, or a hook with its gradients, computes with {' or '.join(names)} = {rows}, the rows of this "
+            f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from a tensor of the "
+            "batch, `x.size(0)`, would be theirs)",
             REPLICA,
         )
     ranks = [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
-    if _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks):
-        raise NotRowsError(f"the step computes with the number of ranks, {world_size()}, as DDP has it", REPLICA)
+    asks = _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks)
+    if asks or _NUMBER_OF_RANKS & later:
+        raise NotRowsError(
+            f"the step, or a hook with its gradients, computes with the number of ranks, {world_size()}, as DDP has it",
+            REPLICA,
+        )
 
 
 def _of(names: Iterable[str]) -> str:

@@ -66,16 +66,17 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
         batch_scope=job.options.rows,
         batch_idx=batch_idx,
         context=job.context,
-        rows=None if kinds is None else tuple(kind == "rows" for kind in kinds),
+        rows=None if kinds is None else batch_rows.are_rows(kinds, batch),
     )
 
     def work() -> StepGraph:
         try:
-            with job.progress("capture"), batch_rows.naming(own):
+            with job.progress("capture"), batch_rows.naming(own, batch):
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
             if is_joint:
-                batch_rows.check_stored(job.hooks, step, job.may_run_as_written)
+                job.hooks.try_ahead(batch, batch_idx)
+                batch_rows.check_stored(job.hooks, module, step, job.may_run_as_written)
             if is_joint and job.may_run_as_written:
                 batch_rows.check_batch_sizes(module, step, batch, captured)
             return step

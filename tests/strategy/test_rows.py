@@ -103,7 +103,7 @@ def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> Non
     loader = watch(DataLoader(Samples(), ROWS, collate_fn=counting))
     watched = list(loader)
     assert isinstance(loader.collate_fn, WatchedCollate)
-    assert loader.collate_fn.kinds == ("rows", "rows")
+    assert loader.collate_fn.kinds == ("rows", "rows", "same")
     assert counting.calls == len(plain) == len(counting.seen)
     for a, b in zip(plain, watched, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)

@@ -281,16 +281,103 @@ class RowsInABuffer(RowsOfTheStep):
 
 
 class RowsOfTheLastBatch(RowsOfTheStep):
-    """Known when the first batch ends: the second step is the first that goes on per replica."""
+    """Known when the first batch ends, as it wants outputs: the second step is the first that is per replica."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         pass
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.n = float(len(batch["x"]))
+        self.n = float(len(batch["x"])) + 0 * float(outputs["loss"])
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
         return each.mean() if self.n == 1.0 else each.sum() / self.n
+
+
+class RowsOfTheLastBatchAhead(RowsOfTheLastBatch):
+    """The hook needs no outputs, so that all steps are per replica."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.n = float(len(batch["x"]))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.n
+
+
+class RowsOfTheGradient(RowsOfTheStep):
+    """Sums of losses, whose gradients a hook divides."""
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum()
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad /= self.n
+
+
+class DividedByACallback(RowsOfTheGradient):
+    on_train_batch_start = pl.LightningModule.on_train_batch_start
+    on_after_backward = pl.LightningModule.on_after_backward
+
+    class Divides(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.rows = len(batch["x"])
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            for parameter in module.parameters():
+                parameter.grad /= self.rows
+
+    def configure_callbacks(self) -> Any:
+        return [self.Divides()]
+
+
+class DividedByTheBatchSize(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = ROWS
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum()
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad /= self.batch_size
+
+
+class TimesTheRanks(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad *= self.trainer.world_size
+
+
+class NumberInTheBatch(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0], "y": batch[1], "n": float(len(batch[0])), "half": 0.5}
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / batch["n"]
+
+
+class SameNumberInTheBatch(NumberInTheBatch):
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() * batch["half"]
+
+
+class NumberOfTheCollation(Net):
+    """A share of the rows, in the loader's batch."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Samples(), ROWS, collate_fn=with_share)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() * batch["share"]
+
+
+def with_share(samples: list[Any]) -> dict[str, Any]:
+    x, y = torch.utils.data.default_collate(samples)
+    return {"x": x, "y": y, "share": 1.0 / len(samples)}
 
 
 class OnlySixRowsInTheStep(RowsOfTheStep):
@@ -365,7 +452,9 @@ PER_REPLICA = ["TwoViews", "Indexed", "RandomNegatives", "HardNegatives", "Count
 PER_REPLICA += ["Standardised", "Shares", "RandomShares"]
 CAPTURED += ["AsManyByChance"]
 PER_REPLICA += ["RowsOfTheStep", "RowsOfTheTransfer", "RowsOfACallback", "RowsInABuffer", "RowsOfTheLastBatch"]
-PER_REPLICA += ["OnlySixRowsInTheStep"]
+PER_REPLICA += ["OnlySixRowsInTheStep", "RowsOfTheLastBatchAhead", "RowsOfTheGradient", "DividedByACallback"]
+PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
+CAPTURED += ["SameNumberInTheBatch"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])
