@@ -105,11 +105,6 @@ class PlanOptions:
         )
 
     @property
-    def recomputes_stages(self) -> bool | None:
-        """Whether whole stages recompute, span by span; None: solved."""
-        return False if isinstance(self.remat, tuple) else self.remat
-
-    @property
     def rows(self) -> str:
         """Which rows of a captured step a rank brings: its own (`rank`), or all (`global`)."""
         return "global" if self.batch_scope == "global" else "rank"

@@ -72,10 +72,10 @@ def plan_job(
     from alpa_strategy.inter_op.candidates import StageSpace, solve_schedules
     from alpa_strategy.inter_op.stage_costs import stage_costs
     from alpa_strategy.planner.search import best_solved, solved_plan
-    from alpa_strategy.planner.task import fingerprint_of
+    from alpa_strategy.planner.task import PlanTask
 
     space = StageSpace(job, meshes, stage_costs(job, meshes, store), allowed)
-    fingerprint = fingerprint_of(job.graph, job.cluster, job.options, job.optimizer)
+    fingerprint = PlanTask(job.graph, job.cluster, job.options, job.optimizer).fingerprint
     best, failures = best_solved(
         solve_schedules(space, math.inf, schedules), lambda candidate: solved_plan(candidate, meshes, fingerprint)
     )

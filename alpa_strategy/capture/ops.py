@@ -162,10 +162,6 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, offsets = ctx.saved_tensors
     grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
@@ -176,7 +172,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return grad_x, grad_weight, None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_save)
+grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from alpa_strategy.cluster.host import Host, read_host
 from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
-from alpa_strategy.cluster.topology import Level, Order, Topology, Way, read_levels, read_links
+from alpa_strategy.cluster.topology import Level, Order, Topology, read_levels, read_links
 from alpa_strategy.errors import ClusterError
 
 ORDERS = ("searched", "numbered")
@@ -200,7 +200,7 @@ class ClusterSpec:
 
     def _checked(self) -> ClusterSpec:
         if not self.is_uniform:
-            _ = self._topology  # ClusterError where links or levels do not cover its devices
+            _ = self.topology  # ClusterError where links or levels do not cover its devices
         if not isinstance(self.order, str) and sorted(self.order) != list(range(self.num_devices)):
             raise ClusterError(f"order does not list the ranks 0 to {self.num_devices - 1}, each once", _ORDER)
         return self
@@ -211,7 +211,8 @@ class ClusterSpec:
         return not self.links and not self.levels
 
     @cached_property
-    def _topology(self) -> Topology:
+    def topology(self) -> Topology:
+        """The devices by their ranks, and the links between them."""
         inside, node = ((link.latency, link.bandwidth) for link in (self.intra_node, self.inter_node))
         return Topology(self.num_nodes, self.devices_per_node, inside, node, self.links, self.levels)
 
@@ -224,21 +225,13 @@ class ClusterSpec:
         ranks = self._order[first : first + count]
         return () if ranks == tuple(range(first, first + count)) else ranks
 
-    def way(self, groups: Sequence[Order]) -> Way:
-        """What groups of ranks have that communicate at the same time: the slowest group's."""
-        return self._topology.way(groups)
-
-    def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-        """(latency, seconds) of messages between ranks at the same time: (source, target) -> bytes."""
-        return self._topology.messages(sizes)
-
     def between(self, source: tuple[int, int], target: tuple[int, int]) -> Link:
         """What a tensor has on its way between meshes, given as (first place, devices): every byte goes once, each
         device sends and receives as much as the others of its mesh, in order."""
         if (source, target) not in self._between:
             parts = math.lcm(source[1], target[1])
             places = [(source[0] + i * source[1] // parts, target[0] + i * target[1] // parts) for i in range(parts)]
-            latency, seconds = self.messages(Counter((self._order[a], self._order[b]) for a, b in places))
+            latency, seconds = self.topology.messages(Counter((self._order[a], self._order[b]) for a, b in places))
             self._between[source, target] = Link(latency, parts / seconds if seconds else math.inf)
         return self._between[source, target]
 
@@ -261,7 +254,7 @@ class ClusterSpec:
         if self.is_uniform or self.order != "searched":
             return [self]
         kept: list[tuple[ClusterSpec, _Offers]] = []
-        for order in self._topology.orders():
+        for order in self.topology.orders():
             found = replace(self, order=order)
             offers = found._offers()
             if not any(_as_good(offers, other) for _, other in kept):
@@ -336,7 +329,7 @@ class ClusterSpec:
                 for first in range(0, self.num_devices - size + 1, size):
                     grid = np.array(self._order[first : first + size]).reshape(shape)
                     lines = np.moveaxis(grid, axis, -1).reshape(-1, count).tolist()
-                    ways.append(self._topology.way(tuple(map(tuple, lines))))
+                    ways.append(self.topology.way(tuple(map(tuple, lines))))
                 link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
                 hops = self._hops(count, min(way.together for way in ways))
                 exchange = float(min(way.exchange for way in ways))

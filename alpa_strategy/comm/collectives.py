@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -64,7 +65,9 @@ def of_all_ranks(value: T) -> list[T]:
     return found
 
 
-_hosts: tuple[Any, Any] | None = None  # (the job's group, the group of its hosts)
+@lru_cache(maxsize=1)  # the process may have another group later
+def _hosts_of(world: Any) -> Any:
+    return dist.new_group(backend="gloo")
 
 
 def host_group() -> Any:
@@ -72,12 +75,7 @@ def host_group() -> Any:
 
     None, the job's own, unless that is NCCL's. Collective at its first call.
     """
-    global _hosts
-    if dist.get_backend() != "nccl":
-        return None
-    if _hosts is None or _hosts[0] is not dist.group.WORLD:  # the process may have had another group before
-        _hosts = dist.group.WORLD, dist.new_group(backend="gloo")
-    return _hosts[1]
+    return _hosts_of(dist.group.WORLD) if dist.get_backend() == "nccl" else None
 
 
 class RankZero:

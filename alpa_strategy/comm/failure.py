@@ -225,7 +225,9 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float
     store.set(f"alpa/hello/{rank}", own)
     if rank != 0:
         key = f"alpa/welcome/{own}"
-        _wait_for(store, key, deadline, "rank 0")
+        while not store.check([key]):
+            _check_time(deadline, "rank 0")
+            time.sleep(HELLO_SECONDS)
         name = store.get(key).decode()
         store.set(f"alpa/here/{name}/{rank}", "")
         return name
@@ -240,12 +242,6 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float
             _check_time(deadline, f"ranks {sorted(missing)}")
             time.sleep(HELLO_SECONDS)
     return own
-
-
-def _wait_for(store: Any, key: str, deadline: float, whom: str) -> None:
-    while not store.check([key]):
-        _check_time(deadline, whom)
-        time.sleep(HELLO_SECONDS)
 
 
 def _check_time(deadline: float, whom: str) -> None:

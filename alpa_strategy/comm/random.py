@@ -24,12 +24,6 @@ Replay = Callable[[], AbstractContextManager[None]]
 _default_generator_lock = threading.Lock()
 
 
-def _stream_seed(seed: int, random_axes: tuple[int, ...], coordinates: tuple[int, ...]) -> int:
-    """63 well-mixed bits, the same in every process and Python version."""
-    text = repr((seed, random_axes, coordinates)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-
-
 class ShardedRandom:
     """Runs random ops for one device of a mesh.
 
@@ -72,7 +66,9 @@ class ShardedRandom:
         if state is None:
             coordinates = tuple(self._coordinate[axis] for axis in random_axes)
             fresh = torch.Generator(generator.device)
-            fresh.manual_seed(_stream_seed(self._seed, random_axes, coordinates))
+            # 63 well-mixed bits, the same in every process and Python version.
+            mixed = hashlib.sha256(repr((self._seed, random_axes, coordinates)).encode()).digest()
+            fresh.manual_seed(int.from_bytes(mixed[:8], "little") >> 1)
             state = fresh.get_state()
         return state
 

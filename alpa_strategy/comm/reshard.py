@@ -48,7 +48,7 @@ class Reshard:
         current = list(src)
         for step in reshard_steps(src, dst, self.shape, mesh.shape):
             others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
-            seen = Layout(tuple(others)).local_shape(self.shape, mesh.shape, mesh.coordinate)
+            seen = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
             current[step.axis] = step.dst
             # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
             if step.src.value != step.dst.value:

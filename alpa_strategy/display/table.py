@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline
+from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
@@ -347,14 +347,6 @@ def step_parts(plan: Plan) -> dict[str, float]:
 def mesh_text(shape: Sequence[int]) -> str:
     """`2 x 4`."""
     return " x ".join(map(str, shape))
-
-
-def device_range(stage: StagePlan) -> str:
-    """`3`, or `0-3`, or in an order of their own `0, 3, 1, 2`."""
-    if stage.devices:
-        return ", ".join(map(str, stage.devices[:8])) + ", ..." * (len(stage.devices) > 8)
-    first, count = stage.first_device, math.prod(stage.submesh)
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def recomputes(stage: StagePlan) -> str:

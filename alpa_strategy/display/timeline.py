@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import StagePlan
 from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
 from alpa_strategy.units import format_seconds
 
@@ -53,22 +54,28 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     """
     if len(plan.stages) < 2 or plan.schedule not in SCHEDULES or not any(s.forward_seconds for s in plan.stages):
         return None
-    firsts = list(dict.fromkeys(stage.first_device for stage in plan.stages))
-    num_drawn = _num_drawn(plan.schedule, len(firsts), plan.num_microbatches, max_microbatches)
+    names = {stage.first_device: device_range(stage) for stage in plan.stages}
+    num_drawn = _num_drawn(plan.schedule, len(names), plan.num_microbatches, max_microbatches)
     timed = timeline(
         plan.schedule,
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_seconds for stage in plan.stages],
         num_drawn,
-        len(firsts),
+        len(names),
         [stage.boundary_seconds / 2 for stage in plan.stages[:-1]],
     )
-    sizes = {stage.first_device: math.prod(stage.submesh) for stage in plan.stages}
-    meshes = tuple(str(f) if sizes[f] == 1 else f"{f}-{f + sizes[f] - 1}" for f in firsts)
-    stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in firsts)
+    stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in names)
     return ScheduleTimeline(
-        tuple(timed), meshes, stages, num_drawn, plan.num_microbatches, max(done.end for done in timed)
+        tuple(timed), tuple(names.values()), stages, num_drawn, plan.num_microbatches, max(done.end for done in timed)
     )
+
+
+def device_range(stage: StagePlan) -> str:
+    """`3`, or `0-3`, or in an order of their own `0, 3, 1, 2`."""
+    if stage.devices:
+        return ", ".join(map(str, stage.devices[:8])) + ", ..." * (len(stage.devices) > 8)
+    first, count = stage.first_device, math.prod(stage.submesh)
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> int:

@@ -36,12 +36,7 @@ SUMMED = ((0, "forward"), (1, "backward"), (2, "once"), (3, "always"), (4, "save
 PER_STEP_SUMMED = ((DERIVING, "once"), (DERIVED, "always"))
 
 
-@dataclass(frozen=True)
-class Price:
-    """Weights of one elimination: seconds per byte `price`, with so many micro-batches alive."""
-
-    price: float
-    in_flight: float
+Price = tuple[float, float]  # weights of one elimination: seconds per byte, micro-batches alive
 
 
 @dataclass(frozen=True)
@@ -231,10 +226,11 @@ def _nothing(size: int) -> Parts:
 
 
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
-    seconds, num_bytes = weigh(parts, num_microbatches, price.in_flight)
-    if not price.price:
+    per_byte, in_flight = price
+    seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
+    if not per_byte:
         return seconds
-    return [s + price.price * b for s, b in zip(seconds, num_bytes, strict=True)]
+    return [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)]
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

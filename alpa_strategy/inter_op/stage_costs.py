@@ -233,13 +233,13 @@ def run_parts(
     def solve(prices: Sequence[Price]) -> list[LayerMatrix]:
         return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
 
-    free = solve([Price(0.0, 1)])
+    free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
     num_bytes = sum(float(free[kind].parts[0, ..., 3:5].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     every = free
     if prices:
-        priced = solve([Price(scale * factor, alive) for factor, alive in prices])
+        priced = solve([(scale * factor, alive) for factor, alive in prices])
         every = [
             LayerMatrix(np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts]))
             for a, b in zip(free, priced, strict=True)

@@ -36,16 +36,15 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         made = [maker[v] for v in values if v in maker]
         return first <= max(made) < last if made else is_end
 
-    logs = tuple(record for record in step.logs if is_home(values_of(record)))
-    metrics = tuple(record for record in step.metrics if is_home(values_of(record)))
-    appended = tuple(record for record in step.appended if is_home(values_of(record)))
-    checks = tuple(check for check in step.checks if is_home((check.value,)))
+    records: dict[str, Any] = {
+        name: tuple(record for record in getattr(step, name) if is_home(values_of(record)))
+        for name in ("logs", "metrics", "appended", "checks")
+    }
     output = _keep(step.output, lambda value: is_home((value,)))
     updates = {b.update for b in step.buffers if b.update is not None and is_home((b.update,))}
     loss = step.loss if step.loss >= 0 and is_home((step.loss,)) else -1
     read = {value for op in ops for value in op.operands} | updates
-    read.update(value for record in (*logs, *metrics, *appended) for value in values_of(record))
-    read.update(values_of(output), [loss] if loss >= 0 else [], [check.value for check in checks])
+    read.update(values_of((output, records)), [loss] if loss >= 0 else [])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
     return replace(
@@ -57,10 +56,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         ),
         loss=loss,
         output=output,
-        logs=logs,
-        metrics=metrics,
-        checks=checks,
-        appended=appended,
+        **records,
         received=tuple(sorted(read & handed_in)),
         sent=tuple(sorted(v for v in here if v in step.sent or step.last_readers[v] >= last)),
     )

@@ -145,7 +145,7 @@ def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[Dua
     return tuple(found)
 
 
-def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("inf")) -> IntraOp:
+def build(step: StepGraph, tables: OptionTables) -> IntraOp:
     """The problem of `step` on `tables.mesh`, unrestricted (see `presets.restrict` for pins).
 
     A received value is a choice among `boundary_layouts`; a sent value must reach one of these layouts. Both are kept
@@ -161,7 +161,7 @@ def build(step: StepGraph, tables: OptionTables, memory_limit: float = float("in
     return IntraOp(
         step,
         tables.mesh,
-        Problem(tuple(builder.choices), tuple(builder.transfers), memory_limit),
+        Problem(tuple(builder.choices), tuple(builder.transfers)),
         builder.parameters,
         builder.ops,
         tuple(builder.layouts),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import product
 
 import numpy as np
 
@@ -185,11 +184,9 @@ def _use_penalty(
     penalty: float,
 ) -> np.ndarray:
     """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
-    extra = np.zeros((len(sources), len(targets)))
-    for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
-        stored, used = source[axis].shard_dim, target[axis].shard_dim
-        if name not in ("auto", "tensor") and used is not None:
-            extra[p, q] = penalty  # data parallel and ZeRO use parameters whole
-        if name == "tensor" and used != stored and (len(meta.shape) >= 2 or stored is None):
-            extra[p, q] = penalty  # tensor parallel uses the shard as it is stored
-    return extra
+    stored, used = ([layout[axis].shard_dim for layout in layouts] for layouts in (sources, targets))
+    if name == "tensor":  # uses the shard as it is stored
+        dear = [[b != a and (len(meta.shape) >= 2 or a is None) for b in used] for a in stored]
+    else:  # data parallel and ZeRO use parameters whole
+        dear = [[b is not None and name != "auto" for b in used]] * len(stored)
+    return np.where(dear, penalty, 0.0)

@@ -200,7 +200,7 @@ class AppendRecord:
 
 
 def values_of(node: Any) -> tuple[int, ...]:
-    """Value indices in an output structure, or in records of logs, metrics and lists, in order, each once."""
+    """Value indices in an output structure, or in records of logs, metrics, lists and checks, in order, each once."""
     found: dict[int, None] = {}
     for leaf in pytree.tree_leaves(node):
         match leaf:
@@ -212,6 +212,8 @@ def values_of(node: Any) -> tuple[int, ...]:
                 found |= dict.fromkeys(values_of((leaf.args, leaf.kwargs)))
             case AppendRecord():
                 found |= dict.fromkeys(values_of(leaf.items))
+            case Check(value):
+                found[value] = None
     return tuple(found)
 
 
@@ -316,8 +318,7 @@ class StepGraph:
         """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
         (each once, ascending)."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
-        found.update(check.value for check in self.checks)
-        found.update(values_of([self.output, *self.appended, *self.logs, *self.metrics]))
+        found.update(values_of((self.output, self.appended, self.logs, self.metrics, self.checks)))
         return tuple(sorted(found))
 
     @cached_property

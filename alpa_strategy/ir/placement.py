@@ -7,7 +7,7 @@ know: where the value lies and where its gradient will lie on the same axis. Chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,28 +51,16 @@ def placement_from_str(text: str) -> Placement:
     raise ShardingError(f"{text!r} is not a placement", "write R, P or S<dim>, for example S0")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(tuple[Placement, ...]):
     """One placement per mesh axis, for example `Layout.parse("S0 R")` on a 2-D mesh."""
-
-    placements: tuple[Placement, ...]
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read the short form: placements separated by blanks."""
-        return cls(tuple(placement_from_str(part) for part in text.split()))
+        return cls(map(placement_from_str, text.split()))
 
     def __str__(self) -> str:
-        return " ".join(placement_to_str(p) for p in self.placements)
-
-    def __iter__(self) -> Iterator[Placement]:
-        return iter(self.placements)
-
-    def __len__(self) -> int:
-        return len(self.placements)
-
-    def __getitem__(self, axis: int) -> Placement:
-        return self.placements[axis]
+        return " ".join(map(placement_to_str, self))
 
     def slices(
         self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
@@ -82,7 +70,7 @@ class Layout:
         Axes are applied in order: an axis that shards a dim already sharded by an earlier axis cuts that chunk again.
         """
         ranges = [(0, size) for size in shape]
-        for placement, num_chunks, index in zip(self.placements, mesh_shape, coordinate, strict=True):
+        for placement, num_chunks, index in zip(self, mesh_shape, coordinate, strict=True):
             if isinstance(placement, Shard):
                 start, stop = ranges[placement.dim]
                 low, high = chunk_range(stop - start, num_chunks, index)
@@ -164,4 +152,4 @@ def dual_layout_to_str(layout: DualLayout) -> str:
 
 def value_layout(layout: DualLayout) -> Layout:
     """The values' layout of a dual layout."""
-    return Layout(tuple(d.value for d in layout))
+    return Layout(d.value for d in layout)

@@ -123,7 +123,7 @@ class ParameterPlan:
     @property
     def layout(self) -> Layout:
         """Storage layout, in the step's dims."""
-        return Layout(tuple(mode.stored for mode in self.modes))
+        return Layout(mode.stored for mode in self.modes)
 
     @property
     def module_modes(self) -> tuple[ParameterMode, ...]:
@@ -269,7 +269,7 @@ class StagePlan:
     def parameters(self) -> dict[str, Layout]:
         """Parameter name -> storage layout, in the dims of the module's parameter (every segment is cut)."""
         modes = {name: plan.module_modes for name, plan in self.parameter_plans.items()}
-        return {name: Layout(tuple(mode.stored for mode in each)) for name, each in modes.items()}
+        return {name: Layout(mode.stored for mode in each) for name, each in modes.items()}
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:

@@ -49,7 +49,9 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
-    if not job.may_run_as_written and _ends_with_averaging(module):
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)
+    has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+    if not job.may_run_as_written and averages and has_norms:  # at its end: better to know it now
         return CaptureError("StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured")
     if len(optimizers) != 1:
         return CaptureError(f"configure_optimizers gave {len(optimizers)} optimizers")
@@ -77,12 +79,6 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
 
 def _is_pruned(module: Any) -> bool:
     return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
-
-
-def _ends_with_averaging(module: Any) -> bool:
-    """Whether there will be steps that cannot be captured, after all others: better to know it now."""
-    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)
-    return averages and any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
 def _say_why(why: CaptureError) -> None:

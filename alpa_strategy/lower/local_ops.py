@@ -130,11 +130,6 @@ def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return replace(local.call, target=run).call
 
 
-def _batch_norm_sync(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    comms = tuple(mesh.axes[axis] for axis in local.axes)
-    return replace(local.call, target=partial(batch_norm_sync, comms)).call
-
-
 def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     """Queries, keys and values in chunks of the sequence; one axis only (see `op_strategies`)."""
     if len(local.axes) > 1:
@@ -155,7 +150,9 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "vocab_embedding": _of_vocabulary(vocab_embedding),
     "vocab_bags": _of_vocabulary(vocab_bags),
     "vocab_cross_entropy": _vocab_cross_entropy,
-    "batch_norm_sync": _batch_norm_sync,
+    "batch_norm_sync": lambda call, strategies, local, mesh: (
+        replace(local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])).call
+    ),
     "ring_attention": _ring_attention,
     "added_on_first": _added_on_first,
     "groups_of_rows": _groups_of_rows,

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
+from alpa_strategy.intra_op.build import boundary_layouts
 from alpa_strategy.intra_op.offload import can_be_offloaded
 from alpa_strategy.intra_op.recompute import can_run_again
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
@@ -60,14 +61,11 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
-    """Stages cover the ops once and in order; spans that are recomputed lie inside."""
+    """Stages cover the ops once and in order."""
     cuts = [0, *(stage.ops[1] for stage in stages)]
     if [stage.ops[0] for stage in stages] != cuts[:-1] or cuts[-1] != len(graph.ops) or sorted(set(cuts)) != cuts:
         shown = ", ".join(f"[{a}, {b})" for a, b in (stage.ops for stage in stages))
         raise PlanError(f"the stages hold ops {shown} of a step with {len(graph.ops)} ops", _FIX)
-    for index, stage in enumerate(stages):
-        if not all(a < b for a, b in stage.spans):
-            raise PlanError(f"stages[{index}].remat_cuts {list(stage.remat_cuts)} do not ascend inside its ops", _FIX)
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
@@ -188,20 +186,9 @@ def _check_boundary(
         odd = sorted(set(layouts) ^ set(wanted))[0]
         raise PlanError(f"{where} {'has' if odd in layouts else 'lacks'} value {odd}", _FIX)
     for value, layout in layouts.items():
-        if len(layout) != len(stage.logical_mesh) or not _is_even(layout, part.values[value].shape, stage.logical_mesh):
+        if layout not in boundary_layouts(part.values[value], stage.logical_mesh):
             raise PlanError(
                 f"{where}[{value}] is '{dual_layout_to_str(layout)}', which a value of shape "
                 f"{list(part.values[value].shape)} cannot have on a mesh of {list(stage.logical_mesh)}",
                 "write R, or S<dim> of a dim that divides evenly",
             )
-
-
-def _is_even(layout: DualLayout, shape: tuple[int, ...], mesh: tuple[int, ...]) -> bool:
-    dims = [placement.shard_dim for placement in layout]
-    if any(dim is not None and dim >= len(shape) for dim in dims):
-        return False
-    for dim in {dim for dim in dims if dim is not None}:
-        chunks = math.prod(size for size, cut in zip(mesh, dims, strict=True) if cut == dim)
-        if shape[dim] % chunks or not shape[dim]:
-            return False
-    return all(str(value) in ("R", f"S{dim}") for value, dim in zip(layout, dims, strict=True))

@@ -116,7 +116,13 @@ def _choose(
     if pinned is not None:
         return plan_one_stage(task, pinned)
     if task.options.asks_for_pipeline:
-        return _asked_for(task, of_stages)
+        asked = task.options
+        if task.cluster.num_devices == 1 and ((asked.num_stages or 1) > 1 or asked.schedule is not None):
+            raise PlanError(
+                "num_stages and schedule need at least 2 devices",
+                "leave them out; num_microbatches and remat are for one device, too",
+            )
+        return plan_pipeline(of_stages())
     try:
         # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
@@ -132,17 +138,6 @@ def _choose(
     if waiting < SCREEN:
         return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
     return _faster(one, of_stages())
-
-
-def _asked_for(task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
-    """The pipeline that the options ask for."""
-    options = task.options
-    if task.cluster.num_devices == 1 and ((options.num_stages or 1) > 1 or options.schedule is not None):
-        raise PlanError(
-            "num_stages and schedule need at least 2 devices",
-            "leave them out; num_microbatches and remat are for one device, too",
-        )
-    return plan_pipeline(of_stages())
 
 
 def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:

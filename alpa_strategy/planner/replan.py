@@ -25,7 +25,7 @@ from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan, job_ranks, stage
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
-from alpa_strategy.planner.task import PlanTask, fingerprint_of
+from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, mesh_of, why_not
 
 
@@ -36,7 +36,7 @@ def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
     )
     pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
     options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
-    return fingerprint_of(task.step, task.cluster, options, task.optimizer)
+    return replace(task, options=options).fingerprint
 
 
 def replan(task: PlanTask, running: Plan) -> Plan:

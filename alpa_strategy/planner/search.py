@@ -281,9 +281,10 @@ class _Search:
             num_stages = least_stages(task.cluster, task.options)
             cuts = cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
             cuts = tuple(sorted({*cuts, *stage_cuts(graph, task.options.stages)}))
+            remat = task.options.remat
             return CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
-                task.options.recomputes_stages,
+                False if isinstance(remat, tuple) else remat,  # names: no spans, but single results
             )  # fmt: skip
 
     def _bound(self, count: int) -> float:

@@ -59,35 +59,21 @@ class PlanTask:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What a plan that is made for this task is stored under."""
-        return fingerprint_of(self.step, self.cluster, self.options, self.optimizer)
+        """What a plan that is made for this task is stored under, as hashes part by part.
 
-
-# --- What a plan is made for, as hashes part by part: graph, parameters, batch, cluster, options, format.
-
-
-def fingerprint_of(
-    step: StepGraph, cluster: ClusterSpec, options: PlanOptions, optimizer: OptimizerInfo
-) -> Fingerprint:
-    """The fingerprint of planning `step` on `cluster`. The optimizer counts as an option: its state needs memory.
-
-    So do the sharding rules that were registered for its ops.
-    """
-    option_text = f"{options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
-    option_text += registered_rules(op.call.target for op in step.ops)
-    return Fingerprint(
-        graph=step.graph_digest,
-        parameters=step.parameter_digest,
-        batch=step.batch_digest,
-        cluster=cluster.digest(),
-        options=hashlib.sha256(option_text.encode()).hexdigest()[:16],
-        format=str(FORMAT_VERSION),
-    )
-
-
-def is_for(plan: Plan, step: StepGraph) -> bool:
-    """Whether a plan was made for this very step: its strategies mean other ops otherwise."""
-    return (plan.fingerprint.graph, plan.fingerprint.batch) == (step.graph_digest, step.batch_digest)
+        The optimizer counts as an option: its state needs memory. So do the sharding rules that were registered for
+        the step's ops.
+        """
+        option_text = f"{self.options.digest()} {self.optimizer.state_bytes:g} {self.optimizer.element_wise}"
+        option_text += registered_rules(op.call.target for op in self.step.ops)
+        return Fingerprint(
+            graph=self.step.graph_digest,
+            parameters=self.step.parameter_digest,
+            batch=self.step.batch_digest,
+            cluster=self.cluster.digest(),
+            options=hashlib.sha256(option_text.encode()).hexdigest()[:16],
+            format=str(FORMAT_VERSION),
+        )
 
 
 def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:

@@ -141,7 +141,7 @@ def best_transfer(
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
     """`target.layout` with every replicated axis turned into a shard of a dim that still has enough elements."""
-    placements = list(target.layout.placements)
+    placements = list(target.layout)
     # The smallest share of each dim; a cut of n needs n elements, so that no device is left without work.
     smallest = list(shape)
     for placement, size in zip(placements, target.shape, strict=True):
@@ -159,7 +159,7 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
         dim = min(possible, key=lambda d: (smallest[d] % size != 0, d if smallest[d] % size == 0 else -smallest[d]))
         placements[axis] = Shard(dim)
         smallest[dim] //= size
-    return Layout(tuple(placements))
+    return Layout(placements)
 
 
 def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
@@ -186,7 +186,7 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
     for piece in plan.pieces:
         if piece.source != piece.target:
             sizes[piece.source, piece.target] += piece.num_elements * plan.itemsize
-    latency, seconds = cluster.messages(sizes)
+    latency, seconds = cluster.topology.messages(sizes)
     # A device starts its messages one after the other.
     started = max((n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0)
     return started * latency + seconds + _gather_seconds(plan, cluster)
@@ -197,14 +197,14 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
     target = plan.target
     ranks = np.array(target.ranks).reshape(target.shape)
     seconds = 0.0
-    placements = list(plan.received.placements)
+    placements = list(plan.received)
     for axis in reversed(range(len(target.shape))):
         if placements[axis] == target.layout[axis]:
             continue
         placements[axis] = target.layout[axis]
-        after = Layout(tuple(placements)).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
+        after = Layout(placements).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
         size = target.shape[axis]
-        way = cluster.way(list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist())))
+        way = cluster.topology.way(list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist())))
         volume = (size - 1) / size * math.prod(after) * plan.itemsize
         seconds += way.latency + volume / way.bandwidth
     return seconds

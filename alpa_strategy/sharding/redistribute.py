@@ -131,21 +131,15 @@ def _counted_table(
     return list(index), counts[0], counts[1]
 
 
-def _pattern(src: DualLayout, dst: DualLayout) -> tuple[DualLayout, DualLayout]:
-    """The same resharding with dims numbered as they first occur: which dims they are changes no collective."""
-    number: dict[int, int] = {}
-    named = [p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number))) for p in (*src, *dst)]
-    return tuple(named[: len(src)]), tuple(named[len(src) :])
-
-
 @lru_cache(maxsize=1 << 16)
 def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
     """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward collectives."""
-    pattern = _pattern(src, dst)
-    if pattern != (src, dst):
-        return _collectives(*pattern, mesh_shape)
+    number: dict[int, int] = {}  # of dims as they first occur: which dims they are changes no collective
+    named = tuple(p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number))) for p in src + dst)
+    if named != src + dst:
+        return _collectives(named[: len(src)], named[len(src) :], mesh_shape)
     current = list(src)
     forward, backward = [], []
     for axis, placement in _axis_changes(src, dst, mesh_shape):
@@ -174,7 +168,9 @@ def _axis_changes(
             continue  # a cheaper way was found after this one was queued
         for axis, old in enumerate(layout):
             for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):  # on the way only whole values help
-                if new == old or not _may_change(layout, axis, new):
+                # No later axis may cut the chunks that are moved (values and gradients shard the same dims).
+                moved = {old.shard_dim, new.shard_dim} - {None}
+                if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
                     continue
                 reached = (*layout[:axis], new, *layout[axis + 1 :])
                 reached_cost = cost + _change_cost(layout, axis, new, mesh_shape)
@@ -182,12 +178,6 @@ def _axis_changes(
                     best[reached] = reached_cost
                     heapq.heappush(queue, (reached_cost, next(order), reached, (*changes, (axis, new))))
     raise AssertionError("every layout can be reached through the replicated one")
-
-
-def _may_change(layout: Sequence[DualPlacement], axis: int, new: DualPlacement) -> bool:
-    """Whether no later axis cuts the chunks that this change would move (values and gradients shard the same dims)."""
-    moved = {layout[axis].shard_dim, new.shard_dim} - {None}
-    return all(later.shard_dim not in moved for later in layout[axis + 1 :])
 
 
 def _change_cost(layout: Sequence[DualPlacement], axis: int, new: DualPlacement, mesh_shape: tuple[int, ...]) -> float:

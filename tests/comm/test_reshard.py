@@ -57,7 +57,7 @@ def parts(whole, layout: Layout, mesh_shape, seed=0):
 
 def combine(locals_, layout: Layout, mesh_shape):
     """Inverse of `parts`; replicas must agree."""
-    for placement in reversed(layout.placements):
+    for placement in reversed(layout):
         grouped = {}
         for coordinate, tensor in locals_.items():
             grouped.setdefault(coordinate[:-1], []).append(tensor)

@@ -26,7 +26,7 @@ Tensors = tuple[Tensor | None, ...]
 
 def grad_layout(layout: DualLayout) -> Layout:
     """The gradients' layout of a dual layout."""
-    return Layout(tuple(dual.grad for dual in layout))
+    return Layout(dual.grad for dual in layout)
 
 
 def prove(

@@ -22,7 +22,7 @@ from alpa_strategy.ir.stage_plan import Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
-from alpa_strategy.planner.task import fingerprint_of
+from alpa_strategy.planner.task import PlanTask
 
 Places = tuple[tuple[int, ...], ...]  # ranks per stage
 
@@ -68,7 +68,7 @@ def staged_plan(
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))
     return Plan(
-        fingerprint_of(step, cluster, options, optimizer),
+        PlanTask(step, cluster, options, optimizer).fingerprint,
         tuple(stages),
         Predicted(1.0, 1),
         num_microbatches,

@@ -162,22 +162,20 @@ def _graph_order(problem: Problem) -> list[int]:
 
 def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[int]]:
     """Connected sets of the choices in which a and b differ."""
-    leader = {c: c for c in range(len(a)) if a[c] != b[c]}
-
-    def find(c: int) -> int:
-        while leader[c] != c:
-            leader[c] = leader[leader[c]]
-            c = leader[c]
-        return c
-
+    beside: dict[int, set[int]] = {c: set() for c in range(len(a)) if a[c] != b[c]}
     for transfer in problem.transfers:
-        ends = [c for c in (transfer.producer, *(use.choice for use in transfer.uses)) if c in leader]
-        for c in ends[1:]:
-            leader[find(c)] = find(ends[0])
-    groups: dict[int, list[int]] = {}
-    for c in leader:
-        groups.setdefault(find(c), []).append(c)
-    return list(groups.values())
+        ends = beside.keys() & {transfer.producer, *(use.choice for use in transfer.uses)}
+        for c in ends:
+            beside[c] |= ends
+    groups: list[list[int]] = []
+    while beside:
+        found, waiting = [], [next(iter(beside))]
+        while waiting:
+            if (c := waiting.pop()) in beside:
+                found.append(c)
+                waiting += beside.pop(c)
+        groups.append(sorted(found))
+    return groups
 
 
 def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int]) -> tuple[float, float]:
