@@ -1,6 +1,7 @@
 """Parameters that are gathered for use are not kept until the backward, but gathered again (ZeRO-3).
 
-Results of ops that the plan recomputes (`StagePlan.recomputed`) are made again in the same way.
+Results of ops that the plan recomputes (`StagePlan.recomputed`) are made again in the same way, and those that wait in
+host memory (`StagePlan.stored`) brought from there.
 
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
 its place, by `saved_tensors_hooks`: which parameter, which resharding, which view. The registry is keyed by storage, so
@@ -107,10 +108,13 @@ class Regather:
     """Context manager around a forward: what it gathers of `parameters` is gathered again in the backward.
 
     Every device of the mesh must run the same forward and backward. Reentrant use is not supported.
+
+    Args:
+        store: puts a tensor into host memory, and gives what brings it back.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = {id(parameter) for parameter in parameters}
+    def __init__(self, parameters: Iterable[Tensor], store: Callable[[Tensor], Callable[[], Tensor]] | None = None):
+        self._parameters, self._store = {id(parameter) for parameter in parameters}, store
         self._found: dict[int, _Gathered | _Made] = {}
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
@@ -140,6 +144,13 @@ class Regather:
         storage = result.untyped_storage()
         kept = [self._pack(operand.detach()) for operand in operands]
         self._found[storage._cdata] = _Made(function, kept, StorageWeakRef(storage))
+
+    def note_stored(self, result: Tensor) -> None:
+        """Whoever saves `result` saves how to bring it from host memory instead: all of its memory, as it lies."""
+        assert self._store is not None
+        flat = result.detach().as_strided((result.untyped_storage().nbytes() // result.dtype.itemsize,), (1,), 0)
+        bring = self._store(flat)
+        self.note_made(result, lambda _operands: bring(), [])
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a view)."""

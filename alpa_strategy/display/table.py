@@ -350,9 +350,10 @@ def mesh_text(shape: Sequence[int]) -> str:
 
 
 def recomputes(stage: StagePlan) -> str:
-    """In words, to be appended; empty where it does not."""
+    """In words, to be appended, and what waits in host memory; empty where nothing does."""
     spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
-    return f", activations recomputed{spans}" if stage.remat else ""
+    waiting = f", {len(stage.stored)} ops' results in host memory" if stage.stored else ""
+    return (f", activations recomputed{spans}" if stage.remat else "") + waiting
 
 
 def proof_of(plan: Plan) -> str:

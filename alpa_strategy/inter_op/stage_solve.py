@@ -28,7 +28,7 @@ from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
-from alpa_strategy.intra_op.recompute import pinned_again, with_recompute
+from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, solve
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
@@ -125,9 +125,11 @@ class PricedStage:
         """The same with a choice for each activation: keep it, or make it again in the backward."""
         return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
 
-    def offloading(self) -> PricedStage:
-        """The same with a choice for each parameter: on the device, or in host memory."""
+    def offloading(self, results: bool) -> PricedStage:
+        """The same with a choice for each parameter, and for `results` of ops: on the device, or in host memory."""
         whole, intra = (with_offload(each, self.tables) for each in (self.whole, self.intra))
+        if results and (host := self.tables.mesh.host) is not None:
+            whole, intra = with_stored_results(whole, host), with_stored_results(intra, host)
         return replace(self, whole=whole, intra=intra, known=None)
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
@@ -259,7 +261,7 @@ class StageSolver:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
         host = priced.tables.mesh.host
         assert host is not None
-        free = priced.offloading()
+        free = priced.offloading(self.job.keeps_by_tensor)
         offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
@@ -268,7 +270,7 @@ class StageSolver:
                 return found, offloading
             offloading = replace(free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth))
         needed, share = format_bytes(need), format_bytes(host.memory_bytes)
-        raise DoesNotFitError(f"parameters in host memory need {needed} of a device's share, {share}")
+        raise DoesNotFitError(f"what lies in host memory needs {needed} of a device's share, {share}")
 
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
         cost = cost_of(stage, solution.assignment, working_bytes(stage.intra, solution.assignment))
@@ -322,7 +324,7 @@ class StageSolver:
                 free = None
             free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
             seconds, tolerance = job.options.solver_seconds, PROVED
-            if stage.intra.recomputes:
+            if stage.intra.recomputes or stage.intra.stores:
                 seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
             solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance)
             working = working_bytes(stage.intra, solution.assignment)

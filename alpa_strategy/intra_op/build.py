@@ -61,7 +61,7 @@ class IntraOp:
     by `steps_per_update` training steps. `gradient_itemsize`: see `OptimizerInfo`.
     `unrestricted` is the problem without pins and penalties, where `problem` has them. `per_step`: of a stage that runs
     micro-batches, what it does once for all of them. `recomputes`: op -> the first of its strategies that run it again
-    in the backward (`recompute.py`).
+    in the backward, `stores`: that keep its result in host memory, behind them (`recompute.py`).
     """
 
     step: StepGraph
@@ -77,6 +77,7 @@ class IntraOp:
     gradient_itemsize: int | None = None
     per_step: PerStep = field(default_factory=PerStep)
     recomputes: Mapping[int, int] = field(default_factory=dict)
+    stores: Mapping[int, int] = field(default_factory=dict)
 
     def is_per_step(self, choice: int) -> bool:
         """Whether a choice of the problem is an op that runs once per step."""

@@ -18,7 +18,7 @@ from alpa_strategy.intra_op.options import (
     update_seconds,
 )
 from alpa_strategy.intra_op.problem import evaluate
-from alpa_strategy.intra_op.recompute import recomputed
+from alpa_strategy.intra_op.recompute import recomputed, stored
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
@@ -50,6 +50,7 @@ def decode(
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
         recomputed=recomputed(intra, assignment),
+        stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
     )
 
 

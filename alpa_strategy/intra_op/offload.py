@@ -21,6 +21,7 @@ from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.options import ParameterOptions, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer
+from alpa_strategy.intra_op.recompute import result_bytes, stored
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.options import PlanOptions
@@ -93,13 +94,23 @@ def with_host_price(intra: IntraOp, price: float) -> IntraOp:
     choices = list(intra.problem.choices)
     for index, own in enumerate(intra.parameters):
         choices[index] = replace(choices[index], cost=choices[index].cost + price * own.host_bytes)
+    for op, first in intra.stores.items():
+        choice, num_bytes = len(intra.parameters) + op, result_bytes(intra, op)
+        num_bytes[:first] = 0
+        choices[choice] = replace(choices[choice], cost=choices[choice].cost + price * num_bytes)
     problem = replace(intra.problem, choices=tuple(choices))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 
 def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Bytes of host memory that a device's parameters take."""
-    return sum(float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+    """Bytes of host memory that a device's parameters and results take."""
+    parameters = sum(float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+    return parameters + sum(_stored_bytes(intra, assignment))
+
+
+def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:
+    """Of each result that waits in host memory."""
+    return [float(result_bytes(intra, i)[assignment[len(intra.parameters) + i]]) for i in stored(intra, assignment)]
 
 
 def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
@@ -113,7 +124,7 @@ def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
             num_bytes = local_bytes(given.meta, options.sources[k], intra.mesh.shape)
             alive[min(uses) : max(uses) + 1] += num_bytes
             largest = max(largest, num_bytes)
-    return float(alive.max()) + 2 * largest
+    return float(alive.max()) + 2 * max(largest, *_stored_bytes(intra, assignment), 0)
 
 
 def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:

@@ -1,23 +1,26 @@
-"""Keep or recompute: each op's result that others keep for their backward, decided with its layout in one problem.
+"""Keep, recompute or offload: each op's result that others keep for their backward, decided with its layout.
 
 `with_recompute` gives such ops every strategy a second time: its forward runs once more in the backward, and what
 consumers keep of the result in the layout in which it was made costs no memory. It needs the op's operands, which the
 op's own backward keeps anyway, or which are recomputed as well. So chains of norms and pointwise ops keep one tensor.
+`with_stored_results` gives them once more, with the result in host memory from the forward to the backward. That needs
+no operands, so products may go there, which take long to be made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
+from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import PRODUCTS, is_view, op_base_name
 from alpa_strategy.errors import OptionError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
-from alpa_strategy.intra_op.options import OpOptions
+from alpa_strategy.intra_op.options import OpOptions, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
@@ -68,32 +71,73 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     Args:
         pinned: names of ops that are made again wherever they can be, and no others are; None: solved.
     """
+    again = {i: _again(intra, i) for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned}
+    seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
+    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=_firsts(intra, again))
+
+
+def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
+    """The same with strategies whose result waits in host memory behind the others (`IntraOp.stores`).
+
+    On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be hidden.
+    """
+    stored = {i: _storable(intra, i) for i in range(len(intra.ops))}
+    seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
+    return replace(_extended(intra, stored, seconds), stores=_firsts(intra, stored))
+
+
+def result_bytes(intra: IntraOp, index: int) -> np.ndarray:
+    """Bytes of an op's first result on a device, by strategy."""
+    (value, *_), outputs = intra.step.ops[index].results, intra.ops[index].outputs
+    return np.array([local_bytes(intra.step.values[value], made[0], intra.mesh.shape) for made in outputs], dtype=float)
+
+
+def _firsts(intra: IntraOp, more: Mapping[int, np.ndarray]) -> dict[int, int]:
+    """Op -> the index that the first of its added strategies gets."""
+    return {i: len(intra.ops[i].strategies) for i, which in more.items() if len(which)}
+
+
+def _extended(
+    intra: IntraOp, more: Mapping[int, np.ndarray], seconds: Mapping[int, np.ndarray], only: bool = False
+) -> IntraOp:
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
+
+    only: an op that has them has no others.
+    """
     offset = len(intra.parameters)
-    again = {offset + i: _again(intra, i) for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned}
-    again = {choice: which for choice, which in again.items() if len(which)}
+    again = {offset + i: which for i, which in more.items() if len(which)}
+    extra = {offset + i: each for i, each in seconds.items()}
     ops = [
-        _with_second_runs(options, again[offset + i]) if offset + i in again else options
-        for i, options in enumerate(intra.ops)
+        _with_more(options, again[choice], extra[choice]) if choice in again else options
+        for choice, options in enumerate(intra.ops, start=offset)
     ]
     layouts = tuple(
         replace(named, sources=named.sources * 2) if transfer.producer in again else named
         for named, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
     )
-    first = {choice - offset: len(intra.problem.choices[choice].cost) for choice in again}
     return replace(
         intra,
         ops=tuple(ops),
         transfers=layouts,
-        problem=_doubled(intra, intra.problem, again, pinned is not None),
-        unrestricted=intra.unrestricted and _doubled(intra, intra.unrestricted, again),
-        recomputes=first,
+        problem=_longer(intra, intra.problem, again, extra, only),
+        unrestricted=intra.unrestricted and _longer(intra, intra.unrestricted, again, extra, False),
     )
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
     """Names of the ops whose strategy is one that recomputes."""
-    offset = len(intra.parameters)
-    return tuple(intra.step.ops[i].name for i, first in intra.recomputes.items() if assignment[offset + i] >= first)
+    sent = set(stored(intra, assignment))
+    taken = _taken(intra, intra.recomputes, assignment)
+    return tuple(intra.step.ops[i].name for i in taken if i not in sent)
+
+
+def stored(intra: IntraOp, assignment: Sequence[int]) -> tuple[int, ...]:
+    """The ops whose result waits in host memory."""
+    return _taken(intra, intra.stores, assignment)
+
+
+def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for i, first in firsts.items() if assignment[len(intra.parameters) + i] >= first)
 
 
 def _again(intra: IntraOp, index: int) -> np.ndarray:
@@ -108,13 +152,28 @@ def _again(intra: IntraOp, index: int) -> np.ndarray:
     for value, keeps in zip(op.operands, options.saved.operands, strict=True):
         if value in matrices or not (keeps or value in here):
             return none
-    readers = intra.step.consumers.get(op.results[0], ())
+    return _plain(intra, index)
+
+
+def _storable(intra: IntraOp, index: int) -> np.ndarray:
+    """The strategies of an op whose result may wait in host memory: those that keep it."""
+    call, first = intra.step.ops[index].call, intra.recomputes.get(index)
+    whole = can_run_again(call) and call.results[0].dtype.is_floating_point
+    if index in intra.per_step.ops or not whole or intra.ops[index].saved.results[0]:
+        return np.zeros(0, dtype=int)
+    return _plain(intra, index)[:first]
+
+
+def _plain(intra: IntraOp, index: int) -> np.ndarray:
+    """The strategies of an op that is called as it is; none where no other op keeps its result."""
+    readers = intra.step.consumers.get(intra.step.ops[index].results[0], ())
     if not any(intra.ops[reader].saved.operands[position] for reader, position in readers):
-        return none
-    return np.array([k for k, each in enumerate(options.strategies) if all(s.implementation is None for s in each)])
+        return np.zeros(0, dtype=int)
+    strategies = intra.ops[index].strategies
+    return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
 
 
-def _with_second_runs(options: OpOptions, again: np.ndarray) -> OpOptions:
+def _with_more(options: OpOptions, again: np.ndarray, seconds: np.ndarray) -> OpOptions:
     longer: dict[str, Any] = {}
     for name in (f.name for f in fields(options) if f.name != "saved"):
         found = getattr(options, name)
@@ -122,25 +181,23 @@ def _with_second_runs(options: OpOptions, again: np.ndarray) -> OpOptions:
             longer[name] = (*found, *(found[k] for k in again))
         else:
             longer[name] = np.concatenate([found, found[again]])
-    more = np.concatenate([np.zeros(len(options.strategies)), options.forward_seconds[again]])
-    longer["compute_seconds"] = longer["compute_seconds"] + more
+    longer["compute_seconds"][len(options.strategies) :] += seconds
     return replace(options, **longer)
 
 
-def _doubled(intra: IntraOp, problem: Problem, again: dict[int, np.ndarray], only_again: bool = False) -> Problem:
-    offset = len(intra.parameters)
-
+def _longer(
+    intra: IntraOp, problem: Problem, again: Mapping[int, np.ndarray], extra: Mapping[int, np.ndarray], only: bool
+) -> Problem:
     def longer(index: int, array: np.ndarray) -> np.ndarray:
         return np.concatenate([array, array[again[index]]]) if index in again else array
 
     def choice(index: int, given: Choice) -> Choice:
         if index not in again:
             return given
-        more = np.zeros(len(given.cost) + len(again[index]))
-        more[len(given.cost) :] = intra.ops[index - offset].forward_seconds[again[index]]
-        cost = longer(index, given.cost) + more
-        if only_again:
-            cost[again[index]] = np.inf  # the first run's, which keep
+        cost = longer(index, given.cost)
+        cost[len(given.cost) :] += extra[index]
+        if only:
+            cost[again[index]] = np.inf  # the same that keep
         return replace(given, cost=cost, memory=longer(index, given.memory))
 
     def transfer(given: Transfer, named: TransferLayouts) -> Transfer:

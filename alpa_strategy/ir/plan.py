@@ -136,7 +136,7 @@ _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 _CLASSES = (Plan, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
-_LATER = {"devices", "remat_cuts", "recomputed", "received", "sent", "layers"}
+_LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
 _LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds"}
 _LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
 

@@ -228,6 +228,7 @@ class StagePlan:
         remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
             by one; (): as a whole.
         recomputed: names of ops of a stage that keeps its activations whose results are not kept but made again.
+        stored: names of such ops whose results wait in host memory for the backward.
         derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
             every micro-batch, which takes less memory where activations are recomputed; else once per step.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and
@@ -256,6 +257,7 @@ class StagePlan:
     layers: str = ""
     remat_cuts: tuple[int, ...] = ()
     recomputed: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
     derives_again: bool = False
     devices: tuple[int, ...] = ()
 

@@ -246,13 +246,13 @@ class _Writer:
             return f"{function}({', '.join(operands)})", None
         call = local.call.on(self.device)
         target = call.target
-        if op.name in self.stage.recomputed:
-            target = _made_again(target)
+        is_kept = op.name not in self.stage.recomputed and op.name not in self.stage.stored
+        if not is_kept:
+            target = _not_kept(target, op.name in self.stage.stored)
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
-        is_plain &= op.name not in self.stage.recomputed
-        return self.written(function, target, op, call, operands), call if is_plain else None
+        return self.written(function, target, op, call, operands), call if is_plain and is_kept else None
 
     def written(self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]) -> str:
         """A call of `target`, under the name `function`, with the call's arguments."""
@@ -337,13 +337,18 @@ class _Writer:
         )
 
 
-def _made_again(target: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`target`, whose result is not kept for the backward of others but made again (see `Regather`)."""
+def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
+    """`target`, whose result is not kept on the device for the backward of others but made again, or brought from host
+    memory (see `Regather`)."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         result = target(*args, **kwargs)
         regather = active_regather()
-        if regather is not None and result.requires_grad:
+        if regather is None or not result.requires_grad:
+            return result
+        if is_stored:
+            regather.note_stored(result)
+        else:
             operands: list[Tensor] = []
             given = with_slots((args, tuple(kwargs.items())), Tensor, operands)  # holds none of the operands
 

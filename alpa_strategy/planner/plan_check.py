@@ -123,11 +123,13 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Ops whose second run gives what the first one gave."""
+    """Ops whose second run gives what the first one gave; their results are memory of their own."""
     known = {op.name: op for op in part.ops}
-    for name in stage.recomputed:
+    for name in (*stage.recomputed, *stage.stored):
         if name not in known or not can_run_again(known[name].call) or stage.remat:
-            raise PlanError(f"{where}.recomputed has {name!r}, which cannot be made again by itself", _FIX)
+            raise PlanError(f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself", _FIX)
+    if both := set(stage.recomputed).intersection(stage.stored):
+        raise PlanError(f"{where}.recomputed and .stored both have {min(both)!r}", _FIX)
 
 
 def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[int, ...], where: str) -> None:

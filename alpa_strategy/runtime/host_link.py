@@ -8,7 +8,9 @@ and device are the same memory, copies are made all the same, at once.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +54,10 @@ class HostLink:
     def bring(self, tensor: Tensor) -> Arriving:
         """Begin a copy of a host tensor, which must not change before `settle`."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if self._inward is None:
+        if self._inward is None or self._outward is None:
             return Arriving(copy.copy_(tensor))
         self._inward.wait_stream(torch.cuda.current_stream(self.device))  # whose memory it was until now
+        self._inward.wait_stream(self._outward)  # it may be on its way there yet
         with torch.cuda.stream(self._inward):
             copy.copy_(tensor, non_blocking=True)
             return Arriving(copy, self._inward.record_event())
@@ -80,3 +83,38 @@ class HostLink:
             if stream is not None:
                 stream.synchronize()
         self._leaving.clear()
+
+
+class StoredTensors:
+    """Tensors of a forward that wait in host memory for its backward."""
+
+    def __init__(self) -> None:
+        self._link: HostLink | None = None
+        self._last: weakref.ref[_Stored] | None = None
+
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Send it; gives what brings it back once, and starts to bring the one that was sent before it."""
+        self._link = self._link or HostLink(tensor.device)
+        stored = _Stored(self._link, self._link.send(tensor), self._last)
+        self._last = weakref.ref(stored)
+        return stored.take
+
+
+@dataclass(eq=False)
+class _Stored:
+    """A copy in host memory, on its way back where the backward has come near it."""
+
+    link: HostLink
+    copy: Tensor
+    before: weakref.ref[_Stored] | None
+    coming: Arriving | None = None
+
+    def start(self) -> Arriving:
+        self.coming = self.coming or self.link.bring(self.copy)
+        return self.coming
+
+    def take(self) -> Tensor:
+        arriving, self.coming = self.start(), None
+        if self.before is not None and (before := self.before()) is not None:
+            before.start()
+        return arriving.wait()

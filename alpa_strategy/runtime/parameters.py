@@ -35,6 +35,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
+from alpa_strategy.runtime.host_link import StoredTensors
 from alpa_strategy.runtime.host_parameters import HostParameters
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 
@@ -53,6 +54,7 @@ class MeshParameters:
         self.mesh = mesh
         self._replicas = replicas
         self._host: HostParameters | None = None
+        self._results = StoredTensors()
         self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
@@ -140,7 +142,7 @@ class MeshParameters:
 
     def regather_hooks(self) -> Regather:
         """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
-        return Regather(self._by_parameter)
+        return Regather(self._by_parameter, self._results.store)
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
