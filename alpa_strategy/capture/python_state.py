@@ -40,12 +40,14 @@ from alpa_strategy.ir.user_code import (
     is_user_code,
     is_user_file,
     mentioned_names,
+    names_set_from,
     reached_functions,
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})  # of torch's modules: what people do change
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
 _MAX_DEPTH = 6
@@ -547,15 +549,17 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
 
 
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
-    """(owner, name), as `patched` takes them, of what holds this number under such a name: attributes of the module
-    tree, of the data module and the loaders, hyperparameters, configurations, and globals of the files of the module's
-    classes."""
+    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one that is set in a line
+    with a batch size: attributes of the module tree, of the data module and the loaders, hyperparameters,
+    configurations, and globals of the files of the module's classes."""
     trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
     data_module, combined = getattr(trainer, "datamodule", None), trainer and trainer.fit_loop._combined_loader
     # Every loader has its batch size: it counts where the step may ask for one.
     loaders = combined.flattened if combined is not None and "batch_size" in mentioned_names(step) else []
     loaders = [getattr(each, "_loader", each) for each in loaders]
     classes = _user_classes(module)
+    functions = [each for kind in classes for each in vars(kind).values() if isinstance(each, types.FunctionType)]
+    set_from = {key for function in functions for key in names_set_from(function, _BATCH_SIZE)}
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
@@ -565,7 +569,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
         (owner, key)
         for owner in owners
         for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
-        if type(held) is int and held == value and isinstance(key, str) and name.search(key)
+        if type(held) is int and held == value and isinstance(key, str) and (name.search(key) or key in set_from)
     ]
 
 

@@ -9,6 +9,7 @@ import dis
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -90,6 +91,15 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
         if "setattr" in names:
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)
+
+
+def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:
+    """Attributes that the code of `function` sets in a line that mentions a name like `source`."""
+    lines: dict[int | None, list[dis.Instruction]] = {}
+    for each in dis.get_instructions(function.__code__):
+        lines.setdefault(each.positions.lineno if each.positions else None, []).append(each)
+    named = [line for line in lines.values() if any(source.search(str(x.argval)) for x in line)]
+    return {each.argval for line in named for each in line if each.opname == "STORE_ATTR"}
 
 
 def reached_functions(functions: list[Callable[..., Any]]) -> list[types.FunctionType]:

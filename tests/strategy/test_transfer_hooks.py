@@ -343,6 +343,16 @@ class DividedByTheBatchSize(Net):
             parameter.grad /= self.batch_size
 
 
+class RowsFromTheLoader(Net):
+    """Stored before the first batch, in a line that says what it is."""
+
+    def on_train_start(self) -> None:
+        self.n = self.trainer.train_dataloader.batch_size
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.n
+
+
 class TimesTheRanks(Net):
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
@@ -455,6 +465,7 @@ PER_REPLICA += ["RowsOfTheStep", "RowsOfTheTransfer", "RowsOfACallback", "RowsIn
 PER_REPLICA += ["OnlySixRowsInTheStep", "RowsOfTheLastBatchAhead", "RowsOfTheGradient", "DividedByACallback"]
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
+PER_REPLICA += ["RowsFromTheLoader"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])
