@@ -22,7 +22,7 @@ from alpa_strategy.intra_op.options import (
     local_bytes,
     op_options,
     parameter_options,
-    whole_only,
+    picked,
     without_parameters,
 )
 from alpa_strategy.intra_op.per_step import PerStep
@@ -187,7 +187,8 @@ class _Builder:
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p) for p in step.parameters)
         options = (
-            whole_only(tables.op(op.call)) if self.constants.issuperset(op.results) else tables.op(op.call)
+            # What all devices make whole has the first strategy alone, which repeats the op.
+            picked(tables.op(op.call), [0]) if self.constants.issuperset(op.results) else tables.op(op.call)
             for op in step.ops
         )
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))

@@ -111,7 +111,8 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     """Everything that the assignment communicates per step, one by one."""
     step, mesh = intra.step, intra.mesh
     # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
-    regathered = intra.gathered_again & _saved_values(intra)
+    reads = (zip(op.operands, run.saved.operands, strict=True) for op, run in zip(step.ops, intra.ops, strict=True))
+    regathered = intra.gathered_again & {value for pairs in reads for value, keep in pairs if keep}
     uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
     for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):
         meta, own = step.values[value], value in intra.gathered_again
@@ -185,13 +186,3 @@ def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[Parame
         if (meta := parameter.meta).requires_grad:
             layout = options.plans[choice].layout
             yield options.plans[choice], meta.with_shape(layout.local_shape(meta.shape, intra.mesh.shape, origin))
-
-
-def _saved_values(intra: IntraOp) -> set[int]:
-    """Values that some consumer's backward needs."""
-    return {
-        value
-        for op, options in zip(intra.step.ops, intra.ops, strict=True)
-        for value, keep in zip(op.operands, options.saved.operands, strict=True)
-        if keep
-    }

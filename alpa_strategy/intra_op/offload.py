@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
-from alpa_strategy.intra_op.options import ParameterOptions, local_bytes
+from alpa_strategy.intra_op.options import ParameterOptions, joined, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer
 from alpa_strategy.intra_op.recompute import result_bytes, stored
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -78,7 +77,7 @@ def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] |
             again = 1.0 if _is_saved(intra, given) else 0.0
             backward = again * host.fetch_seconds + host.return_seconds
             host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
-            parameters[index] = _joined(own, host)
+            parameters[index] = joined(own, host)
             twins[index] = np.array([own.plans.index(replace(plan, on_host=False)) for plan in host.plans])
     only = pinned is not None
     return replace(
@@ -133,15 +132,6 @@ def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
         intra.ops[op].saved.operands[position] or is_plain_view(intra.step.ops[op].call)
         for op, position in intra.step.consumers.get(given.value, ())
     )
-
-
-def _joined(own: ParameterOptions, host: ParameterOptions) -> ParameterOptions:
-    arrays: dict[str, Any] = {
-        f.name: np.concatenate([getattr(own, f.name), getattr(host, f.name)])
-        for f in fields(own)
-        if f.name not in ("plans", "sources")
-    }
-    return ParameterOptions(own.plans + host.plans, own.sources + host.sources, **arrays)
 
 
 def _extended(

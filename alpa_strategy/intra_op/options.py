@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -225,9 +226,25 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     )
 
 
-def whole_only(options: OpOptions) -> OpOptions:
-    """Only the strategy that repeats the whole op on every device (the first)."""
-    return replace(options, **{f.name: getattr(options, f.name)[:1] for f in fields(options) if f.name != "saved"})
+Options = TypeVar("Options", OpOptions, ParameterOptions)
+
+
+def picked(options: Options, which: Sequence[int] | np.ndarray) -> Options:
+    """Only these of the options."""
+    every = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "saved"}
+    own: dict[str, Any] = {
+        n: tuple(x[k] for k in which) if isinstance(x, tuple) else x[which] for n, x in every.items()
+    }
+    return replace(options, **own)
+
+
+def joined(one: Options, other: Options) -> Options:
+    """The options of both, of `one` first."""
+    pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.name != "saved"}
+    both: dict[str, Any] = {
+        n: sum(pair, ()) if isinstance(pair[0], tuple) else np.concatenate(pair) for n, pair in pairs.items()
+    }
+    return replace(one, **both)
 
 
 def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh) -> OpOptions:

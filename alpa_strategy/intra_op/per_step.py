@@ -4,7 +4,6 @@ as casts, transposed copies and weight norm. Planner and lowering both ask here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +57,7 @@ def per_step(graph: StepGraph) -> PerStep:
     parameters = {p.value for p in graph.parameters}
     known = {*(c.value for c in graph.constants), *(b.value for b in graph.buffers if b.update is None)}
     constant: set[int] = set()  # ops
-    groups: dict[int, _Group] = {}  # value -> the ops that it is made with
+    groups: dict[int, frozenset[int]] = {}  # value -> the ops that it is made with, which share values
     for index, op in enumerate(graph.ops):
         if not all(value in known or value in parameters or value in groups for value in op.operands):
             continue
@@ -68,34 +67,11 @@ def per_step(graph: StepGraph) -> PerStep:
             constant.add(index)
             known.update(op.results)
             continue
-        group = _joined(groups, op.operands)
-        group.ops.append(index)
-        groups.update(dict.fromkeys((*group.values, *op.results), group))
-        group.values.update(op.results)
-    found = [
-        group
-        for group in {id(group): group for group in groups.values()}.values()
-        if not all(is_view(graph.ops[index].call) for index in group.ops)
-    ]
-    moved = _with_own_constants(graph, {index for group in found for index in group.ops}, constant)
+        group = frozenset({index}).union(*(groups[value] for value in op.operands if value in groups))
+        groups.update((value, group) for each in group for value in graph.ops[each].results)
+    found = [g for g in dict.fromkeys(groups.values()) if not all(is_view(graph.ops[index].call) for index in g)]
+    moved = _with_own_constants(graph, {index for group in found for index in group}, constant)
     return PerStep(tuple(_derivation(graph, group, moved) for group in found), frozenset(moved))
-
-
-class _Group:
-    """Ops that share values made of parameters."""
-
-    def __init__(self) -> None:
-        self.ops: list[int] = []
-        self.values: set[int] = set()
-
-
-def _joined(groups: dict[int, _Group], operands: Iterable[int]) -> _Group:
-    """The group of an op that reads `operands`: those that made them, as one."""
-    group = _Group()
-    for other in {id(groups[v]): groups[v] for v in operands if v in groups}.values():
-        group.ops += other.ops
-        group.values |= other.values
-    return group
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
@@ -110,14 +86,14 @@ def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -
     return moved
 
 
-def _derivation(graph: StepGraph, group: _Group, moved: set[int]) -> Derivation:
+def _derivation(graph: StepGraph, group: frozenset[int], moved: set[int]) -> Derivation:
     leaving, maker = {*graph.escaping, *graph.sent}, graph.makers
     values = tuple(
         value
-        for value in sorted(group.values)
+        for value in sorted(value for index in group for value in graph.ops[index].results)
         if value in leaving or any(reader not in moved for reader, _ in graph.consumers.get(value, ()))
     )
-    ops, stack = set(group.ops), list(group.ops)
+    ops, stack = set(group), list(group)
     while stack:
         needed = {maker[value] for value in graph.ops[stack.pop()].operands if value in maker} - ops
         ops |= needed

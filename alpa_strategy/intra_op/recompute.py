@@ -10,9 +10,8 @@ no operands, so products may go there, which take long to be made again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import PRODUCTS, is_view, op_base_name
 from alpa_strategy.errors import OptionError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
-from alpa_strategy.intra_op.options import OpOptions, local_bytes
+from alpa_strategy.intra_op.options import joined, local_bytes, picked
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
@@ -107,10 +106,10 @@ def _extended(
     offset = len(intra.parameters)
     again = {offset + i: which for i, which in more.items() if len(which)}
     extra = {offset + i: each for i, each in seconds.items()}
-    ops = [
-        _with_more(options, again[choice], extra[choice]) if choice in again else options
-        for choice, options in enumerate(intra.ops, start=offset)
-    ]
+    ops = list(intra.ops)
+    for i, which in ((i, which) for i, which in more.items() if len(which)):
+        added = picked(ops[i], which)
+        ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
     layouts = tuple(
         replace(named, sources=named.sources * 2) if transfer.producer in again else named
         for named, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
@@ -142,47 +141,34 @@ def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int])
 
 def _again(intra: IntraOp, index: int) -> np.ndarray:
     """The strategies of an op that may be had with a second run."""
-    op, options = intra.step.ops[index], intra.ops[index]
-    none = np.zeros(0, dtype=int)
-    if index in intra.per_step.ops or not can_run_again(op.call) or options.saved.results[0]:
-        return none
+    op, plain = intra.step.ops[index], _plain(intra, index)
+    if not len(plain):
+        return plain
     alone = all(size == 1 for size in intra.mesh.shape)  # elsewhere matrices may be gathered at use, and so once more
     matrices = {p.value for p in intra.step.parameters if len(p.meta.shape) > 1 and not alone}
     here = {p.value for p in intra.step.parameters} | {given.value for given in intra.step.constant_inputs}
-    for value, keeps in zip(op.operands, options.saved.operands, strict=True):
-        if value in matrices or not (keeps or value in here):
-            return none
-    return _plain(intra, index)
+    operands = zip(op.operands, intra.ops[index].saved.operands, strict=True)
+    are_there = all((keeps or value in here) and value not in matrices for value, keeps in operands)
+    return plain if are_there else plain[:0]
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
     """The strategies of an op whose result may wait in host memory: those that keep it."""
-    call, first = intra.step.ops[index].call, intra.recomputes.get(index)
-    whole = can_run_again(call) and call.results[0].dtype.is_floating_point
-    if index in intra.per_step.ops or not whole or intra.ops[index].saved.results[0]:
-        return np.zeros(0, dtype=int)
-    return _plain(intra, index)[:first]
+    is_float = all(meta.dtype.is_floating_point for meta in intra.step.ops[index].call.results)
+    return _plain(intra, index)[: intra.recomputes.get(index) if is_float else 0]
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """The strategies of an op that is called as it is; none where no other op keeps its result."""
-    readers = intra.step.consumers.get(intra.step.ops[index].results[0], ())
+    """The strategies of an op that is called as it is and can run again; none where no other op keeps its result, or it
+    does so itself."""
+    op, none = intra.step.ops[index], np.zeros(0, dtype=int)
+    if index in intra.per_step.ops or not can_run_again(op.call) or intra.ops[index].saved.results[0]:
+        return none
+    readers = intra.step.consumers.get(op.results[0], ())
     if not any(intra.ops[reader].saved.operands[position] for reader, position in readers):
-        return np.zeros(0, dtype=int)
+        return none
     strategies = intra.ops[index].strategies
     return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
-
-
-def _with_more(options: OpOptions, again: np.ndarray, seconds: np.ndarray) -> OpOptions:
-    longer: dict[str, Any] = {}
-    for name in (f.name for f in fields(options) if f.name != "saved"):
-        found = getattr(options, name)
-        if isinstance(found, tuple):
-            longer[name] = (*found, *(found[k] for k in again))
-        else:
-            longer[name] = np.concatenate([found, found[again]])
-    longer["compute_seconds"][len(options.strategies) :] += seconds
-    return replace(options, **longer)
 
 
 def _longer(

@@ -201,7 +201,7 @@ class BatchHooks:
     """
 
     def __init__(self) -> None:
-        self._watching, self._step_hooks = ExitStack(), ExitStack()
+        self._watching = ExitStack()
         self.kinds: tuple[Kind, ...] | None = None
         self.stored: dict[str, str] = {}
         self._ahead: list[Callable[[Any, int], None]] = []
@@ -213,19 +213,22 @@ class BatchHooks:
         names = [n for n in _TRANSFER_HOOKS if any(is_overridden(owner, n, DataHooks) for owner in owners)]
         self.kinds, self.stored = () if names and world_size() > 1 else None, {}
         if self.kinds is not None:
-            first = functools.partial(self._first, module, owners, ", ".join(names))
-            self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
+            trial = functools.partial(self._try_transfer, module, owners, ", ".join(names))
+            self._at_first(module, module._on_before_batch_transfer, module, trial, ", ".join(names))
         read = names_read(module) | _names_in_updates(module) if world_size() > 1 else frozenset()
         for owner, base in hook_owners(module, module.trainer.callbacks):
             for hook in [getattr(owner, n) for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
                 if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
-                    watched = self._watched(hook, module, owner, names)
-                    self._step_hooks.enter_context(patched([(owner, hook.__name__, watched)]))
+                    where = f"{type(owner).__name__}.{hook.__name__}"
+                    trial = functools.partial(self._try_step_hook, module, owner, hook, where)
+                    self._at_first(owner, hook, module, trial, where, names)
+                    if hook.__name__ == _STEP_HOOKS[1]:
+                        before = [] if owner is module else [module.trainer, module]
+                        self._ahead.append(functools.partial(trial, *before, None))
 
     def close(self) -> None:
         """Watch no longer."""
         self._watching.close()
-        self._step_hooks.close()
         self._ahead.clear()
 
     def try_ahead(self, batch: Any, batch_idx: int) -> None:
@@ -234,58 +237,44 @@ class BatchHooks:
             with suppress(Exception):
                 self._ahead.pop()(batch, batch_idx)
 
-    def _first(self, module: Any, owners: list[Any], names: str, batch: Any, dataloader_idx: int = 0) -> Any:
-        """In the place of the Trainer's first step towards the hooks."""
-        if module.trainer.training:
-            self._watching.close()
-            try:
-                self.kinds, changed = _tried(module, owners, names, batch)
-                self.stored |= dict.fromkeys(changed, names)
-            except Exception as error:  # what it says of the batch itself is for the real call to raise
-                rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
-        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+    def _at_first(
+        self, owner: Any, method: Any, module: Any, trial: Callable[..., None], where: str, names: Sequence[str] = ()
+    ) -> None:
+        """Try the hooks `where`, which store `names`, before a training first calls `method`, with its arguments."""
+        watching, waiting = self._watching.enter_context(ExitStack()), [trial]
 
-    def _watched(self, hook: Callable[..., Any], module: Any, owner: Any, names: list[str]) -> Callable[..., Any]:
-        """The hook, which stores attributes of these names; tried before it is first called."""
-        where, is_tried = f"{type(owner).__name__}.{hook.__name__}", False
-
-        def ahead(batch: Any, batch_idx: int) -> None:
-            before = [] if owner is module else [module.trainer, module]
-            changed = self._changed_by(hook, module, owner, (*before, None, batch, batch_idx))
-            self.stored |= dict.fromkeys(changed, where)
-
-        if hook.__name__ == _STEP_HOOKS[1]:
-            self._ahead.append(ahead)
-
-        @functools.wraps(hook)
-        def call(*args: Any) -> Any:
-            nonlocal is_tried
-            if not is_tried:
-                is_tried = True
+        @functools.wraps(method)
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if waiting and module.trainer.training:
+                if getattr(owner, method.__name__) is first:  # others may have put theirs around it since
+                    watching.close()
                 try:
-                    changed: Iterable[str] = self._changed_by(hook, module, owner, args)
-                except Exception as error:
+                    waiting.pop()(*args)
+                except Exception as error:  # what it says of the batch itself is for the real call to raise
                     rank_zero_info(f"alpa: {where} cannot be tried on more rows: {type(error).__name__}: {error}")
-                    changed = names
-                self.stored |= dict.fromkeys(changed, where)
-            return hook(*args)
+                    self.stored |= dict.fromkeys(names, where)
+            return method(*args, **kwargs)
 
-        return call
+        watching.enter_context(patched([(owner, method.__name__, first)]))
 
-    def _changed_by(self, hook: Callable[..., Any], module: Any, owner: Any, args: tuple[Any, ...]) -> set[str]:
-        """What holds something else after the hook where the batch has more rows. args: its own, (..., batch, index)"""
+    def _try_transfer(self, module: Any, owners: list[Any], names: str, batch: Any) -> None:
+        self.kinds, changed = _tried(module, owners, names, batch)
+        self.stored |= dict.fromkeys(changed, names)
+
+    def _try_step_hook(self, module: Any, owner: Any, hook: Callable[..., Any], where: str, *args: Any) -> None:
+        """Note what holds something else after the hook where the batch has more rows. args: its own, (..., batch,
+        index)"""
         *before, batch, batch_idx = args
         trainer = module.trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        owners = [module, owner, *trainer.optimizers, *schedulers]
         kinds, count = _rows_of(batch, known_kinds(trainer, batch, self))
         states = []
         for order in (range(count), _more_rows(count)):
             silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
-            with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners), patched(silent):
+            with _state_kept([module, owner, *trainer.optimizers, *schedulers]), patched(silent):
                 hook(*before, _with_rows(batch, kinds, count, order), batch_idx)
                 states.append(_state_of(module, owner))
-        return _differing(*states)
+        self.stored |= dict.fromkeys(_differing(*states), where)
 
 
 def _state_of(module: nn.Module, callback: Any = None) -> dict[str, Any]:
@@ -324,7 +313,7 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tupl
 
     def made(order: Sequence[int], times: int = 1) -> Any:
         """What the hooks give for these rows when they are called the first or second time."""
-        with isolate_rng(include_cuda=module.device.type == "cuda"), _state_kept(owners) as changed:
+        with _state_kept(owners) as changed:
             for _ in range(times):
                 rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
                 result = module.trainer.strategy.batch_to_device(rows)
@@ -367,7 +356,8 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 @contextmanager
 def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Attributes, weights, buffers, generators and globals of modules and other objects are afterwards what they were.
+    """Attributes, weights, buffers, generators and globals of a module and other objects are afterwards what they were,
+    and so are torch's, NumPy's and Python's random numbers.
 
     The list that it gives then holds weights and buffers that were changed in place.
     """
@@ -378,6 +368,7 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
     states = [each.get_state() for each in generators]
     changed: list[Tensor] = []
     with ExitStack() as stack:
+        stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
         for each in modules:
             stack.enter_context(fields_kept(each))
         # What it puts back in globals and closures (lists of calls) is no error here.
