@@ -216,7 +216,9 @@ class Autocast:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with the casts that the open region makes of them."""
         state = self.state
-        composite = self._is_composite(target)
+        # Without a policy of its own, autocast may treat the ops that it is made of.
+        composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        composite = composite and target.namespace not in _AUTOCAST_INSIDE and not has_policy(target, self.device_type)
         if state is None or not (composite or has_policy(target, self.device_type)):
             return args, kwargs
         call, operands = self.builder.call_of(target, args, kwargs)
@@ -238,11 +240,6 @@ class Autocast:
             dtypes = tuple(given if m.dtype.is_floating_point else None for m in call.operands)  # norm
         rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
         return map_refs((args, dict(sorted(kwargs.items()))), lambda _: next(rest))  # in the order of `call_of`
-
-    def _is_composite(self, target: OpOverload) -> bool:
-        """Whether autocast has no policy for the op, and may treat the ops that it is made of."""
-        composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-        return composite and target.namespace not in _AUTOCAST_INSIDE and not has_policy(target, self.device_type)
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
         """A cast; parameters are cast once per outermost region, as autocast's own cache does."""

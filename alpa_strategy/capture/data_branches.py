@@ -154,13 +154,6 @@ def passing_answer(frame: FrameType) -> bool | None:
     return answer if answer is None or not is_operand else not answer
 
 
-def _passing(statement: ast.If | ast.Assert) -> bool | None:
-    """What the statement's test must be so that nothing is raised; None when that is not all that it decides."""
-    if isinstance(statement, ast.Assert) or _only_raises(statement.orelse):
-        return True
-    return False if _only_raises(statement.body) else None
-
-
 def _answer_at_jump(frame: FrameType, statement: ast.If | ast.Assert, position: _Position) -> bool | None:
     """The same for the operand of the statement's test that the frame has come to: each ends in a jump, in order."""
     operands = list(_operands(statement.test))
@@ -190,7 +183,9 @@ def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
     """What expression `node` must be, by the nearest of `parents` (innermost first)."""
     parent = parents[0] if parents else None
     if isinstance(parent, ast.Assert | ast.If) and parent.test is node:
-        return _passing(parent)
+        if isinstance(parent, ast.Assert) or _only_raises(parent.orelse):
+            return True
+        return False if _only_raises(parent.body) else None  # else more is decided than whether something is raised
     if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
         answer = _answer_of(parent, parents[1:])
         return None if answer is None else not answer

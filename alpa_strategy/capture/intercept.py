@@ -268,9 +268,6 @@ def _recording_class(
     counters = {n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")}
     view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
 
-    def get_trainer(self: LightningModule) -> Any:
-        return view if view is not None else trainer_property.fget(self)
-
     def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
             f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the captured step "
@@ -293,7 +290,7 @@ def _recording_class(
         **_recording_log(record, names),
         "global_step": property(lambda self: counters["global_step"]),
         "current_epoch": property(lambda self: counters["current_epoch"]),
-        "trainer": property(get_trainer, trainer_property.fset),
+        "trainer": property(lambda self: trainer_property.fget(self) if view is None else view, trainer_property.fset),
         "device": property(lambda self: device),
         "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
         "print": note_print,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import SetupError
 
 
@@ -52,12 +53,9 @@ def low_precision_copies(module: nn.Module, dtype: torch.dtype) -> Iterator[None
     ]
     copies = {master: master.to(dtype) for _, _, master in places}
     default = torch.get_default_dtype()
-    try:
-        for parameters, name, master in places:
-            parameters[name] = copies[master]  # type: ignore[assignment]
+    with patched((parameters, name, copies[master]) for parameters, name, master in places):
         torch.set_default_dtype(dtype)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        for parameters, name, master in places:
-            parameters[name] = master
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)

@@ -97,7 +97,7 @@ class Session:
         sharding = self.deferred_init.sharding
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
-        with _own_randomness(job):
+        with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
             run: PlacedModule | None = None
             if self._why_written is None:
                 try:
@@ -235,7 +235,7 @@ class Session:
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))
-        with torch.inference_mode(False), _own_randomness(job):
+        with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
             run = WrittenRun(module, [], job, self.deferred_init.sharding, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
         self.run, self.plan = run, run.plan
@@ -292,11 +292,6 @@ class Session:
         if self.run is not None:
             self.run.close()
         self.run = None
-
-
-def _own_randomness(job: Job) -> AbstractContextManager[None]:
-    """Context: random numbers that are drawn inside (measuring does) are not missing afterwards."""
-    return isolate_rng(include_cuda=job.device.type == "cuda")
 
 
 def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:

@@ -239,7 +239,13 @@ class _Writer:
         """The expression that calls the op on local operands, and the call itself where a compiler may have it."""
         function = f"f_{op.name}"
         if local.implementation is not None and is_symbolic(op.call):
-            self.namespace[function] = functools.partial(_run_at_counters, op.call, strategies, local, self.mesh)
+            mesh = self.mesh
+
+            def run(counters: Mapping[str, int], *given: Tensor) -> Any:  # whose arguments are known now
+                at_call, at_local = at_counters(op.call, counters), at_counters(local.call, counters)
+                return build_local_op(at_call, strategies, replace(local, call=at_local), mesh)(*given)
+
+            self.namespace[function] = run
             return f"{function}(counters, {', '.join(operands)})", None
         if local.implementation is not None:
             self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
@@ -267,15 +273,11 @@ class _Writer:
             return operands[arg.index]
         if isinstance(arg, tuple):
             return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
-        if isinstance(arg, SymbolicScalar):
-            name = f"c{len(self.namespace)}"
-            self.namespace[name] = arg.made.value
-            return f"{name}(counters)"
         if isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
             return repr(arg)
-        name = f"c{len(self.namespace)}"
-        self.namespace[name] = arg
-        return name
+        name, is_made = f"c{len(self.namespace)}", isinstance(arg, SymbolicScalar)
+        self.namespace[name] = arg.made.value if is_made else arg
+        return f"{name}(counters)" if is_made else name
 
     def resharded(self, value: int, target: DualLayout) -> str:
         """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
@@ -360,19 +362,6 @@ def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., T
         return result
 
     return run
-
-
-def _run_at_counters(
-    call: OpCall,
-    strategies: tuple[AxisStrategy, ...],
-    local: LocalCall,
-    mesh: MeshComm,
-    counters: Mapping[str, int],
-    *operands: Tensor,
-) -> Any:
-    """A local implementation whose arguments are known now."""
-    local = replace(local, call=at_counters(local.call, counters))
-    return build_local_op(at_counters(call, counters), strategies, local, mesh)(*operands)
 
 
 def dtypes_read(step: StepGraph) -> dict[str, torch.dtype]:

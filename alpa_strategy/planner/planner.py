@@ -213,8 +213,8 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
         many = None
     spent = {"pipelines": time.perf_counter() - started}
     if many is None or many.predicted.step_seconds > limit:
-        found = f"none is faster by {MARGIN:.0%}"
-        return _with_note(replace(one, solver_seconds={**one.solver_seconds, **spent}), f"no pipeline: {found}")
+        one = replace(one, solver_seconds={**one.solver_seconds, **spent})
+        return _with_note(one, f"no pipeline: none is faster by {MARGIN:.0%}")
     many = replace(
         many,
         baselines={"one stage": one.predicted.step_seconds, **one.baselines},
@@ -258,9 +258,8 @@ def _with_note(plan: Plan, note: str) -> Plan:
 def _may_be_pipelined(task: PlanTask) -> bool:
     """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
     step, cluster, options = task.step, task.cluster, task.options
-    if options.num_stages == 1 or options.num_microbatches == 1:
-        return False
-    if options.parallel != "auto" or options.logical_mesh is not None:
+    pins_mesh = options.parallel != "auto" or options.logical_mesh is not None
+    if pins_mesh or 1 in (options.num_stages, options.num_microbatches):
         return False
     counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]
     if not counts:

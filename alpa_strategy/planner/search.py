@@ -162,15 +162,7 @@ def plan_pipeline(
     check_pins(task.step, task.cluster, task.options)
     search = _Search(task, several, solve)
     search.run(known)
-    plan = search.solve_best()
-    if plan is not None:
-        return replace(plan, solver_seconds=dict(search.spent))
-    search.explain()
-    raise _nothing_fits(
-        "no pipeline fits",
-        search.failures,
-        "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise memory_limit",
-    )
+    return replace(search.solve_best(), solver_seconds=dict(search.spent))
 
 
 def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
@@ -235,7 +227,7 @@ class _Search:
         if not self.best and not self.failures:
             self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
 
-    def solve_best(self) -> Plan | None:
+    def solve_best(self) -> Plan:
         """The best candidates solved by the ILP (see `best_solved`)."""
 
         def solve(candidate: Candidate) -> Plan:
@@ -245,7 +237,15 @@ class _Search:
         plan, failures = best_solved(self.best, solve)
         self.failures += failures
         if plan is None:
-            return None
+            largest = out_of_memory(self.last_job, self.meshes) if self.last_job is not None else None
+            if largest is not None:
+                self.failures.append(("", DoesNotFitError(largest)))
+            raise _nothing_fits(
+                "no pipeline fits",
+                self.failures,
+                "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise "
+                "memory_limit",
+            )
         job = self._jobs[plan.num_microbatches]
         assert job is not None
         notes = [*job.graph.notes, *self.notes_on(plan)]
@@ -347,12 +347,6 @@ class _Search:
                 fits = np.isfinite(stage_costs(job, [whole], self.store)[0].seconds[0, -1]).any()
             if fits and self._look(count, None, known).seconds >= best:
                 misses += 1
-
-    def explain(self) -> None:
-        """Add to `failures` the layer that needs the most memory, where nothing fitted into it."""
-        largest = out_of_memory(self.last_job, self.meshes) if self.last_job is not None else None
-        if largest is not None:
-            self.failures.append(("", DoesNotFitError(largest)))
 
 
 def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:

@@ -52,12 +52,6 @@ def may_draw(call: OpCall) -> bool:
     return recorded is None or recorded.draws
 
 
-def _shape(call: OpCall) -> tuple[int, ...] | None:
-    """The shape that all results and operands have but numbers (operands without dims); None: they differ."""
-    shapes = {meta.shape for meta in call.operands if meta.shape} | {meta.shape for meta in call.results}
-    return shapes.pop() if len(shapes) == 1 else None
-
-
 def _cut(call: OpCall, dim: int, length: int) -> OpCall:
     def cut(meta: TensorMeta) -> TensorMeta:
         return meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :])) if meta.shape else meta
@@ -72,7 +66,9 @@ def _recorded(call: OpCall) -> _Recorder | None:
         operands = [
             torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad) for m in call.operands
         ]
-        recorder = _Recorder(_shape(call))
+        # All results and operands must have one shape but numbers (operands without dims).
+        shapes = {meta.shape for meta in call.operands if meta.shape} | {meta.shape for meta in call.results}
+        recorder = _Recorder(shapes.pop() if len(shapes) == 1 else None)
         try:
             with recorder:
                 results = call.call(*operands)

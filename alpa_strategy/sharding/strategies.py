@@ -133,18 +133,13 @@ def _groups(argument: str) -> Changes:
         whole, local = call.operands[0].shape, operands[0].shape
         if groups == 1:  # all channels, however many
             return {}
-        channel_dim = _channel_dim(call)
+        weight, channel_dim = bind(call).get("weight"), 1
+        if "conv" in aten_name(call.target) and isinstance(weight, Slot):
+            # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
+            channel_dim = len(whole) - len(call.operands[weight.index].shape) + 1
         return {argument: groups * local[channel_dim] // whole[channel_dim]}
 
     return change
-
-
-def _channel_dim(call: OpCall) -> int:
-    weight = bind(call).get("weight")
-    if "conv" in aten_name(call.target) and isinstance(weight, Slot):
-        # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
-        return len(call.operands[0].shape) - len(call.operands[weight.index].shape) + 1
-    return 1
 
 
 def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
