@@ -273,9 +273,10 @@ class _Writer:
             return operands[arg.index]
         if isinstance(arg, tuple):
             return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
-        if isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
+        is_made = isinstance(arg, SymbolicScalar)  # a number by its class, as an example
+        if not is_made and isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
             return repr(arg)
-        name, is_made = f"c{len(self.namespace)}", isinstance(arg, SymbolicScalar)
+        name = f"c{len(self.namespace)}"
         self.namespace[name] = arg.made.value if is_made else arg
         return f"{name}(counters)" if is_made else name
 
