@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from alpa_strategy.comm.collectives import broadcast_states
+from alpa_strategy.comm.collectives import broadcast_tensors
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
@@ -262,7 +262,7 @@ class AlpaStrategy(ParallelJob):
         deferred_init.settle(trainer, self._module, to_load, self._session.fits_one_device)
         self.model_to_device()
         if self.run is None:
-            broadcast_states(self._module)
+            broadcast_tensors((*self._module.parameters(), *self._module.buffers()))
         elif fitting:
             raise AlpaError(
                 f"{type(self._module).__name__} is still in shards from the training before: it does not fit whole",

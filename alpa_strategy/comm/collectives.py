@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar, cast
@@ -56,12 +57,12 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
     return cast("T", result), [value for value, _ in reports]
 
 
-def of_all_ranks(value: T) -> list[T]:
-    """`value` of every rank, by rank (pickled). Collective."""
+def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank, by rank (pickled). Collective over `group`, one of all ranks."""
     if world_size() == 1:
         return [value]
     found: list[Any] = [None] * world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group)
     return found
 
 
@@ -138,12 +139,9 @@ class RankZero:
             return {0: text}
         keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(world_size())]
         self._store.set(keys[self._rank], text)
-        try:
+        with suppress(RuntimeError):  # some ranks do not come: the caller sees which
             self._store.wait(keys, timedelta(seconds=timeout_seconds))
-        except RuntimeError:  # some ranks do not come: the caller sees which
-            pass_by = [key for key in keys if self._store.check([key])]
-            return {keys.index(key): self._store.get(key).decode() for key in pass_by}
-        return {rank: self._store.get(key).decode() for rank, key in enumerate(keys)}
+        return {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -170,20 +168,12 @@ def shared(value: Any, source: int, device: torch.device) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
 
 
-def broadcast_states(module: torch.nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP does, except those without memory. Collective."""
-    broadcast_tensors([t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta])
-
-
-def broadcast_buffers(module: torch.nn.Module) -> None:
-    """Give every rank rank 0's buffers, as DDP does. Collective."""
-    broadcast_tensors([buffer.detach() for buffer in module.buffers()])
-
-
-def broadcast_tensors(tensors: list[torch.Tensor], source: int = 0) -> None:
-    """Write rank `source`'s values into every rank's tensors, those of a dtype in one message. Collective."""
-    if world_size() > 1 and tensors:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, 250 * 2**20, source)
+def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+    """Write rank `source`'s values into every rank's tensors, those of a dtype in one message, as DDP does; except
+    those without memory. Collective."""
+    held = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    if world_size() > 1 and held:
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), held, 250 * 2**20, source)
 
 
 # --- Jobs beside the main thread, one after the other.

@@ -145,7 +145,7 @@ class FailureWatch:
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
                 if not self._stopped.wait(LOST_SECONDS):
                     print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
-                    self._exit()
+                    self.end_process()
                 return
             if failed:
                 with contextlib.suppress(RuntimeError):  # rank 0 may end before it could be told
@@ -163,15 +163,15 @@ class FailureWatch:
         print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
             self._name_the_silent(store)
-        self._exit()
+        self.end_process()
 
-    def _exit(self) -> None:
-        """End this process at once: its main thread may hang in a collective for good."""
-        end_children(self._children(), GRACE_SECONDS)
+    def end_process(self, code: int = 1, grace_seconds: float = GRACE_SECONDS) -> None:
+        """End this process and its children at once: its main thread may hang in a collective for good."""
+        end_children(self._children(), grace_seconds)
         self._last()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
 
 
 def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> None:

@@ -39,7 +39,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     restore_state,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
-from alpa_strategy.comm.collectives import RankZero, cpu_group, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
@@ -254,13 +254,8 @@ class Checkpoints:
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
         own = rank_state(self._trainer, self._run_state if self._run is None else self._run.state_dict())
-        states: list[Any] = [own]
-        if world_size() > 1:
-            writer = self._writer_now()
-            writer.wait()  # the group is its own while it writes
-            states = [None] * world_size()
-            dist.all_gather_object(states, own, group=self._group)
-        put_states(checkpoint, states)
+        self._writer_now().wait()  # the group is its own while it writes
+        put_states(checkpoint, of_all_ranks(own, self._group))
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         if self._form == "auto":

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, of_all_ranks
+from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, of_all_ranks
 from alpa_strategy.errors import RuntimeMismatchError
 
 
@@ -90,7 +90,7 @@ class EvaluationLoop:
     def end(self) -> None:
         """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP has them."""
         if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
-            broadcast_buffers(self._trainer.lightning_module)
+            broadcast_tensors(self._trainer.lightning_module.buffers())
 
     def _meet(self, loader: int) -> None:
         """This rank is done with `loader`."""

@@ -11,7 +11,6 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.comm.collectives import world_size
 
 
@@ -32,11 +31,6 @@ class MetricStates:
             if each.sync_on_compute and each.update_called and world_size() > 1:
                 _keep_synced(each)
             _set_sync(each, False)
-
-    def make_all_global(self, module: nn.Module) -> None:
-        """The same for every metric of a module."""
-        for _, metric in outermost_metrics(module):
-            self.make_global(metric)
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""

@@ -224,7 +224,7 @@ class ParallelJob(DDPStrategy):
     def take_signals(self, trainer: Any) -> None:
         """Before the Trainer registers its handlers: what signals do concerns all ranks."""
         if self._watch is not None:  # on one rank Lightning's own handlers do
-            self._signals = JobSignals(trainer, self._watch, self._children)
+            self._signals = JobSignals(trainer, self._watch)
             self._signals.install()
 
     def stop_watching(self) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_buffers, cpu_group
+from alpa_strategy.capture.python_state import outermost_metrics
+from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, copies_of
@@ -172,7 +173,7 @@ class PlacedModule(ABC):
     def take_buffers(self) -> None:
         """Buffers are rank 0's, where the ranks have run a step of their own on them since they were."""
         if self.buffers_differ:
-            broadcast_buffers(self.module)
+            broadcast_tensors(self.module.buffers())
         self.buffers_differ = False
 
     # Evaluation steps run as they are written, each rank on its own batches: DDP's semantics by construction. Where
@@ -181,7 +182,8 @@ class PlacedModule(ABC):
     def start_evaluation(self) -> None:
         """Begin a loop over evaluation batches. Collective."""
         if self._job.options.batch_scope == "global":  # every rank brings all rows
-            self.metrics.make_all_global(self.module)
+            for _, metric in outermost_metrics(self.module):
+                self.metrics.make_global(metric)
         else:
             self.metrics.make_local()
         if not self.store.sharded_parameters:

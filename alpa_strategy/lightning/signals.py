@@ -9,22 +9,18 @@ so together, as Lightning would. What has not come to that point in time (planni
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from subprocess import Popen
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from alpa_strategy.checkpoint.directory import discard_unfinished
 from alpa_strategy.comm.collectives import any_rank
-from alpa_strategy.comm.failure import FailureWatch, end_children
+from alpa_strategy.comm.failure import FailureWatch
 
 END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
 INTERRUPT_SECONDS = 2.0
@@ -36,12 +32,11 @@ class JobSignals:
     """What this rank does about signals, from `install` to `remove`. Only in the main thread, and with several ranks.
 
     Args:
-        watch: how ranks tell each other.
-        children: the processes that this one launched.
+        watch: how ranks tell each other, and end.
     """
 
-    def __init__(self, trainer: pl.Trainer, watch: FailureWatch, children: Callable[[], Sequence[Popen]]) -> None:
-        self._trainer, self._watch, self._children = trainer, watch, children
+    def __init__(self, trainer: pl.Trainer, watch: FailureWatch) -> None:
+        self._trainer, self._watch = trainer, watch
         self._connector = trainer._signal_connector
         self._requeue = self._connector._slurm_sigusr_handler_fn
         self._asked: int | None = None  # the signal by which the job ends
@@ -158,7 +153,4 @@ class JobSignals:
             f"\nalpa: rank {self._trainer.global_rank} ends {END_SECONDS:.0f} s after {name}, in the middle of its work"
         )
         print(text, file=sys.stderr, flush=True)
-        end_children(self._children(), CHILD_SECONDS)
-        discard_unfinished()
-        sys.stdout.flush()
-        os._exit(128 + self._asked)
+        self._watch.end_process(128 + self._asked, CHILD_SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import permutations
 from typing import Any
 
@@ -186,14 +187,14 @@ class Pipeline:
         """The schedule: this mesh's actions one after the other, whatever they are."""
         order = self._order
         for reduced in order.last_backward.values():
-            reduced.sync(False)
+            reduced.reducer.enabled = False
         for place, action in enumerate(order.actions):
             # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
             for ahead in order.posted[place]:
                 self._workers[ahead.stage].post(ahead)
             store = order.last_backward.get(place)
             if store is not None:  # its gradients are complete with this action: reduced while they are made
-                store.sync(True)
+                store.reducer.enabled = True
             worker = self._workers[action.stage]
             match action.kind:
                 case "F":
@@ -241,10 +242,7 @@ class Pipeline:
                 continue
             worker = self._workers.get(index)
             own = {} if worker is None else {v: self._combined(v, worker.escaped) for v in stage.escaping}
-            if self._world == len(stage.ranks):
-                results.update(own)
-                continue
-            results.update(self._broadcast(stage, own))
+            results.update(own if self._world == len(stage.ranks) else self._broadcast(stage, own))
         return results
 
     def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
@@ -269,7 +267,7 @@ class Pipeline:
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
             results[value] = tensor.contiguous()
         try:
-            broadcast_tensors(list(results.values()), stage.ranks[0])
+            broadcast_tensors(results.values(), stage.ranks[0])
         except RuntimeError as error:
             raise LostRankError(
                 f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
@@ -370,8 +368,5 @@ class SharedSum:
         for (sender, receiver), tensors in zip(self._order, arrived, strict=True):
             if receiver == me:
                 parts[sender] = tensors[0]
-        total: Tensor | None = None
-        for use in sorted(parts):
-            total = parts[use] if total is None else total + parts[use]
-        if total is not None:
-            parameter.grad = total.reshape(parameter.shape)
+        if parts:
+            parameter.grad = reduce(torch.add, [parts[use] for use in sorted(parts)]).reshape(parameter.shape)

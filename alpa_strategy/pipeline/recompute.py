@@ -57,7 +57,7 @@ class Recompute:
         with torch.no_grad():  # nothing is saved for a backward: the spans run again for it
             for span in self.spans:
                 kept.replays.append(self.bookmark())
-                handed = _picked(kept.values, span.reads)
+                handed = {value: kept.values[value] for value in span.reads}
                 left, handed_on, made = span.program(replace(inputs, received=handed))
                 escaping |= left
                 sent |= handed_on
@@ -110,7 +110,7 @@ class RecomputedBackward:
 
     def _run(self, number: int) -> _Open:
         kept, span = self._kept, self._spans[number]
-        handed = _picked(kept.values, span.reads)
+        handed = {value: kept.values[value] for value in span.reads}
         leaves = {v: t.detach().requires_grad_() for v, t in handed.items() if v in self._differentiable}
         with kept.replays[number](), torch.enable_grad():
             escaping, sent, made = span.program(
@@ -135,7 +135,3 @@ def _differentiate(opened: _Open, inside: Values, grads: Values, loss_scale: Ten
         pairs.append((edge, loss_scale.to(loss).expand_as(loss)))
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
-
-
-def _picked(values: Values, wanted: Sequence[int]) -> Values:
-    return {value: values[value] for value in wanted}

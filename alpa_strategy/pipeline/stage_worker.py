@@ -213,15 +213,13 @@ class StageWorker:
             self._recomputed_backward(microbatch, flight)
             return
         roots, grads = self._roots(microbatch, flight)
+        found: list[Tensor | None] = [None] * len(flight.inputs)
         if roots and flight.inputs:
             split = SplitBackward(roots, grads, list(flight.inputs.values()))
-            found = split.run_inputs()
-            flight.weights = split.run_weights
-            self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
-            return
-        if roots:
+            found, flight.weights = split.run_inputs(), split.run_weights
+        elif roots:
             flight.weights = partial(torch.autograd.backward, roots, grads)
-        self._send_grads(microbatch, dict.fromkeys(flight.inputs))
+        self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
 
     def backward_weights(self, microbatch: int) -> None:
         """The second half: the weights' gradients."""

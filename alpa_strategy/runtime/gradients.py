@@ -42,6 +42,9 @@ class GradientReducer:
         mesh: the mesh of the stage.
         parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
+
+    Attributes:
+        enabled: whether the next backward ends with the reduction: False for all micro-batches but the last of a step.
     """
 
     def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:

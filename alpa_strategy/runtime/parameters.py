@@ -86,9 +86,9 @@ class MeshParameters:
                 parameter.data = values(parameter)
         trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
         if self._replicas is not None:
-            self._reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
+            self.reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
         else:
-            self._reducer = GradientReducer(self.mesh, trained, bucket_bytes)
+            self.reducer = GradientReducer(self.mesh, trained, bucket_bytes)
         for sharded in trained:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
@@ -144,31 +144,17 @@ class MeshParameters:
         """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
         return Regather(self._by_parameter, self._results.store)
 
-    def sync(self, enabled: bool) -> None:
-        """Whether the next backward ends with the reduction: False for all micro-batches but the last of a step."""
-        self._reducer.enabled = enabled
-
-    @property
-    def is_syncing(self) -> bool:
-        """What `sync` was last given."""
-        return self._reducer.enabled
-
     def hold(self, names: Collection[str]) -> None:
         """Gradients of these parameters (names of the step's) are not complete when they are made next."""
-        self._reducer.held = frozenset(names)
+        self.reducer.held = frozenset(names)
 
     def finish_backward(self) -> None:
-        """After every backward: complete `parameter.grad` (when `sync` is on). Collective over the mesh."""
+        """After every backward: complete `parameter.grad` (where `reducer.enabled`). Collective over the mesh."""
         if self._host is not None:
             self._host.finish()
-        self._reducer.finish()
+        self.reducer.finish()
         if self._host is not None:
             self._host.link.settle()
-
-    @property
-    def awaits_finish(self) -> bool:
-        """Whether a backward of this rank's own has made gradients that `finish_backward` has not seen yet."""
-        return isinstance(self._reducer, ReplicaReducer) and self._reducer.has_begun
 
     def after_optimizer_step(self) -> None:
         """Parameters have new values: copies that were gathered for the last step go."""
@@ -190,7 +176,7 @@ class MeshParameters:
         """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
         if self._look is not None:
             self._look(name, used)
-        self._reducer.mark_ready(name)
+        self.reducer.mark_ready(name)
 
 
 class OnDemand(Mapping[str, Tensor]):
@@ -380,19 +366,20 @@ class ParameterStore:
     # A training step, where the backward is the Trainer's (stages of a pipeline are told by the pipeline)
 
     def sync(self, enabled: bool) -> None:
-        """See `MeshParameters.sync`."""
+        """Whether the next backward ends with the reduction."""
         for mesh in self._meshes.values():
-            mesh.sync(enabled)
+            mesh.reducer.enabled = enabled
 
     @property
     def is_syncing(self) -> bool:
-        """Whether the next backward ends with the reduction."""
-        return all(mesh.is_syncing for mesh in self._meshes.values())
+        """What `sync` was last given."""
+        return all(mesh.reducer.enabled for mesh in self._meshes.values())
 
     @property
     def awaits_finish(self) -> bool:
-        """See `MeshParameters.awaits_finish`."""
-        return any(mesh.awaits_finish for mesh in self._meshes.values())
+        """Whether a backward of this rank's own has made gradients that `finish_backward` has not seen yet."""
+        reducers = [mesh.reducer for mesh in self._meshes.values()]
+        return any(isinstance(each, ReplicaReducer) and each.has_begun for each in reducers)
 
     def finish_backward(self) -> None:
         """See `MeshParameters.finish_backward`."""
@@ -442,20 +429,17 @@ class ParameterStore:
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
         along one axis. Collective; what it gives waits, without communication of its own."""
-        known = [self._known[parameter].owned for parameter in parts]
-        owned = [
-            each
-            for each in known
-            if each is not None
-            and len(each.layout) == 1
-            and isinstance(each.layout[0], Shard)
-            and each.shape == each.module_shape
+        owned = [each for parameter in parts if (each := self._known[parameter].owned) is not None]
+        cuts = [
+            (each.shape, placement.dim)
+            for each in owned
+            for placement in each.plan.layout
+            if isinstance(placement, Shard) and len(each.plan.layout) == 1 and each.shape == each.module_shape
         ]
-        if self._is_split or len(owned) < len(known):
+        if self._is_split or len(cuts) < len(parts):
             values = [self.gather_like(parameter, part) for parameter, part in parts.items()]
             return lambda: values
         axis = owned[0].mesh.axes[0]
-        cuts = [(each.shape, placement.dim) for each in owned if isinstance(placement := each.layout[0], Shard)]
         columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
         own = torch.zeros(sum(columns), dtype=next(iter(parts.values())).dtype, device=owned[0].device)
         for column, part in zip(own.split(columns), parts.values(), strict=True):

@@ -22,10 +22,9 @@ class ShardedParameter:
 
     Attributes:
         name: the step's first name of it.
-        plan: how it is stored.
+        plan: how it is stored; its layout has dims of `shape`.
         shape: of the whole in the step.
         module_shape: of the whole in the module: `shape`, or with its first two dims in one (a segmented weight).
-        layout: of the values in storage, dims of `shape`.
         to_use, to_whole: from storage to where the step uses it, and to the whole on every device.
         is_gathered_once: the step uses a copy on the device, `leaf`, which is made once per step.
         link: of a parameter in host memory, once it is there.
@@ -46,7 +45,6 @@ class ShardedParameter:
     mesh: MeshComm
     shape: torch.Size
     module_shape: torch.Size
-    layout: Layout
     to_use: Reshard
     to_whole: Reshard
     is_gathered_once: bool
@@ -88,7 +86,6 @@ class ShardedParameter:
             mesh=mesh,
             shape=shape,
             module_shape=module_shape,
-            layout=plan.layout,
             to_use=Reshard(storage, used, shape, mesh),
             to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
             is_gathered_once=not of_replica and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched)),
@@ -134,7 +131,7 @@ class ShardedParameter:
         """This device's part (`local_shape`, a copy) of a tensor of `module_shape`; other shapes as they are."""
         if whole.shape != self.module_shape:
             return whole
-        piece = self._piece(whole, self.layout)
+        piece = self._piece(whole, self.plan.layout)
         part = piece.clone(memory_format=torch.contiguous_format) if self.link is None else host_copy(piece)
         return part.view(self.local_shape)
 
@@ -290,7 +287,7 @@ class ShardedParameter:
         Args:
             tensor: laid out as the parameter.
         """
-        ranges = self.layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
+        ranges = self.plan.layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         starts = tuple(start for start, _ in ranges)
         if self.module_shape == self.shape:
             return [(starts, tensor)]
@@ -304,7 +301,7 @@ class ShardedParameter:
     def replica(self) -> tuple[int, int]:
         """Of the devices that hold the same part: which one this is, and how many they are."""
         index, count = 0, 1
-        for placement, size, coordinate in zip(self.layout, self.mesh.shape, self.mesh.coordinate, strict=True):
+        for placement, size, coordinate in zip(self.plan.layout, self.mesh.shape, self.mesh.coordinate, strict=True):
             if not isinstance(placement, Shard):
                 index, count = index * size + coordinate, count * size
         return index, count
@@ -315,7 +312,7 @@ class ShardedParameter:
 
     @property
     def _local_step_shape(self) -> torch.Size:
-        return torch.Size(self.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate))
+        return torch.Size(self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate))
 
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
