@@ -83,13 +83,8 @@ def read_yaml(path: str | Path) -> Any:
 
 def write_json(path: str | Path, data: Any) -> None:
     """Write so that a reader sees the old file or the new one, never a part; readable as the umask says."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """As `write_json`, for any text. Its folder is made."""
     with replacing(Path(path)) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -98,10 +98,8 @@ class ResumableLoader:
 
     def position(self, num_ahead: int) -> Pass | None:
         """The pass that is under way, of whose batches `num_ahead` are not used yet; None before the first."""
-        if self._iteration is None:
-            return None
         at = self._iteration
-        return Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch)
+        return None if at is None else Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch)
 
 
 def _itself(loader: Any) -> Any:

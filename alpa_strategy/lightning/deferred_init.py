@@ -102,8 +102,12 @@ class DeferredInit:
         elif world_size() == 1 or (not is_training and fits(module)):
             self._put_placeholders(module)
             self._finish()
-        elif is_training:
-            skip_sanity_check(trainer)
+        elif is_training and trainer.num_sanity_val_steps and trainer.enable_validation:
+            trainer.num_sanity_val_steps = 0
+            rank_zero_info(
+                "alpa: no sanity check before training: parameters are made in shards, by the plan that the first "
+                "training batch brings"
+            )
 
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict with its deferred tensors made."""
@@ -226,16 +230,6 @@ def move_real_tensors(module: nn.Module, device: torch.device) -> None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)
-
-
-def skip_sanity_check(trainer: Any) -> None:
-    """There are no parameters to check with before the first training batch brings the plan."""
-    if trainer.num_sanity_val_steps and trainer.enable_validation:
-        trainer.num_sanity_val_steps = 0
-        rank_zero_info(
-            "alpa: no sanity check before training: parameters are made in shards, by the plan that the first training "
-            "batch brings"
-        )
 
 
 def stays_sharded(run: Any) -> bool:

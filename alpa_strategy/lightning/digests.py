@@ -7,7 +7,7 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks, world_size
@@ -109,24 +109,24 @@ def _not_rows(name: str, how: str) -> NotRowsError:
 
 
 class CopyCheck:
-    """Checks that state of which several ranks hold copies is the same in all of them: parameters, or parts of them,
-    and buffers that the step reads. Collective, but for `due`.
+    """Checks that state of which several ranks hold copies is the same in all of them: a training's parameters, or
+    parts of them, as they lie in `store`, and buffers that its step reads. Collective, but for `due`.
 
     Args:
-        tensors: gives every rank's state by name, in the same order on all; None where this rank has none of it.
-        place: which part of it, by name; equal for copies.
         every: steps between two checks; the first steps are checked more often. 0: never.
         device: of the ranks' collectives.
+        of: `GRADIENT`: of the parameters' complete gradients.
     """
 
     def __init__(
-        self, tensors: Callable[[], Mapping[str, Tensor | None]], place: Callable[[str], str], every: int, device: Any
+        self, store: ParameterStore, module: Any, buffers: Sequence[BufferInput], every: int, device: Any, of: str = ""
     ) -> None:
-        self._tensors, self._every, self._device = tensors, every, device
+        self._store, self._module, self._every, self._device, self._of = store, module, every, device, of
+        self._buffers = tuple(buffer.name for buffer in buffers)
         self._first = torch.empty(0)
         if every and world_size() > 1:
-            self.names = tuple(tensors())
-            places = of_all_ranks([place(name) for name in self.names])
+            self.names = (*(of + store.name_of(p) for p in store.parameters), *self._buffers)
+            places = of_all_ranks([*map(self._place, store.parameters), *("whole" for _ in buffers)])
             first = [[column.index(text) for text in column] for column in zip(*places, strict=True)]
             self._first = torch.tensor(first, device=device).T  # [ranks, names]: the first rank with the same part
 
@@ -141,7 +141,7 @@ class CopyCheck:
         if self._first.numel() == 0:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        own = torch.stack([nothing if x is None else digest(x).to(self._device) for x in self._tensors().values()])
+        own = torch.stack([nothing if x is None else digest(x).to(self._device) for x in self._tensors()])
         found = own.new_empty(world_size(), len(own))
         dist.all_gather(list(found), own)
         unequal = found != found.gather(0, self._first)
@@ -157,30 +157,17 @@ class CopyCheck:
             "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave these checks out",
         )
 
+    def _tensors(self) -> Iterator[Tensor | None]:
+        """What this rank has of each of `names`, None where it has none of it."""
+        for parameter in self._store.parameters:
+            own = parameter.grad if self._of else parameter
+            yield own if self._store.holds(parameter) else None
+        yield from (attrgetter(name)(self._module) for name in self._buffers)
 
-def copies_of(
-    store: ParameterStore, module: Any, buffers: Sequence[BufferInput], every: int, device: Any, of: str = ""
-) -> CopyCheck:
-    """The check of a training's parameters as they lie in `store`, and of `buffers`, which its step reads.
-
-    Args:
-        of: `GRADIENT`: of the parameters' complete gradients.
-    """
-    names = {store.name_of(p): p for p in store.parameters}
-
-    def tensors() -> dict[str, Tensor | None]:
-        own = {n: p.grad if of else p for n, p in names.items()}
-        held: dict[str, Tensor | None] = {of + n: own[n] if store.holds(p) else None for n, p in names.items()}
-        return held | {buffer.name: attrgetter(buffer.name)(module) for buffer in buffers}
-
-    def place(name: str) -> str:
-        name = name.removeprefix(of)
-        if name not in names:
-            return "whole"
-        chunks = store.chunks(names[name], names[name].detach())
+    def _place(self, parameter: nn.Parameter) -> str:
+        """Which part of it this rank holds; equal for copies."""
+        chunks = self._store.chunks(parameter, parameter.detach())
         return repr([(start, tuple(part.shape)) for start, part in chunks]) if chunks else f"none {dist.get_rank()}"
-
-    return CopyCheck(tensors, place, every, device)
 
 
 # Gradients of a step: whether they are finite, and where not first

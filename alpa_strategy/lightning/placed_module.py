@@ -19,7 +19,7 @@ from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, copies_of
+from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks
 from alpa_strategy.lightning.job import Job
@@ -74,7 +74,7 @@ class PlacedModule(ABC):
         self.check_copies(())
         self._gradient_check = check
         if check is not None:
-            check.copies = copies_of(store, module, (), 1, job.device, GRADIENT)
+            check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
 
     @abstractmethod
@@ -168,7 +168,7 @@ class PlacedModule(ABC):
     def check_copies(self, buffers: Sequence[BufferInput]) -> None:
         """From now on compare, beside parameters, these buffers between the ranks. Collective."""
         every = self._job.limits.check_replicas_every
-        self.copies = copies_of(self.store, self.module, buffers, every, self._job.device)
+        self.copies = CopyCheck(self.store, self.module, buffers, every, self._job.device)
 
     def take_buffers(self) -> None:
         """Buffers are rank 0's, where the ranks have run a step of their own on them since they were."""
