@@ -251,7 +251,7 @@ class AlpaStrategy(ParallelJob):
         if fitting or self.world_size > 1:
             checks.check_shapes(self._module)
         if fitting:
-            checks.check_module(trainer, self._module)
+            checks.check_module(self._module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
         if is_on_meta(self._module):

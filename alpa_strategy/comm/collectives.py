@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.failure import job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
@@ -28,12 +27,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """`value` of rank `source`, on every rank of the job (pickled)."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
+def broadcast_object(value: Any) -> Any:
+    """`value` of rank 0, on every rank of the job (pickled)."""
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    if world_size() > 1:
+        dist.broadcast_object_list(box)
     return box[0]
 
 
@@ -160,12 +158,6 @@ def all_largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) 
     if world_size() > 1:
         dist.all_reduce(own, dist.ReduceOp.MAX, group or host_group())
     return own.tolist()
-
-
-def shared(value: Any, source: int, device: torch.device) -> Any:
-    """Rank `source`'s value, a pytree of tensors and picklable leaves, on every rank. Collective."""
-    given = broadcast_object(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value), source)
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:

@@ -21,7 +21,7 @@ _OTHER_PRECISIONS = (
 )
 
 
-def check_module(trainer: Any, module: Any) -> None:
+def check_module(module: Any) -> None:
     """SetupError for modules and callbacks that cannot train under this strategy."""
     if not any(p.requires_grad for p in module.parameters()):
         raise SetupError(
