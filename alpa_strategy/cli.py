@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -148,9 +149,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
         pass  # an impossible path is told before the planning
-    to_cluster, to_options, to_recipe = _split_overrides(arguments.overrides)
-    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
-    overrides, console = [*to_recipe, *to_options], Console()
+    to_cluster, overrides = _split_overrides(arguments.overrides)
+    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
     options = plan_options(load_recipe(arguments.recipe, overrides))
     plan = _tuned(arguments, cluster, overrides, console) if arguments.tune else _planned(arguments, cluster, overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
@@ -205,12 +205,9 @@ def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seque
     ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
     best = best_batch(found)
     console.print(tune_table(found, best, ranks))
-    if best is None:
-        error = found[min(found)]
-        assert isinstance(error, AlpaError)
-        raise error
-    plan = found[best]
-    assert not isinstance(plan, AlpaError)
+    plan = found[min(found) if best is None else best]
+    if isinstance(plan, AlpaError):
+        raise plan
     return plan
 
 
@@ -262,21 +259,19 @@ def plan_options(recipe: Recipe) -> PlanOptions:
     return PlanOptions.from_user(**given)
 
 
-def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """`cluster.*` overrides (field -> value), `plan.*` ones (as `strategy.*`), and the recipe's own."""
+def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """`cluster.*` overrides (field -> value), and the recipe's, where `plan.*` is written `strategy.*`."""
     to_cluster: dict[str, Any] = {}
-    to_options, to_recipe = [], []
+    to_recipe: list[str] = []
     for text in overrides:
         if text.startswith("cluster."):
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
                 raise OptionError(f"override {text!r} is not of the form key=value", "write cluster.num_nodes=2")
             to_cluster[key] = value
-        elif text.startswith("plan."):
-            to_options.append("strategy." + text.removeprefix("plan."))
         else:
-            to_recipe.append(text)
-    return to_cluster, to_options, to_recipe
+            to_recipe.append(re.sub(r"^plan\.", "strategy.", text))
+    return to_cluster, to_recipe
 
 
 def _example_batch(data: Any, recipe: Recipe) -> Any:

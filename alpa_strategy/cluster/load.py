@@ -84,46 +84,37 @@ class Fields:
             raise self._error(self.prefix + key, "is missing", f"add it: {expected}")
         return self.data[key]
 
-    def text(self, key: str, expected: str, default: str | None = None) -> str:
-        """A text that is not empty; `expected` is what the error says to write."""
-        value = self.value(key, expected, default)
-        if not isinstance(value, str) or not value:
-            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
+    def valid(self, key: str, value: Any, holds: bool, expected: str) -> Any:
+        """The value of a field, of which `holds` says whether it can be; `expected` is what the error says to write."""
+        if not holds:
+            raise self._error(self.prefix + key, f"is {value!r:.80}", f"write {expected}")
         return value
+
+    def text(self, key: str, expected: str, default: str | None = None) -> str:
+        """A text that is not empty."""
+        value = self.value(key, expected, default)
+        return self.valid(key, value, isinstance(value, str) and value != "", expected)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self.value(key, "true or false", default)
-        if not isinstance(value, bool):
-            raise self._error(self.prefix + key, f"is {value!r}", "write true or false")
-        return value
-
-    def choice(self, key: str, known: tuple[str, ...]) -> str:
-        """One of some words, the first where none is given."""
-        value = self.text(key, f"one of {', '.join(known)}", known[0])
-        if value not in known:
-            raise self._error(self.prefix + key, f"is {value!r}", f"write one of {', '.join(known)}")
-        return value
+        return self.valid(key, value, isinstance(value, bool), "true or false")
 
     def number(
         self, key: str, expected: str, default: float | None = None, *, zero: bool = False, maximum: float = math.inf
     ) -> float:
         """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
         value = self.value(key, expected, default)
-        ok = _is_finite(value)
-        if not ok or not (0.0 if zero else SMALLEST) <= value <= min(LARGEST, maximum):
-            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
-        return float(value)
+        holds = _is_finite(value) and (0.0 if zero else SMALLEST) <= value <= min(LARGEST, maximum)
+        return float(self.valid(key, value, holds, expected))
 
     def integer(
         self, key: str, expected: str, default: int | None = None, *, minimum: int = 1, maximum: float = 1e18
     ) -> int:
         """A whole number from `minimum` to `maximum`; 16e9 counts as one."""
         value = self.value(key, expected, default)
-        ok = _is_finite(value)
-        if not ok or value != int(value) or not minimum <= value <= maximum:
-            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
-        return int(value)
+        holds = _is_finite(value) and value == int(value) and minimum <= value <= maximum
+        return int(self.valid(key, value, holds, expected))
 
     def section(self, key: str, known: tuple[str, ...], expected: str, default: Any = None) -> Fields:
         """The fields of a part, of which only `known` ones may be there."""
@@ -132,9 +123,7 @@ class Fields:
     def items(self, key: str, expected: str, default: Any = None) -> list[Any]:
         """A list."""
         value = self.value(key, expected, default)
-        if not isinstance(value, list | tuple):
-            raise self._error(self.prefix + key, f"is {value!r}", f"write {expected}")
-        return list(value)
+        return list(self.valid(key, value, isinstance(value, list | tuple), expected))
 
     def names(self) -> list[str]:
         """The fields that are there."""

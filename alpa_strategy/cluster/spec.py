@@ -26,7 +26,7 @@ from alpa_strategy.cluster.topology import Level, Order, Topology, read_levels, 
 from alpa_strategy.errors import ClusterError
 
 ORDERS = ("searched", "numbered")
-_ORDER = "write searched, numbered, or a list of all ranks"
+_ORDER = "searched, numbered, or a list of all ranks"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
 
@@ -166,8 +166,7 @@ class ClusterSpec:
 
         `overrides` are laid over the file: dotted field -> value, for example `{"num_nodes": 2}`.
         """
-        data, file = read_cluster_yaml(path, overrides)
-        return cls.from_dict(data, file)
+        return cls.from_dict(*read_cluster_yaml(path, overrides))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> ClusterSpec:
@@ -178,17 +177,17 @@ class ClusterSpec:
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
         measured = fields.flag("measured", False)
-        nominal = NOMINAL if measured else None
+        nominal = NOMINAL.to_dict() if measured else {}
         tables = fields.items("tables", "a list of measured tables", ())
         num_nodes = fields.integer("num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES)
         per_node = "devices in each node, a whole number >= 1; at most a million in the cluster"
-        return cls(
+        spec = cls(
             name=fields.text("name", "a name for the cluster"),
             num_nodes=num_nodes,
             devices_per_node=fields.integer("devices_per_node", per_node, maximum=MAX_DEVICES / num_nodes),
-            device=_read_device(fields, nominal.device if nominal else None),
-            intra_node=_read_link(fields, "intra_node", nominal.intra_node if nominal else None),
-            inter_node=_read_link(fields, "inter_node", nominal.inter_node if nominal else None),
+            device=_read_device(fields, nominal.get("device")),
+            intra_node=_read_link(fields, "intra_node", nominal.get("intra_node")),
+            inter_node=_read_link(fields, "inter_node", nominal.get("inter_node")),
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
             overlap=fields.number("overlap", "a share, 0 to 1", 0.0, zero=True, maximum=1.0),
@@ -196,14 +195,14 @@ class ClusterSpec:
             levels=read_levels(fields),
             order=_read_order(fields),
             host=read_host(fields),
-        )._checked()
-
-    def _checked(self) -> ClusterSpec:
-        if not self.is_uniform:
-            _ = self.topology  # ClusterError where links or levels do not cover its devices
-        if not isinstance(self.order, str) and sorted(self.order) != list(range(self.num_devices)):
-            raise ClusterError(f"order does not list the ranks 0 to {self.num_devices - 1}, each once", _ORDER)
-        return self
+        )
+        if not spec.is_uniform:
+            _ = spec.topology  # ClusterError where links or levels do not cover its devices
+        if not isinstance(spec.order, str) and sorted(spec.order) != list(range(spec.num_devices)):
+            raise ClusterError(
+                f"order does not list the ranks 0 to {spec.num_devices - 1}, each once", f"write {_ORDER}"
+            )
+        return spec
 
     @property
     def is_uniform(self) -> bool:
@@ -400,10 +399,8 @@ NOMINAL = ClusterSpec(
 )
 
 
-def _read_device(fields: Fields, nominal: DeviceSpec | None) -> DeviceSpec:
-    if nominal is not None and "device" not in fields:
-        return nominal
-    device = fields.section("device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}")
+def _read_device(fields: Fields, nominal: dict[str, Any] | None) -> DeviceSpec:
+    device = fields.section("device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}", nominal)
     peaks = device.section("peak_flops", DTYPES, "FLOP/s by dtype, for example {float16: 125e12, float32: 15.7e12}")
     if not peaks.names():
         device.number("peak_flops", "FLOP/s of at least one dtype, for example {float32: 15.7e12}")
@@ -433,15 +430,12 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
 
 def _read_order(fields: Fields) -> str | Order:
     order = fields.value("order", _ORDER, ORDERS[0])
-    if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):
-        return tuple(order)
-    return fields.choice("order", ORDERS)
+    is_list = isinstance(order, list | tuple) and all(type(rank) is int for rank in order)
+    return tuple(order) if is_list else fields.valid("order", order, order in ORDERS, _ORDER)
 
 
-def _read_link(fields: Fields, key: str, nominal: Link | None) -> Link:
-    if nominal is not None and key not in fields:
-        return nominal
-    link = fields.section(key, LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3], _LINK)
+def _read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link:
+    link = fields.section(key, LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3], _LINK, nominal)
     return Link(
         latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
         bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),

@@ -73,9 +73,7 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
         if isinstance(level.value(unit, expected), list | tuple):
             given = level.items(unit, expected)
             whole = all(isinstance(b, list | tuple) and all(type(i) is int and i >= 0 for i in b) for b in given)
-            if not whole or not given:
-                raise ClusterError(f"cluster file {fields.file}: field {level.prefix}{unit} is {given!r:.80}", expected)
-            blocks = tuple(map(tuple, given))
+            blocks = tuple(map(tuple, level.valid(unit, given, whole and bool(given), expected)))
         else:
             blocks = level.integer(unit, expected, maximum=MAX_DEVICES)
         name = level.text("name", "what the level is called, for example rack")

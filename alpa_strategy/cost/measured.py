@@ -10,6 +10,7 @@ import logging
 import math
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -65,7 +66,7 @@ class OpTable:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path) if path is not None else None
-        self._devices: dict[str, dict[str, dict[str, OpTime]]] = {}
+        self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(dict)  # (device, family) -> by call
 
     @classmethod
     def load(cls, path: str | Path) -> OpTable:
@@ -80,8 +81,7 @@ class OpTable:
                 raise ValueError(f"format version {data['version']}, this package writes {FORMAT_VERSION}")
             for device, families in data["devices"].items():
                 for family, calls in families.items():
-                    for key, entry in calls.items():
-                        table._put(device, family, key, _entry_from_dict(entry))
+                    table._families[device, family] = {key: _entry_from_dict(entry) for key, entry in calls.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             logger.warning("op times in %s cannot be used (%s): ops are measured again", file, error)
             return cls(path)
@@ -92,36 +92,27 @@ class OpTable:
         if self.path is None:
             return
         if self.path.exists():
-            for device, families in OpTable.load(self.path)._devices.items():
-                for family, calls in families.items():
-                    for key, entry in calls.items():
-                        if key not in self._devices.get(device, {}).get(family, {}):
-                            self._put(device, family, key, entry)
-        devices = {
-            device: {family: {key: asdict(e) for key, e in calls.items()} for family, calls in families.items()}
-            for device, families in self._devices.items()
-        }
+            for place, calls in OpTable.load(self.path)._families.items():
+                self._families[place] = calls | self._families[place]
+        devices: dict[str, dict[str, Any]] = defaultdict(dict)
+        for (device, family), calls in self._families.items():
+            devices[device][family] = {key: asdict(entry) for key, entry in calls.items()}
         write_json(self.path, {"version": FORMAT_VERSION, "devices": devices})
 
     def get(self, device: str, call: OpCall) -> OpTime | None:
         """The measurement of exactly this call."""
-        return self._devices.get(device, {}).get(call_family(call), {}).get(call_key(call))
+        return self._families.get((device, call_family(call)), {}).get(call_key(call))
 
     def put(self, device: str, call: OpCall, forward: float, backward: float) -> None:
         """Remember a measurement, in seconds."""
-        forward_work, backward_work = op_work(call)
-        entry = OpTime(forward, backward, forward_work, backward_work)
-        self._put(device, call_family(call), call_key(call), entry)
+        self._families[device, call_family(call)][call_key(call)] = OpTime(forward, backward, *op_work(call))
 
     def family(self, device: str, family: str) -> tuple[OpTime, ...]:
         """Every measurement of a family (`call_family`)."""
-        return tuple(self._devices.get(device, {}).get(family, {}).values())
+        return tuple(self._families.get((device, family), {}).values())
 
     def __len__(self) -> int:
-        return sum(len(calls) for families in self._devices.values() for calls in families.values())
-
-    def _put(self, device: str, family: str, key: str, entry: OpTime) -> None:
-        self._devices.setdefault(device, {}).setdefault(family, {})[key] = entry
+        return sum(map(len, self._families.values()))
 
 
 def _show(arg: Any) -> str:
@@ -240,7 +231,6 @@ def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, bud
         memory_bandwidth=2 * source.nbytes / copy_seconds,
         peak_flops=tuple(peaks),
         launch_seconds=launch,
-        efficiency=1.0,
     )
 
 

@@ -22,7 +22,6 @@ from alpa_strategy.units import format_bytes, format_count, format_seconds
 BAR_WIDTH = 40
 MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}
 PART_STYLES = {"compute": "blue", "communication": "magenta", "optimizer": "green", "waiting": "dim"}
-PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
 PICTURE_WIDTH = 120  # columns
 _WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of rich's pictures: the reader's own do
 Shape = tuple[int, ...]
@@ -212,11 +211,8 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
         row: list[RenderableType] = [pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
-        if sized and group.shape is not None:
-            row += [
-                " x ".join(map(str, group.shape)) or "scalar",
-                format_count(len(group.names) * math.prod(group.shape)),
-            ]
+        if group.shape is not None:
+            row += [mesh_text(group.shape) or "scalar", format_count(len(group.names) * math.prod(group.shape))]
         elif sized:
             row += ["", ""]
         row += [Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes]
@@ -228,7 +224,7 @@ def _collectives(stage: StagePlan) -> Table:
     table = _plain_table("collective", "axis", "when")
     _add_columns(table, (), ("calls", "bytes", "time per step"))
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
-        when = PHASES.get(c.phase, c.phase)
+        when = "once a step" if c.phase == "step" else c.phase
         table.add_row(c.kind, str(c.axis), when, str(c.count), format_bytes(c.num_bytes), format_seconds(c.seconds))
     return table
 

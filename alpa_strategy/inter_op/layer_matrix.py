@@ -16,7 +16,7 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, boundary_layouts
+from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_shared_arrays
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, order_within
@@ -185,20 +185,17 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
             kept += stage.choices[choice].saved[chosen]
             choices[choice] = _nothing(1)
     choices += [_nothing(len(kept_in)), _nothing(len(kept_out))]
-    parts = list(stage.transfers)
-    for index, layouts in enumerate(intra.transfers):  # inside a stage a received value is kept like any other
-        if layouts.value in intra.received and parts[index].saved.any():
-            sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
-            parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, parts[index].saved.shape).astype(float))
-    again = intra.gathered_again
-    gathered = tuple(_gathered_bytes(intra, layouts) if layouts.value in again else None for layouts in intra.transfers)
-    return Joined(stage, tuple(choices), tuple(parts), tuple(transfers), entering, leaving, kept_in, kept_out, gathered)
-
-
-def _gathered_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
-    """[source, target] bytes of a parameter's copy where it is gathered, else 0."""
-    whole = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
-    return np.where(gathers(layouts.sources, layouts.targets), whole, 0)
+    parts, again = list(stage.transfers), intra.gathered_again
+    gathered: list[np.ndarray | None] = [None] * len(parts)
+    for index, layouts in enumerate(intra.transfers):
+        sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
+        saved = parts[index].saved
+        if layouts.value in intra.received and saved.any():  # inside a stage a received value is kept like any other
+            parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, saved.shape).astype(float))
+        if layouts.value in again:
+            gathered[index] = np.where(gathers(layouts.sources, layouts.targets), sizes, 0)
+    ends_kept = entering, leaving, kept_in, kept_out
+    return Joined(stage, tuple(choices), tuple(parts), tuple(transfers), *ends_kept, tuple(gathered))
 
 
 def _followed(

@@ -197,10 +197,9 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
         each = np.minimum(each, alone[:, 0] + alone[:, 1])
-    if not columns:
-        empty = np.full((L, L + 1, 1), np.inf)
+    if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
-        return RunCosts(shapes, empty, zero, zero, zero, zero.astype(int), zero.astype(bool), least, each)
+        columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
     return _prune(shapes, stacked, job, least, each)
 

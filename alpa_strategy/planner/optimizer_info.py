@@ -70,17 +70,18 @@ def experiment(optimizer: Optimizer) -> OptimizerInfo:
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
         grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
-        whole = _trained(rebuild, start, grads)
+        (whole,) = _trained(rebuild, [start], [grads])
 
         def in_shards(dim: int, size: int) -> Tensor:
             shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-            return torch.cat([_trained(rebuild, part, own_grads) for part, *own_grads in shards], dim)
+            return torch.cat([_trained(rebuild, [part], [own_grads])[0] for part, *own_grads in shards], dim)
 
         cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
         element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
         others = [g * 3.0 for g in grads]
-        both = _trained_together(rebuild, [start, -start], [grads, others])
-        parameter_wise = torch.allclose(both[0], whole) and torch.allclose(both[1], _trained(rebuild, -start, others))
+        both = _trained(rebuild, [start, -start], [grads, others])
+        alone = (whole, *_trained(rebuild, [-start], [others]))
+        parameter_wise = all(map(torch.allclose, both, alone))
         return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
@@ -93,7 +94,7 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
 
     def takes(grad: Tensor) -> bool:
         try:
-            _trained_together(_rebuilder(optimizer), [gradient], [[grad]])
+            _trained(_rebuilder(optimizer), [gradient], [[grad]])
         except Exception:  # any class of any package is tried here
             return False
         return True
@@ -123,13 +124,6 @@ def _probe(optimizer: Optimizer, dtype: torch.dtype) -> float:
 
 
 def _trained(
-    rebuild: Callable[[list[torch.nn.Parameter]], Optimizer], start: Tensor, grads: Sequence[Tensor]
-) -> Tensor:
-    """The parameter after one optimizer step per gradient."""
-    return _trained_together(rebuild, [start], [grads])[0]
-
-
-def _trained_together(
     rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
     starts: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],

@@ -112,12 +112,13 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     outside = {v: np.array(total - float(message.table)) for v, message in inward.items() if not message.scope}
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
-        scope = (*inward[v].scope, v)
-        belief = join(holding[v], scope, network.sizes) + outside.pop(v)[..., None]
-        marginals[v] = belief.reshape(-1, belief.shape[-1]).min(axis=0)
+        scope = (v, *inward[v].scope)
+        belief = join(holding[v], scope, network.sizes) + outside.pop(v)
+        marginals[v] = belief.reshape(len(belief), -1).min(axis=1)
         for child in children[v]:
             finite = np.isfinite(inward[child].table)
-            seen = _minimum_onto(belief, scope, inward[child].scope)
+            # Scopes are in the order of elimination: what is left has the axes of the child's message.
+            seen = belief.min(axis=tuple(i for i, u in enumerate(scope) if u not in inward[child].scope))
             outside[child] = np.where(finite, seen - np.where(finite, inward[child].table, 0.0), 0.0)
         holding[v] = []
     return marginals[: network.num_choices]
@@ -164,13 +165,6 @@ def _signature(factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple:
     """Equal for buckets that join the same tables in the same way: identical layers are then worked out once."""
     axis = {v: i for i, v in enumerate(scope)}
     return tuple(sorted((id(f.table), *(axis[v] for v in f.scope)) for f in factors))
-
-
-def _minimum_onto(table: np.ndarray, scope: tuple[int, ...], onto: tuple[int, ...]) -> np.ndarray:
-    """The minimum over the variables of `scope` outside `onto`, axes in the order of `onto`."""
-    reduced = table.min(axis=tuple(i for i, u in enumerate(scope) if u not in onto))
-    left = [u for u in scope if u in onto]
-    return reduced.transpose([left.index(u) for u in onto])
 
 
 def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:

@@ -41,11 +41,6 @@ class LinearProgram:
     first: np.ndarray
     seconds_per_unit: float
 
-    @property
-    def num_columns(self) -> int:
-        """Number of variables."""
-        return len(self.cost)
-
 
 @dataclass(frozen=True)
 class LpResult:
@@ -187,11 +182,9 @@ def solve_program(
     bound = bound if np.isfinite(bound) else -np.inf
     if not result.has_primal_feasible_solution():
         return LpResult(True, bound, None)
-    solution = result.solutions[0].primal_solution
-    found = np.array(solution.to_proto().variable_values.values)
-    ids = np.array(solution.to_proto().variable_values.ids)
-    dense = np.zeros(program.num_columns)
-    dense[ids] = found
+    found = result.solutions[0].primal_solution.to_proto().variable_values
+    dense = np.zeros(len(program.cost))
+    dense[np.array(found.ids, dtype=int)] = found.values
     mass = tuple(dense[a:b] for a, b in zip(program.first[:-1], program.first[1:], strict=True))
     return LpResult(True, bound, mass)
 
@@ -206,7 +199,7 @@ def _unit(problem: Problem) -> float:
 
 
 def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
-    num_columns, num_rows = program.num_columns, len(program.row_lower)
+    num_columns, num_rows = len(program.cost), len(program.row_lower)
     num_strategies = int(program.first[-1])
     is_integer = np.zeros(num_columns, dtype=bool)
     is_integer[:num_strategies] = integer
