@@ -46,6 +46,7 @@ from alpa_strategy.ir.graph import (
     ConstantInput,
     LogRecord,
     MetricRecord,
+    NumberPlace,
     Op,
     ParameterInput,
     StepGraph,
@@ -64,6 +65,7 @@ def capture_step(
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
     rows: tuple[bool, ...] | None = None,
+    numbers: tuple[NumberPlace, ...] = (),
 ) -> StepGraph:
     """Capture `module.training_step(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
 
@@ -76,6 +78,7 @@ def capture_step(
         batch_idx: what the step sees as batch_idx; comparisons with it become guards.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
         rows: of every tensor leaf whether it has one row per sample; None: those do whose dim 0 is the most frequent.
+        numbers: attributes and leaves that are other numbers at other steps.
 
     Raises:
         CaptureError: with the user's line and a way out. Errors of the user's own code pass unchanged.
@@ -89,7 +92,7 @@ def capture_step(
         )
     register_batch_types(batch)
     rows_factor = world_size if batch_scope == "rank" else 1
-    call = StepCall(module, batch, rows_factor, batch_idx, context or nullcontext, rows)
+    call = StepCall(module, batch, rows_factor, batch_idx, context or nullcontext, rows, numbers=numbers)
     trace = trace_step(call)
     # Which lists only grow is known at the end, when what was read of them is in the trace already.
     if trace.recording.grown:  # lists that the step appended to: once more, with stand-ins for them
@@ -98,7 +101,7 @@ def capture_step(
     graph = convert(trace)
     if trace.recording.stored:
         graph = _after_first_call(call, graph, trace.recording.stored)
-    return replace(segment_fused_linears(graph), batch_scope=batch_scope)
+    return replace(segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
 
 
 def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribute]) -> StepGraph:

@@ -1,4 +1,5 @@
-"""StepCounter: what the step's Python sees of batch_idx, global_step and current_epoch while it is captured.
+"""StepCounter: what the step's Python sees of batch_idx, global_step, current_epoch and numbers that change while it is
+captured.
 
 Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where it meets a tensor,
 its number becomes an argument of the graph that is computed at every step (ir/guards.py).
@@ -42,8 +43,8 @@ class StepCounter:
         return type(self.value)
 
     def as_number(self) -> float:
-        """The number as it is now: the graph is good for it alone. Only of one that seldom changes."""
-        if self.made.counters != {"current_epoch"}:
+        """The number as it is now: the graph is good for it alone. Not of one that is another at every step."""
+        if self.made.counters & {"batch_idx", "global_step"}:
             self.refuse()
         number_of(operator.eq, self, self.value)
         return self.value

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.changing_numbers import counters_for, freed
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
@@ -44,7 +45,7 @@ from alpa_strategy.capture.python_state import (
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, ParameterInput, ValueRef
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, NumberPlace, ParameterInput, ValueRef
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import user_line
 
@@ -76,6 +77,7 @@ class StepCall:
         rows_factor: batched leaves are so many times as long in the graph.
         context, rows: see `capture_step`.
         appended: lists of which it is known that the step appends to them.
+        numbers: those that change between steps.
         namespaces: globals of code that computes with counters, see `functions_of_counters`.
     """
 
@@ -87,6 +89,7 @@ class StepCall:
     rows: tuple[bool, ...] | None = None
     appended: tuple[ListPlace, ...] = ()
     namespaces: tuple[dict[str, Any], ...] = ()
+    numbers: tuple[NumberPlace, ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -122,7 +125,11 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     origins: dict[fx.Node, tuple[str, str]] = {}
     made: dict[str, Any] = {}
 
+    changing = {place.leaf: str(place) for place in call.numbers}
+
     def given(index: int, leaf: Any) -> Any:
+        if index in changing:
+            return record.counter(leaf, changing[index])
         return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -151,6 +158,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
 
     with (
         recording(module, device, call.appended, call.namespaces) as record,
+        counters_for(module, call.numbers, record.counter),
         generators_kept(),
         clear_errors(),
         uncompiled(),
@@ -165,7 +173,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         # After the trace: while it runs, ops must see plain numbers.
         record.numbers.put()
     record.attributes = (
-        *attribute_guards(module, made["reads"], record.appended),
+        *freed(attribute_guards(module, made["reads"], record.appended), call.numbers),
         *buffer_guards(module, known.asked_buffers),
         *global_guards(module, made["reads"]),
         *trainer_guards(module._trainer, record.trainer_reads),
@@ -178,7 +186,11 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         origins,
         device,
         batch_size * call.rows_factor,
-        tuple((index, value_text(leaves[index])) for index in sorted(read) if may_be_unread(leaves[index])),
+        tuple(
+            (index, value_text(leaves[index]))
+            for index in sorted(read - changing.keys())
+            if may_be_unread(leaves[index])
+        ),
     )
 
 

@@ -192,6 +192,40 @@ class ListPlace:
 
 
 @dataclass(frozen=True)
+class NumberPlace:
+    """Where a number is that changes between steps: attribute `name` of the submodule at `path`, item `key` of a dict
+    that is one, or the leaf `leaf` of the batch, which `name` then names."""
+
+    path: str
+    name: str
+    key: str | int | None = None
+    leaf: int | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The attribute by its path, as guards call it."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def item(self) -> Any:
+        """Under what name `holder` has the number."""
+        return self.name if self.key is None else self.key
+
+    def __str__(self) -> str:
+        of_attribute = f"self.{self.attribute}" + (f"[{self.key!r}]" if self.key is not None else "")
+        return self.name if self.leaf is not None else of_attribute
+
+    def holder(self, module: nn.Module) -> dict[Any, Any]:
+        """What has the number, of an attribute."""
+        attributes = vars(module.get_submodule(self.path))
+        return attributes if self.key is None else attributes[self.name]
+
+    def value(self, module: nn.Module, leaves: Sequence[Any]) -> Any:
+        """The number as it is now. leaves: of the batch."""
+        return self.holder(module).get(self.item) if self.leaf is None else leaves[self.leaf]
+
+
+@dataclass(frozen=True)
 class AppendRecord:
     """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
 
@@ -239,6 +273,7 @@ class StepGraph:
         attributes: what else the step read: attributes of the module, globals, closures, the Trainer's values; when
             one changed, capture again.
         leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
+        numbers: what changes from step to step, read where it is when one begins: counters by their labels.
         checks: conditions that must hold whenever the step has run.
         appended: what the step appended to lists of the module.
     """
@@ -261,6 +296,7 @@ class StepGraph:
     guards: tuple[Guard, ...] = ()
     attributes: tuple[ValueGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
+    numbers: tuple[NumberPlace, ...] = ()
     checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
 

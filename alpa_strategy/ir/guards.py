@@ -40,7 +40,8 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 @dataclass(frozen=True, repr=False)
 class CounterRef:
-    """A counter (`batch_idx`, `global_step`, `current_epoch`), or what `function` makes of CounterRefs and numbers."""
+    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or what `function` makes of such
+    and numbers."""
 
     name: str
     function: Callable[..., Any] | None = None
@@ -58,7 +59,7 @@ class CounterRef:
             return frozenset({self.name})
         return frozenset().union(*(arg.counters for arg in self.args if isinstance(arg, CounterRef)))
 
-    def value(self, counters: Mapping[str, int]) -> Any:
+    def value(self, counters: Mapping[str, Any]) -> Any:
         """The number for these values of the counters."""
         if self.function is None:
             return counters[self.name]
@@ -149,7 +150,7 @@ def is_symbolic(call: OpCall) -> bool:
     return any(isinstance(leaf, SymbolicScalar) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
 
 
-def at_counters(call: OpCall, counters: Mapping[str, int]) -> OpCall:
+def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
     """The call with the numbers that its SymbolicScalars are for these values of the counters."""
     if not is_symbolic(call):
         return call
@@ -167,10 +168,9 @@ class Guard:
     asked: CounterRef
     outcome: bool
 
-    def holds(self, *, batch_idx: int = 0, global_step: int = 0, current_epoch: int = 0) -> bool:
+    def holds(self, **counters: Any) -> bool:
         """True when it comes out as it did at capture."""
-        counters = {"batch_idx": batch_idx, "global_step": global_step, "current_epoch": current_epoch}
-        return self.asked.value(counters) == self.outcome
+        return self.asked.value({"batch_idx": 0, "global_step": 0, "current_epoch": 0, **counters}) == self.outcome
 
     def __str__(self) -> str:
         return f"({self.asked}) is {self.outcome}"

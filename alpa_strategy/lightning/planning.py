@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.changing_numbers import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.comm.measure import measure_cluster
@@ -23,13 +24,14 @@ from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.intra_op.offload import offload_of
-from alpa_strategy.ir.graph import StepGraph, stable_text
+from alpa_strategy.ir.graph import NumberPlace, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
+from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
@@ -46,11 +48,14 @@ FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training
 LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
 
 
-def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
+def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[NumberPlace, ...] = ()) -> StepGraph:
     """Capture the training step on every rank and make sure that all captured the same. Collective.
 
     Where the step can still be run as it is written, an error of any kind is a CaptureError: the user's own comes
     again there.
+
+    Args:
+        numbers: what has changed since the step was captured: inputs of the step where that gives the same step.
 
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
@@ -79,7 +84,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
                 batch_rows.check_stored(job.hooks, module, step, job.may_run_as_written)
             if is_joint and job.may_run_as_written:
                 batch_rows.check_batch_sizes(module, step, batch, captured)
-            return step
+            if not numbers:
+                return step
+            return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))
         except Exception as error:
             if isinstance(error, AlpaError) or not job.may_run_as_written:
                 if is_joint and not isinstance(error, AlpaError):
@@ -98,6 +105,18 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job) -> StepGraph:
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise kind(f"the ranks differ in {what}: {shown}", fix)
     return step
+
+
+def _with_numbers(
+    step: StepGraph, module: Any, batch: Any, batch_idx: int, captured: Callable[[], StepGraph]
+) -> StepGraph:
+    """The step as `captured` with numbers that change, where this is what `step` has with the numbers as they are."""
+    try:
+        found = captured()
+        known = {**step_counters(module.trainer, batch_idx), **numbers_now(found.numbers, module, batch)}
+        return found if is_same_step(step, found, known) else step
+    except Exception:  # the user's code may be written for plain numbers only
+        return step
 
 
 def _first_that_differs(step: StepGraph) -> list[str]:

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from alpa_strategy.capture.changing_numbers import changed_numbers, numbers_now
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
-from alpa_strategy.comm.collectives import RankZero, broadcast_object, world_size
+from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError
-from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.graph import NumberPlace, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import any_overridden
@@ -102,6 +103,7 @@ class Run(PlacedModule):
         self._keep(shape_key(batch), step, program, batch)
         self.check_copies(step.buffers)
         self._num_changes = 0
+        self._numbers: list[NumberPlace] = []  # that change
         self._step_starts: list[float] = []
 
     # A training step
@@ -114,7 +116,7 @@ class Run(PlacedModule):
         captured.leaves.begin(batch)
         if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
-        counters = step_counters(self.module.trainer, batch_idx)
+        counters = self._counters(captured.step, batch, batch_idx)
         values = captured.program.run(batch, counters)
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
@@ -149,6 +151,10 @@ class Run(PlacedModule):
 
     # What runs a step: captured once per shape and content
 
+    def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """The values of the counters and of the numbers that change."""
+        return {**step_counters(self.module.trainer, batch_idx), **numbers_now(step.numbers, self.module, batch)}
+
     def _captured_step(self, batch: Any, batch_idx: int) -> CapturedStep:
         """What runs this batch; captured, planned and lowered now where nothing fits. Collective.
 
@@ -157,8 +163,9 @@ class Run(PlacedModule):
         """
         key, may_differ = shape_key(batch), self._job.may_run_as_written
         known = self._captured.get(key, [])
-        index, changed = _fitting(known, step_counters(self.module.trainer, batch_idx), batch)
-        if self._same.all_have(key, index, batch):
+        index, changed = self._fitting(known, batch, batch_idx)
+        numbers = {} if index is None else numbers_now(known[index].step.numbers, self.module, batch)
+        if self._same.all_have(key, index, batch, numbers):
             assert index is not None
             self._captured.move_to_end(key)
             return known[index]
@@ -179,11 +186,40 @@ class Run(PlacedModule):
                     "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
                 )
         with shapes_only(self.store):
-            step = capture(self.module, batch, batch_idx, self._job)
+            step = capture(self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch))
         program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
         if program is None:
             program = self._program(step)
         return self._keep(key, step, program, batch)
+
+    def _fitting(self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int) -> tuple[int | None, str | None]:
+        """The index of the step that serves the batch, or what has changed since one that would."""
+        changed: str | None = None
+        for index, step in reversed([(index, captured.step) for index, captured in enumerate(steps)]):
+            other = changed_value(step.attributes)
+            if other is None and not leaves_hold(step.leaves, batch):
+                other = "a value in the batch that is no tensor"
+            if other is None:
+                counters = self._counters(step, batch, batch_idx)
+                failed = [guard.asked.counters for guard in step.guards if not guard.holds(**counters)]
+                if not failed:
+                    return index, None
+                # Else the step's Python would take another path.
+                other = next((str(place) for place in step.numbers if str(place) in failed[0]), changed)
+            changed = other
+        return None, changed
+
+    def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[NumberPlace, ...]:
+        """The numbers that have changed so far, and are the same on all ranks. Collective."""
+        found = {place for place in self._numbers if place.leaf is None}
+        for last in known[-1:]:
+            found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
+        places = sorted(found, key=str)
+        values = numbers_now(places, self.module, batch)
+        everywhere = of_all_ranks(values)
+        same = [p for p in places if len({repr(each.get(str(p))) for each in everywhere}) == 1]
+        self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
+        return tuple(self._numbers)
 
     def _keep(self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
         """A new step, which is used now; the oldest go where there are too many."""
@@ -265,18 +301,3 @@ class CapturedStep:
     program: StepProgram
     leaves: LeafAgreement  # what must be the same in the batches of all ranks
     own_rows: Mapping[int, Cut]  # see `rows_of_ranks`
-
-
-def _fitting(steps: Sequence[CapturedStep], counters: dict[str, int], batch: Any) -> tuple[int | None, str | None]:
-    """The index of the step that serves the batch, or what has changed since one that would."""
-    changed: str | None = None
-    for index, step in reversed([(index, captured.step) for index, captured in enumerate(steps)]):
-        if not all(guard.holds(**counters) for guard in step.guards):
-            continue  # the step's Python would take another path
-        if leaves_hold(step.leaves, batch):
-            changed = changed_value(step.attributes)
-        else:
-            changed = "a value in the batch that is no tensor"
-        if changed is None:
-            return index, None
-    return None, changed

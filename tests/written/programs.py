@@ -517,19 +517,20 @@ class AveragesParts(AveragesWeights):
 
 
 class Annealed(Program):
-    """A temperature that is another number in every batch: each would be another capture."""
+    """Temperatures in a list and a length are others in every batch: each would be another capture."""
 
     begins_captured = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = 2.0
+        self.temperatures, self.length = [2.0], 20
 
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x) / self.temperature, label)
+        return F.cross_entropy(self.net(x) / self.temperatures[0] + 0 * x.new_ones(self.length).sum(), label)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.temperature *= 0.95
+        self.temperatures[0] *= 0.95
+        self.length -= 1
 
 
 class SparseAdjacency(Program):
