@@ -31,12 +31,8 @@ class _AnyOf:
         return type(other) is self.kind
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
 def _is_changed(before: Any, now: Any) -> bool:
-    return _is_number(now) and type(before) is type(now) and before != now
+    return type(now) in (int, float) and type(before) is type(now) and before != now
 
 
 def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[NumberPlace]:
@@ -56,7 +52,8 @@ def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Numbe
     leaves = pytree.tree_flatten_with_path(batch)[0]
     for index, text in step.leaves:
         path_of_leaf, leaf = leaves[index]
-        if _is_number(leaf) and text.startswith(f"{type(leaf).__qualname__} ") and text != value_text(leaf):
+        is_number = type(leaf) in (int, float) and text.startswith(f"{type(leaf).__qualname__} ")
+        if is_number and text != value_text(leaf):
             found.add(NumberPlace("", f"the batch{pytree.keystr(path_of_leaf)}", leaf=index))
     return found
 

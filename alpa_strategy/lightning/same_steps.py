@@ -25,9 +25,6 @@ SAME_SHAPES = (
 )
 
 
-SAME_NUMBERS = 'change them alike on all ranks, or batch_scope="replica" has each rank\'s own, as under DDP'
-
-
 def _digest(value: Any) -> int:
     """The same on every rank, as large as an int64 holds with either sign."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
@@ -46,7 +43,7 @@ class SameSteps:
         self._digests: dict[Any, int] = {}
 
     def all_have(self, key: Any, index: int | None, batch: Any, numbers: Mapping[str, Any]) -> bool:
-        """Whether every rank has the same program for its batch. Collective, one small sum over the hosts.
+        """Whether every rank has the same program for its batch, and the same numbers. Collective, one sum over the hosts.
 
         Args:
             key: of the batch's shape.
@@ -54,22 +51,19 @@ class SameSteps:
             numbers: what the program takes besides the batch.
 
         Raises:
-            UnlikeStepsError: the ranks' batches are of different kinds, or the same program's numbers differ.
+            UnlikeStepsError: the ranks' batches are of different kinds.
         """
         if world_size() == 1:
             return index is not None
         if key not in self._digests:
             self._digests[key] = _digest(key)
-        own = self._digests[key], -1 if index is None else index, _digest(numbers) if numbers else 0
-        largest = all_largest([sign * each for each in own for sign in (1, -1)])
+        own = self._digests[key], -1 if index is None else _digest((index, numbers))
+        largest = all_largest([own[0], -own[0], own[1], -own[1]])
         if largest[0] != -largest[1]:
             shapes = of_all_ranks(shapes_text(batch))
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
-        if largest[2] == -largest[3] == index and largest[4] != -largest[5]:
-            shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(of_all_ranks(numbers)))
-            raise UnlikeStepsError(f"the ranks differ in numbers that the step computes with: {shown}", SAME_NUMBERS)
-        return largest[2] == -largest[3] == index
+        return index is not None and largest[2] == -largest[3]
 
     def say_shape(self, batch: Any, number: int) -> None:
         """A line about the training's batch shape number so-and-so."""
