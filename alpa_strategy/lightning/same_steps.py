@@ -43,7 +43,7 @@ class SameSteps:
         self._digests: dict[Any, int] = {}
 
     def all_have(self, key: Any, index: int | None, batch: Any, numbers: Mapping[str, Any]) -> bool:
-        """Whether every rank has the same program for its batch, and the same numbers. Collective, one sum over the hosts.
+        """Whether every rank has the same program for its batch, and the same numbers. Collective, over the hosts.
 
         Args:
             key: of the batch's shape.
