@@ -37,7 +37,7 @@ from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
-from alpa_strategy.runtime.host_memory import hold_to_plan, tuned_for
+from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
@@ -80,7 +80,7 @@ class Run(PlacedModule):
         self.plan = find_or_make_plan(step, job, self._cluster, info, self._rank_zero, resumed=resumed)
         check_optimizer(info, self.plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        with tuned_for(self.plan, limit, job.device), sharding(module) as whole, job.progress("lower"):
+        with tuned(job.device), sharding(module) as whole, job.progress("lower"):
             self._placed = PlacedPlan(
                 module,
                 step.parameters,

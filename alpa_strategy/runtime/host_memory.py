@@ -35,13 +35,9 @@ SLACK = 0.05  # of what is planned: held once more before free memory is given b
 
 
 @contextmanager
-def tuned_for(plan: Plan, limit_bytes: float, device: torch.device) -> Iterator[None]:
-    """Around what shards a module under `plan`: what the whole module and planning took is given back, and where
-    tensors lie in host memory, freed blocks are treated as the training wants it.
-
-    Args:
-        limit_bytes: what the plan may use of a device.
-    """
+def tuned(device: torch.device) -> Iterator[None]:
+    """Around what shards a module: what the whole module and planning took is given back, and where tensors lie in host
+    memory, freed blocks are kept from then on."""
     if device.type == "cpu":
         keep_freed(True)
     yield
