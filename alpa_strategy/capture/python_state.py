@@ -282,6 +282,12 @@ def _user_classes(module: nn.Module) -> set[type]:
     return {kind for kind in kinds if _is_user_module(sys.modules.get(kind.__module__))}
 
 
+def _user_functions(module: nn.Module) -> list[types.FunctionType]:
+    """Methods that the user's classes of a module tree define."""
+    members = (member for kind in _user_classes(module) for member in vars(kind).values())
+    return [member for member in members if isinstance(member, types.FunctionType)]
+
+
 def _is_user_module(value: Any) -> bool:
     file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
     return file is not None and is_user_file(file)
@@ -508,7 +514,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
             the functions name.
     """
     members = [member for kind in _user_classes(module) for member in vars(kind).values()]
-    methods = reached_functions([member for member in members if isinstance(member, types.FunctionType)])
+    methods = reached_functions([*_user_functions(module)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     before = {where: dict(values) for where, values in files.items()}
     named = {name for method in methods for name in code_names(method.__code__)}
@@ -558,8 +564,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     loaders = combined.flattened if combined is not None and "batch_size" in mentioned_names(step) else []
     loaders = [getattr(each, "_loader", each) for each in loaders]
     classes = _user_classes(module)
-    functions = [each for kind in classes for each in vars(kind).values() if isinstance(each, types.FunctionType)]
-    set_from = {key for function in functions for key in names_set_from(function, _BATCH_SIZE)}
+    set_from = {key for function in _user_functions(module) for key in names_set_from(function, _BATCH_SIZE)}
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
@@ -575,9 +580,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
 
 def names_read(module: nn.Module) -> frozenset[str]:
     """Names of globals and attributes in the code of the user's classes of a module tree."""
-    members = [member for kind in _user_classes(module) for member in vars(kind).values()]
-    codes = [member.__code__ for member in members if isinstance(member, types.FunctionType)]
-    return frozenset(name for code in codes for name in code_names(code))
+    return frozenset(name for function in _user_functions(module) for name in code_names(function.__code__))
 
 
 @contextmanager

@@ -268,6 +268,11 @@ class StagePlan:
         return tuple(pairwise((first, *self.remat_cuts, last)))
 
     @property
+    def not_kept(self) -> tuple[str, ...]:
+        """Names of the ops whose results a device does not keep for the backward: `recomputed` and `stored`."""
+        return self.recomputed + self.stored
+
+    @property
     def parameters(self) -> dict[str, Layout]:
         """Parameter name -> storage layout, in the dims of the module's parameter (every segment is cut)."""
         modes = {name: plan.module_modes for name, plan in self.parameter_plans.items()}

@@ -112,11 +112,10 @@ class Run(PlacedModule):
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
         self._measure()
-        captured = self._captured_step(batch, batch_idx)
+        captured, counters = self._captured_step(batch, batch_idx)
         captured.leaves.begin(batch)
         if captured.program.makes_gradients:
             self._clear_gradients(batch_idx)
-        counters = self._counters(captured.step, batch, batch_idx)
         values = captured.program.run(batch, counters)
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
@@ -155,20 +154,20 @@ class Run(PlacedModule):
         """The values of the counters and of the numbers that change."""
         return {**step_counters(self.module.trainer, batch_idx), **numbers_now(step.numbers, self.module, batch)}
 
-    def _captured_step(self, batch: Any, batch_idx: int) -> CapturedStep:
-        """What runs this batch; captured, planned and lowered now where nothing fits. Collective.
+    def _captured_step(self, batch: Any, batch_idx: int) -> tuple[CapturedStep, dict[str, Any]]:
+        """What runs this batch, and its counters; captured, planned and lowered now where nothing fits. Collective.
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
         key, may_differ = shape_key(batch), self._job.may_run_as_written
         known = self._captured.get(key, [])
-        index, changed = self._fitting(known, batch, batch_idx)
-        numbers = {} if index is None else numbers_now(known[index].step.numbers, self.module, batch)
+        index, counters, changed = self._fitting(known, batch, batch_idx)
+        numbers = {} if index is None else {str(place): counters[str(place)] for place in known[index].step.numbers}
         if self._same.all_have(key, index, batch, numbers):
             assert index is not None
             self._captured.move_to_end(key)
-            return known[index]
+            return known[index], counters
         steps = self._placed.num_steps
         if not known:
             shapes = len(self._captured)
@@ -190,10 +189,12 @@ class Run(PlacedModule):
         program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
         if program is None:
             program = self._program(step)
-        return self._keep(key, step, program, batch)
+        return self._keep(key, step, program, batch), self._counters(step, batch, batch_idx)
 
-    def _fitting(self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int) -> tuple[int | None, str | None]:
-        """The index of the step that serves the batch, or what has changed since one that would."""
+    def _fitting(
+        self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
+    ) -> tuple[int | None, dict[str, Any], str | None]:
+        """The index of the step that serves the batch and its counters, or what has changed since one that would."""
         changed: str | None = None
         for index, step in reversed([(index, captured.step) for index, captured in enumerate(steps)]):
             other = changed_value(step.attributes)
@@ -203,11 +204,11 @@ class Run(PlacedModule):
                 counters = self._counters(step, batch, batch_idx)
                 failed = [guard.asked.counters for guard in step.guards if not guard.holds(**counters)]
                 if not failed:
-                    return index, None
+                    return index, counters, None
                 # Else the step's Python would take another path.
                 other = next((str(place) for place in step.numbers if str(place) in failed[0]), changed)
             changed = other
-        return None, changed
+        return None, {}, changed
 
     def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[NumberPlace, ...]:
         """The numbers that have changed so far, and are the same on all ranks. Collective."""

@@ -252,7 +252,7 @@ class _Writer:
             return f"{function}({', '.join(operands)})", None
         call = local.call.on(self.device)
         target = call.target
-        is_kept = op.name not in self.stage.recomputed and op.name not in self.stage.stored
+        is_kept = op.name not in self.stage.not_kept
         if not is_kept:
             target = _not_kept(target, op.name in self.stage.stored)
         if local.random_axes is not None:

@@ -151,7 +151,7 @@ def _span_program(
     """A `LoweredStep` with inputs by value, what is made once per step, and ZeRO-3's regathering."""
     place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
     plans = [stage.parameter_plans[p.name] for p in span.parameters]
-    regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.recomputed + stage.stored
+    regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.not_kept
 
     def run(inputs: StageInputs) -> tuple[Values, Values, Values]:
         rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]

@@ -115,9 +115,7 @@ class PlacedPlan:
             of_stage[0].will_read(dtypes_read(step))
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
             plans = stage.parameter_plans.values()
-            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
-                stage.recomputed + stage.stored
-            )
+            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.not_kept)
 
             def direct(batch: Any, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)

@@ -125,7 +125,7 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
     """Ops whose second run gives what the first one gave; their results are memory of their own."""
     known = {op.name: op for op in part.ops}
-    for name in (*stage.recomputed, *stage.stored):
+    for name in stage.not_kept:
         if name not in known or not can_run_again(known[name].call) or stage.remat:
             raise PlanError(f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself", _FIX)
     if both := set(stage.recomputed).intersection(stage.stored):
