@@ -63,11 +63,14 @@ class Block(nn.Module):
 
 
 class Transformer(lightning.LightningModule):
-    """Next-token loss of `num_blocks` blocks; logits in float32 unless the loss is one kernel (`fused_loss`)."""
+    """Next-token loss of `num_blocks` blocks; logits in float32 unless the loss is one kernel (`fused_loss`).
+
+    float8: a recipe of torchao's for the blocks' linears; empty: none.
+    """
 
     def __init__(
         self, num_blocks: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int,
-        gated: bool, bias: bool, fused: bool, alibi: bool, tied: bool, fused_loss: bool,
+        gated: bool, bias: bool, fused: bool, alibi: bool, tied: bool, fused_loss: bool, float8: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
@@ -81,6 +84,10 @@ class Transformer(lightning.LightningModule):
         self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
+        if float8:  # all products but the head's, as torchtitan's and composer's recipes have it
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            convert_to_float8_training(self.blocks, config=Float8LinearConfig.from_recipe_name(float8))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x_BT, y_BT = batch

@@ -19,7 +19,7 @@ from published_rows import Case
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import is_view, op_base_name
-from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts, Saved
 from alpa_strategy.inter_op.candidates import Pipeline, runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
@@ -36,6 +36,7 @@ from alpa_strategy.sharding.cross_mesh import boundary_link
 from alpa_strategy.sharding.strategies import localize
 
 ZERO = {0: "data", 1: "zero1", 2: "zero2", 3: "zero3"}
+PRODUCTS = ("linear", "matmul_with_hp_or_float8_args")  # of activations and weights
 FIELDS = ("forward", "backward", "once", "always", "saved", "kept")
 
 
@@ -47,6 +48,27 @@ class Prediction:
     num_bytes: float
     fits: bool
     parts: dict[str, float]
+
+
+class ProgramCosts(RooflineCosts):
+    """What a case's program makes of ops: compiled or not, and float8 products as its library has them."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.cluster.device, compiled=case.compiled)
+        self._program = case.program
+        self._fused = RooflineCosts(case.cluster.device, compiled=True)
+
+    def op_seconds(self, call: OpCall) -> tuple[float, float]:
+        is_float8 = op_base_name(call) == PRODUCTS[1]
+        return self._fused.op_seconds(call) if is_float8 and self._program.fused_casts else super().op_seconds(call)
+
+    def saved(self, call: OpCall) -> Saved:
+        saved = super().saved(call)
+        if op_base_name(call) != PRODUCTS[1]:
+            return saved
+        if self._program.keeps_float8:
+            saved = replace(saved, operands=(False, True), extra_bytes=call.operands[0].num_elements)
+        return replace(saved, temporary_bytes=self._fused.saved(call).temporary_bytes)
 
 
 def predict(case: Case) -> Prediction:
@@ -65,7 +87,7 @@ class Repricer:
     def seconds(self, cluster: ClusterSpec) -> float:
         """Of a step on `cluster`, under the layouts that were found."""
         case = replace(self.case, cluster=cluster)
-        costs = RooflineCosts(cluster.device, compiled=case.compiled)
+        costs = ProgramCosts(case)
         mesh = cluster.logical_mesh(*_mesh(case))
         found = []
         for solved, calls in zip(self._solved, self._calls, strict=True):
@@ -80,14 +102,17 @@ class Repricer:
                 seconds["backward"] += backward
                 again += forward * runs_again
             cost = replace(solved.cost, forward=seconds["forward"], backward=seconds["backward"], once=seconds["step"])
-            cost = _beside_compute(intra, solved.assignment, cost)
+            cost = _beside_compute(intra, solved.assignment, cost, case.tp if case.async_tp else 1)
             found.append(replace(solved, cost=cost, seconds_again=again))
         return _of_blocks(case, *found).seconds
 
 
-def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
+def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost, async_tp: int) -> StageCost:
     """`cost`, whose seconds are sums, without what is hidden: parameters are gathered and their gradients reduced
-    beside the compute of other blocks, a block at once, as FSDP does; our runtime gathers where it uses."""
+    beside the compute of other blocks, a block at once, as FSDP does; our runtime gathers where it uses.
+
+    async_tp: chunks of a tensor parallel collective, all but one of which run beside a product; 1: it is whole.
+    """
     alone: dict[tuple[str, bool], float] = defaultdict(float)
     together: dict[str, float] = defaultdict(float)
     for message in messages(intra, assignment):
@@ -103,6 +128,9 @@ def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) 
         for phase, total in (("forward", cost.forward), ("backward", cost.backward))
     }
     saved = {phase: alone[phase, True] - together[phase] + hidden(phase, computing[phase]) for phase in computing}
+    for phase, compute in computing.items():
+        beside = min(alone[phase, False] * (1 - 1 / async_tp), compute - hidden(phase, compute))
+        saved[phase] += intra.mesh.overlap * max(0.0, beside)
     # What is gathered once per step is so beside the first forward.
     room = sum(computing[phase] - hidden(phase, computing[phase]) for phase in computing)
     reduced = hidden("step", room) + alone["step", True] - together["step"]
@@ -120,7 +148,7 @@ def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
     for index, op in enumerate(intra.step.ops):
         strategy = intra.ops[index].strategies[solved.assignment[len(intra.parameters) + index]]
         name, shape = op_base_name(op.call), intra.mesh.shape
-        products += name == "linear" and op.module.startswith("blocks")
+        products += name in PRODUCTS and op.module.startswith("blocks")
         again = op.module.startswith("blocks") and is_recomputed(case.recompute, name, op.module, products)
         yield localize(op.call, strategy, shape, (0,) * len(shape)).call, again
 
@@ -168,7 +196,7 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     options = PlanOptions(batch_scope="global", parallel=parallel, logical_mesh=shape, memory_limit=math.inf)
     program = case.program
     optimizer = OptimizerInfo(state_bytes=program.state_bytes, gradient_itemsize=program.gradient_bytes)
-    costs = RooflineCosts(case.cluster.device, compiled=case.compiled)
+    costs = ProgramCosts(case)
     job = CostJob(graph, (0, len(graph.ops)), case.num_microbatches, case.cluster, costs, options, optimizer, math.inf)
     solver = StageSolver(job)
     wish = StageWish(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
@@ -177,7 +205,7 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     stage = priced.unrestricted(wish.starts)
     sums = replace(stage, intra=replace(stage.intra, mesh=replace(stage.intra.mesh, overlap=0.0)))
     cost = cost_of(sums, assignment, working_bytes(stage.intra, assignment))
-    cost = _beside_compute(stage.intra, assignment, cost)
+    cost = _beside_compute(stage.intra, assignment, cost, case.tp if case.async_tp else 1)
     seconds, kept = _again(case, stage.intra, assignment)
     cost = _as_programmed(case, cost, stage.intra, assignment)
     return _Solved(cost, seconds, kept, stage.intra, assignment)
@@ -217,7 +245,7 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
         if not op.module.startswith("blocks"):
             continue
         name, choice = op_base_name(op.call), assignment[offset + index]
-        products += name == "linear"
+        products += name in PRODUCTS
         if is_recomputed(case.recompute, name, op.module, products):
             again.add(index)
             seconds += float(intra.ops[index].forward_seconds[choice])
@@ -245,7 +273,7 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
 def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
     """Whether an op of a block runs again in the backward; `products`: linears up to and with this one."""
     if policy == "op":
-        return name != "scaled_dot_product_attention" and not (name == "linear" and products % 2 == 1)
+        return name != "scaled_dot_product_attention" and not (name in PRODUCTS and products % 2 == 1)
     if policy == "attention":
         return "attention" in module and name in ("softmax", "matmul", "dropout")
     return policy != "none"

@@ -26,7 +26,8 @@ from alpa_strategy.cost.flops import (
     product_shape,
 )
 from alpa_strategy.cost.measured import OpTable, call_family
-from alpa_strategy.ir.op import OpCall
+from alpa_strategy.cost.opaque import Kernels, kernels_of
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
 from alpa_strategy.options import OptimizerInfo
 
 
@@ -309,7 +310,10 @@ class RooflineCosts:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""
         if call not in self._saved:
             on_accelerator = not self.device.name.lower().startswith("cpu")
-            self._saved[call] = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
+            saved = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
+            if self.compiled and call.target in CUSTOM_OPS and (kernels := kernels_of(call, self._mode)) is not None:
+                saved = replace(saved, temporary_bytes=max(each.fused_bytes for each in kernels))
+            self._saved[call] = saved
         return self._saved[call]
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
@@ -323,6 +327,8 @@ class RooflineCosts:
 
     def roofline(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds without measurements."""
+        if call.target in CUSTOM_OPS and (kernels := kernels_of(call, self._mode)) is not None:
+            return self._seconds_of(kernels[0]), self._seconds_of(kernels[1])
         device, kind = self.device, product_kind(call)
         forward, backward = op_work(call)
         rates = [reached_flops(device, call), reached_flops(device, call, backward=True)]
@@ -331,6 +337,10 @@ class RooflineCosts:
             rates = [rate * share for rate, share in zip(rates, tile_shares(device, call), strict=True)]
         found = roofline_seconds(forward, device, rates[0]), roofline_seconds(backward, device, rates[1])
         return (FUSED * found[0], FUSED * found[1]) if self.compiled and kind is None else found
+
+    def _seconds_of(self, kernels: Kernels) -> float:
+        rest = roofline_seconds(kernels.fused if self.compiled else kernels.single, self.device, 1.0)
+        return rest + sum(self.roofline(product)[0] for product in kernels.products)
 
     def _op_seconds(self, call: OpCall) -> tuple[float, float]:
         forward, backward = self.roofline(call)

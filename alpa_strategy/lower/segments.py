@@ -22,6 +22,7 @@ from torch import Tensor
 
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.lower.lines import Line, drop_dead
+from alpa_strategy.sharding.rule_table import library_rule
 
 LEAST_OPS = 6  # a layer of fewer is compiled together with its neighbours
 MOST_OPS = 64  # of one segment: one of a whole model would hold up its gradients, and compile for minutes
@@ -29,9 +30,9 @@ PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, w
 
 
 def is_compilable(call: OpCall) -> bool:
-    """Whether a deterministic op may stand in a compiled segment: what runs user code (opaque ops) may not."""
+    """Whether a deterministic op may stand in a compiled segment: what runs user code may not, but for known ones."""
     if isinstance(call.target, torch._ops.OpOverload):
-        return call.target.namespace in ("aten", "prims")
+        return call.target.namespace in ("aten", "prims") or library_rule(call.target) is not None
     return getattr(call.target, "__module__", None) == PLAIN_FUNCTIONS
 
 

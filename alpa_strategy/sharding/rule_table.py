@@ -60,6 +60,13 @@ def forget_cached() -> None:
         cached.cache_clear()
 
 
+# autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts that are scaled by
+# themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP, so results differ by float8's rounding.
+LIBRARY_FUNCTIONS = {
+    "torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]",
+}
+
+
 def _aten(names: str) -> list[str]:
     return [f"aten.{name}" for name in names.split()]
 
@@ -196,10 +203,19 @@ def added_operand(call: OpCall) -> int | None:
     return None if lines else bind(call)["self"].index
 
 
+def library_rule(target: Any) -> RegisteredRule | None:
+    """The rule of `LIBRARY_FUNCTIONS` for an op that stands for one of these."""
+    if target not in CUSTOM_OPS:
+        return None
+    function = CUSTOM_OPS[target].function
+    name = f"{function.__module__}.{function.__qualname__}"
+    return RegisteredRule(name, (LIBRARY_FUNCTIONS[name],)) if name in LIBRARY_FUNCTIONS else None
+
+
 def registered_rule(target: Any) -> RegisteredRule | None:
     """The rule that somebody registered for an op: for its overload, else for all, or for its autograd.Function."""
     if target in CUSTOM_OPS:
-        return REGISTERED.get(CUSTOM_OPS[target].function)
+        return REGISTERED.get(CUSTOM_OPS[target].function) or library_rule(target)
     name = target_name(target)
     return REGISTERED.get(name) or REGISTERED.get(name.rpartition(".")[0])
 
