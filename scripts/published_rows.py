@@ -50,7 +50,7 @@ class Program:
 
 
 PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source matches
-    # No gathering again for each micro-batch of a pipeline (parallelize_llama.py); the loss compiled since 2025 (loss.py).
+    # No gathering again for a pipeline's micro-batches (parallelize_llama.py); the loss compiled since 2025 (loss.py).
     ("torchtitan.*(asyncTP|h200)", Program(shards=True, fused_loss=True)),
     ("torchtitan", Program(shards=True)),
     # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for `mp_mode PURE` (in notes)
