@@ -46,6 +46,7 @@ from gpu_exam_models import (
     llama,
     losses_apart,
     moe,
+    to_float8,
     weights,
     wide_resnet,
 )
@@ -175,9 +176,11 @@ def speed(exam: Exam, add: Add) -> None:
                 add(f"{name} / plain, {precision}", verdict(not is_ours or ratio > 0.97), f"{ratio:.3f}", ratio=ratio)
 
 
-def _timed(exam: Exam, name: str, precision: str) -> Row:
+def _timed(exam: Exam, name: str, precision: str, recipe: str = "") -> Row:
     pl.seed_everything(0, verbose=False)
     model, rows, batch = large_gpt(exam)
+    if recipe:
+        to_float8(exam, model, recipe)
     clock = Clock(exam, *((2, 4) if exam.small else (5, 20)))
     options: Row = {"compile": True} if name == "alpa + compile" else {}
     strategy = alpa(cluster=None, **options) if name.startswith("alpa") else "auto"
@@ -249,6 +252,28 @@ def offload(exam: Exam, add: Add) -> None:
             apart = difference(mine[1], plain[1]), losses_apart(mine[0], plain[0])
             text = f"weights {apart[0]:.1e}, losses {apart[1]:.1e}"
             add(None, verdict(max(apart) <= TOLERANCES[precision]), text, weights=apart[0], losses=apart[1])
+
+
+def float8(exam: Exam, add: Add) -> None:
+    """Blocks with torchao's float8 linears: as in the plain Trainer, and tokens/s against bf16, both compiled."""
+    if importlib.util.find_spec("torchao") is None:
+        add("float8", "left out", "needs torchao")
+        return
+    with each(add, "equality, rowwise"), deterministic():
+        runs = []
+        for strategy in ("auto", "auto", alpa()):
+            pl.seed_everything(0, verbose=False)
+            model, rows, batch = gpt(exam)
+            to_float8(exam, model, "rowwise")
+            fit(exam, model, rows, batch, strategy, "bf16-mixed")
+            runs.append(weights(model))
+        noise, apart = (difference(run, runs[0]) for run in runs[1:])
+        text = f"weights {apart:.1e} (two plain runs: {noise:.1e})"
+        add(None, verdict(apart <= max(TOLERANCES["bf16-mixed"], 4 * noise)), text, weights=apart, noise=noise)
+    for recipe in ("", "tensorwise") if exam.on_gpu else ():  # emulated it says nothing of speed
+        with each(add, f"alpa + compile, {recipe or 'bf16'}"):
+            found = _timed(exam, "alpa + compile", "bf16-mixed", recipe)
+            add(None, "ok", _speed_text(found), **found)
 
 
 def checkpoint(exam: Exam, add: Add) -> None:
@@ -402,6 +427,7 @@ PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
     "roofline": (roofline, 90),
     "checkpoint": (checkpoint, 60),
     "offload": (offload, 60),
+    "float8": (float8, 90),
     "streams": (streams, 150),
     "nccl": (nccl, 60),
 }

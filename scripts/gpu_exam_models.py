@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,14 @@ def compile_blocks(model: Any) -> None:
     """A GPT's blocks, compiled: one compilation serves all (`torch.compile(module)` trips over the Trainer)."""
     for block in model.blocks:
         block.compile()
+
+
+def to_float8(exam: Exam, model: Any, recipe: str) -> None:
+    """A GPT's blocks with float8 linears; emulated where no kernels are."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not exam.on_gpu)
+    convert_to_float8_training(model.blocks, config=config)
 
 
 def weights(model: Any) -> dict[str, Tensor]:
