@@ -21,10 +21,15 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.inter_op.layer_matrix import (
     AGAIN,
+    ALWAYS,
+    BACKWARD,
     ENTERING,
+    FORWARD,
     LEAVING,
     NUM_PARTS,
+    ONCE,
     PASSING,
+    SAVED,
     WORKING,
     Ends,
     LayerMatrix,
@@ -144,8 +149,9 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         parts = run_parts(job, submesh, shape, prices)
         columns += _candidates(parts, index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
-        least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
-        each = np.minimum(each, alone[:, 0] + alone[:, 1])
+        seconds = alone[:, FORWARD] + alone[:, BACKWARD]
+        least = np.minimum(least, job.num_microbatches * seconds + alone[:, ONCE])
+        each = np.minimum(each, seconds)
     if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
         columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
@@ -183,7 +189,7 @@ def run_parts(
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
-    num_bytes = sum(float(free[kind].parts[0, ..., 3:5].sum(axis=-1).min()) for kind in kinds)
+    num_bytes = sum(float(free[kind].parts[0, ..., ALWAYS : SAVED + 1].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     every = free
     if prices:
@@ -213,7 +219,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
     """All runs by min-plus products along the chain, with the parts of what was chosen."""
     L, K = len(layers), layers[0].objective.shape[0]
     result = np.zeros((K, L, L + 1, NUM_PARTS))
-    result[..., 0] = np.inf
+    result[..., FORWARD] = np.inf
     for k in range(K):
         objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
         parts = np.zeros((0, objective.shape[1], NUM_PARTS))  # of the runs behind `objective`
@@ -236,7 +242,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             firsts = np.arange(last + 1)
             result[k, : last + 1, last + 1] = parts[firsts, end]
             impossible = ~np.isfinite(objective[firsts, end])
-            result[k, : last + 1, last + 1, 0][impossible] = np.inf
+            result[k, : last + 1, last + 1, FORWARD][impossible] = np.inf
     return result
 
 
