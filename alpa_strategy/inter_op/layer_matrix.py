@@ -167,6 +167,7 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     intra = stage.intra
     count = len(stage.choices)
     entering, leaving = count, count + 1
+    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts it has then.
     into = {b.choice: (entering, _followed(intra.step, v, b.layouts, ends.entering, ends.entering_layouts))
             for v, b in intra.received.items()}  # fmt: skip
     out = {b.choice: (leaving, _followed(intra.step, v, b.layouts, ends.leaving, ends.leaving_layouts))
@@ -235,7 +236,7 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """[p, q, NUM_PARTS] of the minimising assignments."""
+    """[p, q, NUM_PARTS] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
     intra = joined.stage.intra
     total = np.zeros((*shape, NUM_PARTS))
     working, gathered = np.zeros(shape), np.zeros(shape)

@@ -278,7 +278,7 @@ def _prune(
     least_each: np.ndarray,
 ) -> RunCosts:
     """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
-    seconds, once, always, each, _, _ = columns
+    seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
     total = B * seconds + once  # [first, last + 1, candidate] seconds per step
@@ -294,7 +294,7 @@ def _prune(
     keep: Any = np.stack(fits, axis=2)
     keep[..., 1:] &= index[..., 1:] != index[..., :-1]  # not twice
     chosen[0] = np.where(keep, chosen[0], np.inf)
-    used = keep.any(axis=(0, 1))
+    used = keep.any(axis=(0, 1))  # candidates that some run keeps; one stays where none does
     used[0] |= not used.any()
     seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
     return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
