@@ -164,7 +164,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> Plan:
     """The recipe's plan."""
-    from alpa_strategy.inter_op.stage_costs import CostStore
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
 
@@ -177,16 +176,13 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
     optimizer = optimizer_info_of(model)
-    store = CostStore(Path(".alpa") / f"stages-{recipe.path.stem}.jsonl")  # an interrupted planning resumes there
     choose = None
     if arguments.search:
         from alpa_strategy.planner.baseline_search import plan_by
 
         choose = partial(plan_by, name=arguments.search, seconds=arguments.search_seconds)
     with _rare_collections():
-        plan = make_plan(model, batch, cluster, options, optimizer, progress, context, store, choose=choose)
-    store.done()
-    return plan
+        return make_plan(model, batch, cluster, options, optimizer, progress, context, choose=choose)
 
 
 def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console) -> Plan:

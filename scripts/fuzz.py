@@ -39,7 +39,6 @@ from alpa_strategy.cli import main as alpa
 from alpa_strategy.comm.measure import load_stored
 from alpa_strategy.cost.measured import OpTable
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table
-from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.recipe import load_recipe
 
 SECONDS = 2.0  # of one case: processor time
@@ -201,18 +200,6 @@ def measured_clusters(folder: Path) -> Format:
     return texts(folder, [json.dumps(good.to_dict())], ".json", read)
 
 
-def stage_costs(folder: Path) -> Format:
-    runs = {"size": [2, 3], "at": [0, 5], "shapes": [[2], [1, 2]], "seconds": [1.0, 2.0]}
-    runs |= {name: [0.0, 1.0] for name in ("once", "always", "in_flight")} | {"shape": [0, 1], "remat": [False, True]}
-    good = {"key": "k", "runs": runs}
-
-    def read(path: Path) -> None:
-        CostStore(path).get("k")
-
-    text = json.dumps(good) + "\n" + json.dumps({**good, "key": "l"}) + "\n"
-    return texts(folder, [text], ".jsonl", read)
-
-
 def checkpoints(folder: Path) -> Format:
     """Folders and files, by every loader; see fuzz_checkpoints.py."""
     from fuzz_checkpoints import Checkpoints
@@ -227,7 +214,6 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "recipe": recipes,
     "op times": op_times,
     "measured cluster": measured_clusters,
-    "stage costs": stage_costs,
     "checkpoint": checkpoints,
 }
 
@@ -264,16 +250,11 @@ def damaged(text: str, suffix: str, random_numbers: random.Random) -> bytes:
 
 
 def damaged_data(text: str, suffix: str, random_numbers: random.Random) -> str:
-    if suffix == ".jsonl":
-        data: Any = [json.loads(line) for line in text.splitlines()]
-    else:
-        data = yaml.safe_load(text) if suffix == ".yaml" else json.loads(text)
+    data: Any = yaml.safe_load(text) if suffix == ".yaml" else json.loads(text)
     for _ in range(random_numbers.randint(1, 4)):
         data = changed(data, random_numbers)
     if suffix == ".yaml":
         return yaml.safe_dump(data, allow_unicode=True)
-    if suffix == ".jsonl":
-        return "".join(json.dumps(line) + "\n" for line in (data if isinstance(data, list) else [data]))
     return json.dumps(data)
 
 

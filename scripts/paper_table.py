@@ -6,8 +6,7 @@
 
 Every column is priced by the same costs under the same memory limit, with the paper's batch, number of micro-batches
 and recomputation everywhere (its authors' suites set `use_remat` for all models), its stages solved exactly and timed
-on the simulated clock. Results are kept cell by cell (docs/paper_table.json) and stage costs as they come, so an
-interrupted run goes on.
+on the simulated clock. Results are kept cell by cell (docs/paper_table.json), so an interrupted run goes on.
 
 PFLOPS are the paper's: the work of a step as its authors count it (alpa/util.py: forward, backward, and one more
 forward for recomputation, whether a plan recomputes or not) by the step's seconds: throughput in other words.
@@ -20,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.inter_op.stage_costs import CostJob, CostStore
+    from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
     from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +54,7 @@ WHENCE = (
 def plan_job(
     job: CostJob,
     meshes: Sequence[tuple[int, int]],
-    store: CostStore,
+    known: dict[Hashable, RunCosts],
     schedules: Sequence[str] | None = None,
     allowed: np.ndarray | None = None,
 ) -> Plan:
@@ -74,7 +73,7 @@ def plan_job(
     from alpa_strategy.planner.search import best_solved, solved_plan
     from alpa_strategy.planner.task import PlanTask
 
-    space = StageSpace(job, meshes, stage_costs(job, meshes, store), allowed)
+    space = StageSpace(job, meshes, stage_costs(job, meshes, known), allowed)
     fingerprint = PlanTask(job.graph, job.cluster, job.options, job.optimizer).fingerprint
     best, failures = best_solved(
         solve_schedules(space, math.inf, schedules), lambda candidate: solved_plan(candidate, meshes, fingerprint)
@@ -101,7 +100,7 @@ class Planner:
         from alpa_strategy.cost.flops import op_flops
         from alpa_strategy.cost.model import RooflineCosts
         from alpa_strategy.inter_op.pins import submeshes
-        from alpa_strategy.inter_op.stage_costs import CostJob, CostStore
+        from alpa_strategy.inter_op.stage_costs import CostJob
         from alpa_strategy.inter_op.subgraph import cluster_layers
         from alpa_strategy.microbatch.transform import microbatch
         from alpa_strategy.options import PlanOptions
@@ -125,11 +124,11 @@ class Planner:
         self.job = CostJob(graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit, True)
         self.meshes = submeshes(self.cluster)
         self.plan_dir = store_dir / "plans"
-        self.store = CostStore(store_dir / f"{cell.family}_{cell.num_devices}.jsonl")
+        self.runs: dict[Hashable, RunCosts] = {}
 
     def solved(self) -> Plan:
         """Everything but recomputation and the number of micro-batches is open."""
-        return plan_job(self.job, self.meshes, self.store)
+        return plan_job(self.job, self.meshes, self.runs)
 
     def stages(self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object) -> Plan:
         """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows.
@@ -149,7 +148,7 @@ class Planner:
         used = np.flatnonzero(allowed.any(axis=(0, 1)))
         if not used.size:
             raise PlanError("there are no such stages")
-        return plan_job(job, [self.meshes[m] for m in used], self.store, ("1F1B",), allowed[:, :, used])
+        return plan_job(job, [self.meshes[m] for m in used], self.runs, ("1F1B",), allowed[:, :, used])
 
     def intra(self) -> Plan:
         """One stage over all devices."""
@@ -369,7 +368,7 @@ def main() -> int:
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--again", action="store_true", help="plan cells that have results, too")
     parser.add_argument("--report", action="store_true", help="only show what there is")
-    parser.add_argument("--store", type=Path, default=ROOT / ".alpa" / "paper_table", help="stage costs as they come")
+    parser.add_argument("--store", type=Path, default=ROOT / ".alpa" / "paper_table", help="plans as they come")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what is known, kept cell by cell")
     args = parser.parse_args()
     results = json.loads(args.results.read_text(encoding="utf-8")) if args.results.exists() else {}

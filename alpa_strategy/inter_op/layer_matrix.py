@@ -27,12 +27,16 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
-# forward, backward, once, always, saved, boundary in, boundary out, largest short-lived; where every layer is
-# recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run; of `once` and
-# `always`: what is made of parameters alone, which can be made again for every micro-batch
+# The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per micro-batch in flight,
+# boundary in, boundary out, largest short-lived; where every layer is recomputed alone: the largest layer's graph, and
+# what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
+# made again for every micro-batch.
 NUM_PARTS = 12
-ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(5, NUM_PARTS)
-SUMMED = ((0, "forward"), (1, "backward"), (2, "once"), (3, "always"), (4, "saved"), (AGAIN, "again"))
+FORWARD, BACKWARD, ONCE, ALWAYS, SAVED, ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(NUM_PARTS)
+SUMMED = (
+    *((FORWARD, "forward"), (BACKWARD, "backward"), (ONCE, "once"), (ALWAYS, "always"), (SAVED, "saved")),
+    (AGAIN, "again"),
+)
 PER_STEP_SUMMED = ((DERIVING, "once"), (DERIVED, "always"))
 
 
@@ -102,8 +106,8 @@ def layer_matrix(
         parts[k] = _sum_parts(joined, values, shape[1:])
     if passing is not None:
         objective += num_microbatches * sum(passing)
-        parts[..., 0] += passing[0]
-        parts[..., 1] += passing[1]
+        parts[..., FORWARD] += passing[0]
+        parts[..., BACKWARD] += passing[1]
     return LayerMatrix(objective, parts)
 
 
@@ -163,6 +167,7 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     intra = stage.intra
     count = len(stage.choices)
     entering, leaving = count, count + 1
+    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts it has then.
     into = {b.choice: (entering, _followed(intra.step, v, b.layouts, ends.entering, ends.entering_layouts))
             for v, b in intra.received.items()}  # fmt: skip
     out = {b.choice: (leaving, _followed(intra.step, v, b.layouts, ends.leaving, ends.leaving_layouts))
@@ -231,7 +236,7 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """[p, q, NUM_PARTS] of the minimising assignments."""
+    """[p, q, NUM_PARTS] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
     intra = joined.stage.intra
     total = np.zeros((*shape, NUM_PARTS))
     working, gathered = np.zeros(shape), np.zeros(shape)

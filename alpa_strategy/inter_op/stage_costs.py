@@ -8,29 +8,28 @@ candidates for growing numbers of micro-batches in flight.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.files import parse_json
 from alpa_strategy.inter_op.layer_matrix import (
     AGAIN,
+    ALWAYS,
+    BACKWARD,
     ENTERING,
+    FORWARD,
     LEAVING,
     NUM_PARTS,
+    ONCE,
     PASSING,
+    SAVED,
     WORKING,
     Ends,
     LayerMatrix,
@@ -48,10 +47,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
-logger = logging.getLogger(__name__)
-
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
-MAX_RUNS = 10**8  # entries of a stored table: more are no costs of ours
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 
 
@@ -117,68 +113,26 @@ class CostJob:
         return self.is_whole_batch and self.options.remat is None and not self.options.compile
 
 
-@dataclass
-class CostStore:
-    """Stage costs on disk as they come, one JSON line per (graph, micro-batches, submesh); None: in memory only."""
-
-    path: Path | None = None
-    _known: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.path is None or not self.path.exists():
-            return
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = parse_json(line)
-                self._known[record["key"]] = record["runs"]
-            except (ValueError, KeyError, TypeError):
-                continue  # the line at which an earlier planning was cut off
-
-    def get(self, key: str) -> RunCosts | None:
-        data = self._known.get(key)
-        try:
-            return None if data is None else _runs_from_data(data)
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            logger.warning("stage costs in %s cannot be used (%r): they are worked out again", self.path, error)
-            del self._known[key]
-            return None
-
-    def put(self, key: str, runs: RunCosts) -> None:
-        self._known[key] = data = _runs_to_data(runs)
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "runs": data}) + "\n")
-        except OSError as error:  # costs the next planning its time, not this one
-            logger.warning("stage costs cannot be stored in %s: %s", self.path, error)
-            self.path = None
-
-    def done(self) -> None:
-        """The planning has come to its end: nothing is left to resume."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
 def stage_costs(
     job: CostJob,
     candidates: Sequence[tuple[int, int]],
-    store: CostStore | None = None,
+    known: dict[Hashable, RunCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[RunCosts]:
     """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts alone, which is enough
-    for a bound."""
+    for a bound.
+
+    Args:
+        known: is filled with what is worked out, for later calls; the jobs differ in the number of micro-batches alone.
+    """
+    known = {} if known is None else known
     found = []
     for submesh in candidates:
         prices = () if submesh in unlikely else PRICES
-        key = _key(job, submesh, prices)
-        runs = store.get(key) if store else None
-        if runs is None:
-            runs = run_costs(job, submesh, prices)
-            if store:
-                store.put(key, runs)
-        found.append(runs)
+        key = job.num_microbatches, submesh, prices
+        if key not in known:
+            known[key] = run_costs(job, submesh, prices)
+        found.append(known[key])
     return found
 
 
@@ -195,8 +149,9 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         parts = run_parts(job, submesh, shape, prices)
         columns += _candidates(parts, index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
-        least = np.minimum(least, job.num_microbatches * (alone[:, 0] + alone[:, 1]) + alone[:, 2])
-        each = np.minimum(each, alone[:, 0] + alone[:, 1])
+        seconds = alone[:, FORWARD] + alone[:, BACKWARD]
+        least = np.minimum(least, job.num_microbatches * seconds + alone[:, ONCE])
+        each = np.minimum(each, seconds)
     if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
         columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
@@ -234,7 +189,7 @@ def run_parts(
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
-    num_bytes = sum(float(free[kind].parts[0, ..., 3:5].sum(axis=-1).min()) for kind in kinds)
+    num_bytes = sum(float(free[kind].parts[0, ..., ALWAYS : SAVED + 1].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     every = free
     if prices:
@@ -264,7 +219,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
     """All runs by min-plus products along the chain, with the parts of what was chosen."""
     L, K = len(layers), layers[0].objective.shape[0]
     result = np.zeros((K, L, L + 1, NUM_PARTS))
-    result[..., 0] = np.inf
+    result[..., FORWARD] = np.inf
     for k in range(K):
         objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
         parts = np.zeros((0, objective.shape[1], NUM_PARTS))  # of the runs behind `objective`
@@ -287,7 +242,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             firsts = np.arange(last + 1)
             result[k, : last + 1, last + 1] = parts[firsts, end]
             impossible = ~np.isfinite(objective[firsts, end])
-            result[k, : last + 1, last + 1, 0][impossible] = np.inf
+            result[k, : last + 1, last + 1, FORWARD][impossible] = np.inf
     return result
 
 
@@ -323,7 +278,7 @@ def _prune(
     least_each: np.ndarray,
 ) -> RunCosts:
     """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
-    seconds, once, always, each, _, _ = columns
+    seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
     total = B * seconds + once  # [first, last + 1, candidate] seconds per step
@@ -339,7 +294,7 @@ def _prune(
     keep: Any = np.stack(fits, axis=2)
     keep[..., 1:] &= index[..., 1:] != index[..., :-1]  # not twice
     chosen[0] = np.where(keep, chosen[0], np.inf)
-    used = keep.any(axis=(0, 1))
+    used = keep.any(axis=(0, 1))  # candidates that some run keeps; one stays where none does
     used[0] |= not used.any()
     seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
     return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
@@ -407,34 +362,3 @@ def axis_counts(options: PlanOptions) -> set[int]:
     """The numbers of mesh axes that pins speak of."""
     counts = {len(text.split()) for _, text in options.placements}
     return counts if isinstance(options.parallel, str) else counts | {len(options.parallel)}
-
-
-def _key(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]) -> str:
-    graph = job.graph
-    parts = (
-        graph.graph_digest, graph.parameter_digest, graph.batch_digest, job.cuts, job.num_microbatches, submesh,
-        job.cluster.digest(), job.options.digest(), str(job.optimizer), job.memory_limit, job.remat, prices, NUM_PARTS,
-    )  # fmt: skip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-
-
-# The arrays of a RunCosts that have an entry a run, and what they hold where there is none.
-_ABSENT = {"seconds": np.inf, "once": 0.0, "always": 0.0, "in_flight": 0.0, "shape": 0, "remat": False}
-
-
-def _runs_to_data(runs: RunCosts) -> dict[str, Any]:
-    keep = np.isfinite(runs.seconds)
-    data: dict[str, Any] = {"shapes": runs.shapes, "size": keep.shape, "at": np.flatnonzero(keep).tolist()}
-    data |= {"least": runs.least.tolist(), "least_each": runs.least_each.tolist()}
-    return data | {name: getattr(runs, name)[keep].tolist() for name in _ABSENT}
-
-
-def _runs_from_data(data: dict[str, Any]) -> RunCosts:
-    if not 0 <= math.prod(data["size"]) <= MAX_RUNS:
-        raise ValueError(f"{data['size']} runs of layers")
-    found: dict[str, Any] = {"shapes": tuple(map(tuple, data["shapes"]))}
-    found |= {name: np.array(data[name], dtype=float) for name in ("least", "least_each")}
-    for name, absent in _ABSENT.items():
-        found[name] = np.full(data["size"], absent)
-        found[name].flat[data["at"]] = data[name]
-    return RunCosts(**found)

@@ -234,6 +234,7 @@ class _Search:
         after = np.full((L + 1, D + 1, m), np.inf)  # F[s - 1]
         came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
         best = (np.inf, 0, 0)  # (first term, stages, first submesh)
+        # Per submesh and way, [c, first, last]: the first term of stages that stay below the threshold.
         below = [[np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways] for ways in self.ways]
         for s in range(1, self.max_stages + 1):
             now = np.full((L + 1, D + 1, m), np.inf)  # F[s]
@@ -250,11 +251,11 @@ class _Search:
                 for way, terms in zip(self.ways[a], below[a], strict=True):
                     left = np.flatnonzero(starts & way.left[: D + 1 - size])
                     rest = after[:L, left[:, None], way.following]  # [l, d left, next]
-                    live = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))
+                    live = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))  # where the next stage may begin
                     if not live.size:
                         continue
                     cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
-                    rows = np.flatnonzero(np.isfinite(cost[:, live]).any(axis=1))
+                    rows = np.flatnonzero(np.isfinite(cost[:, live]).any(axis=1))  # and this one, before it
                     if not rows.size:
                         continue
                     which = rest.argmin(axis=2)  # [l, d left] the next stage's submesh

@@ -2,7 +2,7 @@
 
 From the same `build` as a single stage. `weighted` puts the parts together again for a number of micro-batches,
 of which so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage. Where a
-stage recomputes, it does so span by span (`stage_problem.py`).
+stage recomputes, it does so span by span (`RematSpans`).
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
     for index, choice in enumerate(problem.choices):
         zero = np.zeros(len(choice.cost))
         parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
+        # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is received, sent or fixed.
         if index < num_parameters:
             own = intra.parameters[index]
             forward, backward = own.fetch_seconds, own.backward_seconds
@@ -127,7 +128,7 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)
             parts = replace(parts, once=forward, backward=choice.cost - forward, always=always)
-        elif span is not None:
+        elif span is not None:  # an op of the micro-batches
             forward = intra.ops[index - num_parameters].forward_seconds
             parts = replace(
                 parts,
@@ -137,13 +138,13 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
                 kept=spans.crossing_bytes(intra, index) if spans.count > 1 else zero,
                 again=choice.memory,
             )
-        elif index in received:
+        elif index in received:  # until its gradient has gone back, recomputed or not
             parts = replace(parts, backward=choice.cost, saved=choice.memory, kept=choice.memory)
         elif index in sent:  # gone once it has arrived
             parts = replace(parts, backward=choice.cost, saved=choice.memory, again=choice.memory)
         elif index in batch:
             parts = replace(parts, saved=choice.memory, again=choice.memory)
-        else:
+        else:  # buffers and constants, and what leaves the step
             parts = replace(parts, always=choice.memory)
         choices.append(parts)
         choice_spans.append(EVERY_SPAN if span is None else span)

@@ -252,10 +252,9 @@ class StageSolver:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
         plan = replace(self._plan(stage.intra, found, cost, priced.wish), derives_again=priced.derives_again)
-        return SolvedStage(
-            plan, cost, _gap(found.solution), found.solution.seconds, found.solution.method,
-            found.solution is priced.free,
-        )  # fmt: skip
+        solution, gap = found.solution, min(1.0, found.solution.gap)
+        gap = gap if gap > PROVED else 0.0
+        return SolvedStage(plan, cost, gap, solution.seconds, solution.method, solution is priced.free)
 
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
@@ -423,8 +422,3 @@ def _per_step(collective: Collective, count: int, remat: bool) -> Collective:
         num_bytes=collective.num_bytes * times,
         seconds=collective.seconds * times,
     )
-
-
-def _gap(solution: Solution) -> float:
-    absolute = max(0.0, solution.seconds - solution.bound)
-    return 0.0 if absolute <= 1e-6 * solution.seconds else min(1.0, absolute / solution.seconds)

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_tensors, world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
-from alpa_strategy.microbatch.microstep import Cut, cut, joined
-from alpa_strategy.pipeline.spec import PipelineSpec, SharedParameter, Values
+from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
+from alpa_strategy.pipeline.recompute import Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action, Orders, actions
@@ -34,6 +35,26 @@ LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
 FIRST_SHARED_TAG = 1 << 16
 FIRST_CHANNEL_TAG = 1 << 20
 LAST_TAG = (1 << 31) - 1  # of gloo
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that stages on different meshes use: its gradient is summed over them after the step."""
+
+    shape: tuple[int, ...]  # of the whole parameter, in the dims of its storage layouts
+    dtype: torch.dtype
+    uses: tuple[tuple[int, str, Layout], ...]  # (stage, name there, storage layout there); one per mesh is enough
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """What every rank knows of the pipeline."""
+
+    micro: MicroStep  # values at global shapes; every rank has those of `given` whole before the step
+    stages: tuple[StageSpec, ...]  # in order
+    schedule: str  # a name of `schedules.SCHEDULES`
+    shared: tuple[SharedParameter, ...] = ()  # parameters used on several meshes
+    cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,24 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.random import Replay
-from alpa_strategy.pipeline.spec import SpanProgram, StageInputs, Values
+
+Values = dict[int, Tensor]  # by value index of the micro-batched step
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """One micro-batch's local tensors."""
+
+    parameters: Mapping[str, Tensor]  # by name
+    buffers: Mapping[str, Any]  # by name; the counters under `COUNTERS`
+    batch: Mapping[int, Tensor]  # by place in the step's batch
+    received: Mapping[int, Tensor]  # what other stages made, and earlier spans of this one, by value
+
+
+# Gives (escaping values, whole on every device of the stage; values sent to other stages, in the stage's layouts).
+StageProgram = Callable[[StageInputs], tuple[Values, Values]]
+# Gives the same, and the values made for later spans, as they are made.
+SpanProgram = Callable[[StageInputs], tuple[Values, Values, Values]]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
-from alpa_strategy.pipeline.recompute import Kept, Recompute, RecomputedBackward
-from alpa_strategy.pipeline.spec import StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.recompute import Kept, Recompute, RecomputedBackward, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.split_backward import SplitBackward
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action

@@ -18,7 +18,6 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import EVERY_SIZE
-from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import ParameterPlan
@@ -42,7 +41,6 @@ def make_plan(
     optimizer: OptimizerInfo | None = None,
     progress: Progress | None = None,
     context: Callable[[], AbstractContextManager] | None = None,
-    store: CostStore | None = None,
     costs: OpCosts | None = None,
     choose: Callable[[PlanTask], Plan] | None = None,
 ) -> Plan:
@@ -52,7 +50,7 @@ def make_plan(
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
             gradient scaler (`optimizer_info_of` takes those into account).
-        progress, store: as of `PlanTask`.
+        progress: shows phases.
         context: what surrounds the step, such as autocast (see `capture_step`).
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
@@ -68,7 +66,7 @@ def make_plan(
         step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.rows, context=context)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    plan = (choose or choose_plan)(PlanTask(step, cluster, options, optimizer, progress=progress, store=store))
+    plan = (choose or choose_plan)(PlanTask(step, cluster, options, optimizer, progress=progress))
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 

@@ -40,7 +40,7 @@ from alpa_strategy.inter_op.pins import (
     stage_cuts,
     submeshes,
 )
-from alpa_strategy.inter_op.stage_costs import CostJob, CostStore, allowed_shapes, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_num_layers, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
@@ -196,7 +196,7 @@ class _Search:
     def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
         self.task, self._solve = task, solve
         self.several = several
-        self.store = task.store or CostStore()
+        self._runs: dict[Hashable, RunCosts] = {}
         self.meshes = submeshes(task.cluster)
         self.best: list[Candidate] = []
         self.failures: Failures = []
@@ -305,7 +305,7 @@ class _Search:
         ceiling = min([SLACK * known, *(c.seconds for c in self.best)])
         with self.task.progress(f"{count} micro-batches"):
             with _timed(self.spent, "stage costs"):
-                runs = stage_costs(job, meshes, self.store, unlikely=self._unlikely)
+                runs = stage_costs(job, meshes, self._runs, unlikely=self._unlikely)
             # [first layer, last + 1, submesh]
             allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
             # A schedule that the user asks for is one of several stages (`pins.py`).
@@ -341,10 +341,10 @@ class _Search:
             if job is None or count in self._bounds:
                 continue
             with _timed(self.spent, "stage costs"):
-                least = stage_costs(job, [whole], self.store, unlikely=[whole])[0].least.sum()
+                least = stage_costs(job, [whole], self._runs, unlikely=[whole])[0].least.sum()
                 if least >= best or misses > 1:  # and with more micro-batches it takes longer
                     return
-                fits = np.isfinite(stage_costs(job, [whole], self.store)[0].seconds[0, -1]).any()
+                fits = np.isfinite(stage_costs(job, [whole], self._runs)[0].seconds[0, -1]).any()
             if fits and self._look(count, None, known).seconds >= best:
                 misses += 1
 

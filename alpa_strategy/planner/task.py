@@ -12,7 +12,6 @@ from pathlib import Path
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import FORMAT_VERSION, Fingerprint
@@ -34,8 +33,6 @@ class PlanTask:
     Attributes:
         costs: op costs where the options name no model; None: the roofline of `cluster.device`.
         progress: shows phases.
-        store: where costs of pipeline stages are kept as they come, so that a planning that was interrupted resumes;
-            None: in memory.
     """
 
     step: StepGraph
@@ -44,7 +41,6 @@ class PlanTask:
     optimizer: OptimizerInfo
     costs: OpCosts | None = None
     progress: Progress = unseen
-    store: CostStore | None = None
 
     @property
     def op_costs(self) -> OpCosts:

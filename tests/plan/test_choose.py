@@ -11,7 +11,6 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.stage_costs import CostStore
 from alpa_strategy.ir.stage_plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
@@ -24,13 +23,13 @@ def cluster(bandwidth: float) -> ClusterSpec:
     return replace(spec, inter_node=replace(spec.inter_node, bandwidth=bandwidth))
 
 
-def plan(rows: int, where: float | ClusterSpec, store: CostStore | None = None, **options):
+def plan(rows: int, where: float | ClusterSpec, **options):
     """A tower of wide linears; `rows` of the global batch."""
     spec = where if isinstance(where, ClusterSpec) else cluster(where)
     with torch.device("meta"):
         module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
         batch = (torch.empty(rows, 2048), torch.empty(rows, 2048))
-    return make_plan(module, batch, spec, PlanOptions(batch_scope="global", **options), store=store)
+    return make_plan(module, batch, spec, PlanOptions(batch_scope="global", **options))
 
 
 def test_a_pipeline_wins_where_the_network_binds():
@@ -84,14 +83,3 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     assert {modes_text(p.modes) for p in best.stages[0].parameter_plans.values()} == {"R*"}
     assert any(not p.is_whole for p in solved.stages[0].parameter_plans.values())
     assert hidden_seconds(best) < hidden_seconds(solved)
-
-
-def test_planning_that_was_interrupted_resumes(tmp_path):
-    path = tmp_path / "stages.jsonl"
-    first = plan(2048, 2e10, CostStore(path))
-    stored = path.read_text()
-    again = plan(2048, 2e10, CostStore(path))
-    assert path.read_text() == stored, "nothing was worked out twice"
-    assert again.stages == first.stages
-    CostStore(path).done()
-    assert not path.exists()

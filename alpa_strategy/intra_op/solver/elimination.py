@@ -1,7 +1,7 @@
 """Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with dense numpy tables.
 
 It minimises seconds; the memory limit is not seen here (solve.py puts a price on bytes).
-The order (elimination.py) is planned on sizes alone, so an instance that is too wide costs little time to decline.
+The order is planned on sizes alone, so an instance that is too wide costs little time to decline.
 """
 
 from __future__ import annotations
