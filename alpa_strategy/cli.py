@@ -33,7 +33,7 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import is_possible
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe
+from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 
 EXIT_USER_ERROR = 2
 
@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument(
         "--search",
-        choices=("mcmc", "greedy", "exhaustive", "megatron", "flexflow-like"),
-        help="find stages by this instead, on the same costs: for comparison",
+        metavar="MODULE.FUNCTION",
+        help="a function (task, seconds) -> Plan of a file or module, which finds the plan instead, on the same costs",
     )
     plan.add_argument(
         "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
@@ -178,9 +178,7 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     optimizer = optimizer_info_of(model)
     choose = None
     if arguments.search:
-        from alpa_strategy.planner.baseline_search import plan_by
-
-        choose = partial(plan_by, name=arguments.search, seconds=arguments.search_seconds)
+        choose = partial(resolve_target(arguments.search, Path.cwd(), "--search"), seconds=arguments.search_seconds)
     with _rare_collections():
         return make_plan(model, batch, cluster, options, optimizer, progress, context, choose=choose)
 

@@ -126,29 +126,27 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
     return _call(lightning.Trainer, arguments, f"{recipe.path}: trainer")
 
 
-def resolve_target(target: str, folder: Path) -> Any:
-    """The class (or function) that `module.Name` means: a file beside the recipe first, then an importable module."""
+def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
+    """The class (or function) that `module.Name` means: a file in `folder` first, then an importable module."""
     if not _TARGET_NAME.fullmatch(str(target)):
-        raise OptionError(f"{TARGET}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT")
+        raise OptionError(f"{what}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT")
     module_name, _, name = str(target).rpartition(".")
     if not module_name:
-        raise OptionError(f"{TARGET}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")
+        raise OptionError(f"{what}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")
     # `text.py` beside the recipe is meant, not an installed package of that name.
     file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
     try:
         module = _import_file(module_name, file.resolve()) if file.is_file() else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise OptionError(f"{TARGET}: {target}: {module_name} needs {error.name!r}", "install it") from None
+            raise OptionError(f"{what}: {target}: {module_name} needs {error.name!r}", "install it") from None
         near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
         fix = near or f"put {module_name}.py beside the recipe ({folder}), or install the module"
-        raise OptionError(f"{TARGET}: {target}: no module {module_name!r}", fix) from None
+        raise OptionError(f"{what}: {target}: no module {module_name!r}", fix) from None
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]
         where = getattr(module, "__file__", module_name)
-        raise OptionError(
-            f"{TARGET}: {target}: {where} has no {name!r}", did_you_mean(name, members) or "check the name"
-        )
+        raise OptionError(f"{what}: {target}: {where} has no {name!r}", did_you_mean(name, members) or "check the name")
     return getattr(module, name)
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from baseline_search import SEARCHES, Space
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -27,7 +28,6 @@ from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.baseline_search import SEARCHES, Space
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.recipe import build_data, build_model, load_recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from models import MODELS
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.baseline_search import plan_by
 from alpa_strategy.planner.planner import make_plan
+from alpa_strategy.recipe import resolve_target
 from alpa_strategy.schedules import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
 
 
 def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
@@ -153,7 +156,7 @@ def test_stages_hold_the_modules_that_are_named():
 
 
 def test_other_searches_keep_to_the_stages_that_are_pinned():
-    search = partial(plan_by, name="megatron", seconds=1.0)
+    search = partial(resolve_target("scripts.baseline_search.plan_megatron", ROOT), seconds=1.0)
     found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
     assert "blocks.0.qkv" not in found.stages[1].layers
     assert found.stages[0].ops[1] == found.stages[1].ops[0]

@@ -10,9 +10,9 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
 
 import bench_search  # noqa: E402
+from baseline_search import State  # noqa: E402
 
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa: E402
-from alpa_strategy.planner.baseline_search import State  # noqa: E402
 
 
 def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +23,14 @@ from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.baseline_search import SEARCHES, Space, State, plan_by
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+from baseline_search import SEARCHES, Space, State, plan_by  # noqa: E402
 
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2, "devices_per_node": 2})
 
@@ -120,8 +126,12 @@ def test_layouts_that_do_not_fit_are_left_first():
     assert plan_by(limited, "flexflow-like", 3.0).predicted.peak_bytes <= limited.memory_limit
 
 
-def test_every_search_can_be_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "gpt_tiny", "--cluster", "dgx_h100", "--search", "by hand"])
-    offered = capsys.readouterr().err
-    assert all(f"'{name}'" in offered for name in SEARCHES)
+def test_a_search_of_ones_own_can_be_asked_for(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    where = ["plan", "gpt_tiny", "--cluster", "dgx_h100", "cluster.num_nodes=1", "plan.num_microbatches=2"]
+    assert main([*where, "--search", "scripts.baseline_search.plan_megatron", "--search-seconds", "1"]) == 0
+    assert "Alpa plan" in capsys.readouterr().out
+    assert main([*where, "--search", "scripts.baseline_search.plan_megatrons"]) == 2
+    refused = capsys.readouterr().err
+    assert "--search" in refused
+    assert "plan_megatron" in refused

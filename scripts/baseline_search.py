@@ -1,5 +1,7 @@
 """Other ways to search, on the same stage costs and in the same space as the stage DP: what they find, and how soon.
 
+    alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search scripts.baseline_search.plan_mcmc
+
 A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step of
 `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are functions from a
 `Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may find something else
@@ -17,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
@@ -356,3 +358,9 @@ def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
         return [found] if found is not None and found.seconds < known else []
 
     return plan_pipeline(task, solve=solve)
+
+
+# What `alpa plan --search scripts.baseline_search.plan_mcmc` calls, from the repository's folder.
+plan_mcmc, plan_greedy, plan_exhaustive, plan_megatron, plan_flexflow_like = (
+    partial(plan_by, name=name) for name in SEARCHES
+)
