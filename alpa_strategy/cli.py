@@ -30,7 +30,7 @@ from alpa_strategy.display.op_table import op_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
-from alpa_strategy.files import is_possible
+from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
@@ -91,8 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
     plan.add_argument(
         "--search",
-        metavar="MODULE.FUNCTION",
-        help="a function (task, seconds) -> Plan of a file or module, which finds the plan instead, on the same costs",
+        metavar="NAME",
+        help="for comparison, on the same costs: mcmc, greedy, exhaustive, megatron, flexflow-like, or FILE.FUNCTION, "
+        "a function (task, seconds) -> Plan of your own",
     )
     plan.add_argument(
         "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
@@ -178,9 +179,16 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     optimizer = optimizer_info_of(model)
     choose = None
     if arguments.search:
-        choose = partial(resolve_target(arguments.search, Path.cwd(), "--search"), seconds=arguments.search_seconds)
+        choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
     with _rare_collections():
         return make_plan(model, batch, cluster, options, optimizer, progress, context, choose=choose)
+
+
+def _search(name: str) -> Callable[..., Plan]:
+    """A shipped search by its name, else a function of the user's."""
+    if "." in name:
+        return resolve_target(name, Path.cwd(), "--search")
+    return resolve_target(f"searches.plan_{name.replace('-', '_')}", shipped_folder(RECIPES), "--search")
 
 
 def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console) -> Plan:

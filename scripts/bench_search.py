@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from baseline_search import SEARCHES, Space
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -33,6 +32,10 @@ from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.recipe import build_data, build_model, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "recipes"))
+
+from searches import SEARCHES, Space  # noqa: E402
+
 CELLS = (
     "gpt_350m:p3_16xlarge_x8:1:64", "gpt_1_3b:p3_16xlarge_x8:1:128", "gpt_2_6b:p3_16xlarge_x8:1:128",
     "gpt_6_7b:p3_16xlarge_x8:2:128", "gpt_15b:p3_16xlarge_x8:4:256", "gpt_39b:p3_16xlarge_x8:8:512",

@@ -156,7 +156,7 @@ def test_stages_hold_the_modules_that_are_named():
 
 
 def test_other_searches_keep_to_the_stages_that_are_pinned():
-    search = partial(resolve_target("scripts.baseline_search.plan_megatron", ROOT), seconds=1.0)
+    search = partial(resolve_target("searches.plan_megatron", ROOT / "recipes"), seconds=1.0)
     found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
     assert "blocks.0.qkv" not in found.stages[1].layers
     assert found.stages[0].ops[1] == found.stages[1].ops[0]

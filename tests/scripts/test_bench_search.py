@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
 
 import bench_search  # noqa: E402
-from baseline_search import State  # noqa: E402
+from searches import State  # noqa: E402
 
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa: E402
 

@@ -1,6 +1,9 @@
 """Other ways to search, on the same stage costs and in the same space as the stage DP: what they find, and how soon.
 
-    alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search scripts.baseline_search.plan_mcmc
+    alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search mcmc
+
+They are for comparison: nothing that trains needs them. One of your own is a function `(task, seconds) -> Plan` in a
+file or module, asked for as `--search my_search.annealing`.
 
 A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step of
 `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are functions from a
@@ -360,7 +363,7 @@ def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
     return plan_pipeline(task, solve=solve)
 
 
-# What `alpa plan --search scripts.baseline_search.plan_mcmc` calls, from the repository's folder.
+# What `alpa plan --search mcmc` calls.
 plan_mcmc, plan_greedy, plan_exhaustive, plan_megatron, plan_flexflow_like = (
     partial(plan_by, name=name) for name in SEARCHES
 )

@@ -28,9 +28,9 @@ from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "recipes"))
 
-from baseline_search import SEARCHES, Space, State, plan_by  # noqa: E402
+from searches import SEARCHES, Space, State, plan_by  # noqa: E402
 
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2, "devices_per_node": 2})
 
@@ -126,12 +126,31 @@ def test_layouts_that_do_not_fit_are_left_first():
     assert plan_by(limited, "flexflow-like", 3.0).predicted.peak_bytes <= limited.memory_limit
 
 
-def test_a_search_of_ones_own_can_be_asked_for(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    where = ["plan", "gpt_tiny", "--cluster", "dgx_h100", "cluster.num_nodes=1", "plan.num_microbatches=2"]
-    assert main([*where, "--search", "scripts.baseline_search.plan_megatron", "--search-seconds", "1"]) == 0
+WHERE = ("plan", "gpt_tiny", "--cluster", "dgx_h100", "cluster.num_nodes=1", "plan.num_microbatches=2")
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_can_be_asked_for(name, capsys, monkeypatch, tmp_path):
+    """By its name, from any folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*WHERE, "--search", name, "--search-seconds", "0.5"]) == 0
     assert "Alpa plan" in capsys.readouterr().out
-    assert main([*where, "--search", "scripts.baseline_search.plan_megatrons"]) == 2
+
+
+def test_a_search_of_ones_own_can_be_asked_for(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from alpa_strategy.planner.planner import choose_plan\n\n\n"
+        "def solved(task, seconds):\n    return choose_plan(task)\n"
+    )
+    assert main([*WHERE, "--search", "mine.solved"]) == 0
+    assert "Alpa plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "near"), [("megatrn", "megatron"), ("nobodys.search", "no module")])
+def test_a_search_that_is_not_there_is_one_error(name, near, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main([*WHERE, "--search", name]) == 2
     refused = capsys.readouterr().err
     assert "--search" in refused
-    assert "plan_megatron" in refused
+    assert near in refused
