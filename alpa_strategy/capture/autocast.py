@@ -48,88 +48,49 @@ def has_policy(target: Any, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
 
 
+Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
+
+
 @lru_cache(maxsize=4096)
-def operand_casts(call: OpCall, state: AutocastState) -> tuple[torch.dtype | None, ...]:
-    """The dtype that autocast gives each operand of `call`; None for those left alone."""
-    casts: dict[int, torch.dtype] = {}
+def operand_casts(call: OpCall, state: AutocastState) -> Casts | None:
+    """Casts of the operands with which the call does without autocast what it does under it.
 
-    def run(operands: list[Tensor]) -> None:
-        class Watcher(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
-                    position = next((i for i, t in enumerate(operands) if t is args[0]), None)
-                    dtype = (kwargs or {}).get("dtype")
-                    if position is not None and dtype is not None:
-                        casts.setdefault(position, dtype)
-                return func(*args, **(kwargs or {}))
-
-        with state.region(), Watcher():
-            call.call(*operands)
-
-    run_fake(call, run, state.device_type)
-    if state.dtype in casts.values():  # other casts are of the op's own making: attention adds up in fp32
-        casts = {i: dtype for i, dtype in casts.items() if dtype == state.dtype}
-    elif casts and _is_same_without(call, state):
-        casts = {}
-    return tuple(casts.get(i) for i in range(len(call.operands)))
+    None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
+    by more than moving elements. No op is known that has none: linear, einsum, recurrences, attention and losses all
+    do.
+    """
+    is_policy = has_policy(call.target, state.device_type)
+    as_they_are, low, full = (
+        tuple(dtype if m.dtype.is_floating_point else None for m in call.operands)
+        for dtype in (None, state.dtype, torch.float32)  # float32: cross entropy of float16 on GPUs, for log_softmax
+    )
+    under_autocast, seen = _work(call, state, as_they_are, True)
+    if state.dtype in seen:  # other casts are of the op's own making: attention adds up in fp32
+        seen = tuple(dtype if dtype == state.dtype else None for dtype in seen)
+    # Of operands of several dtypes the backward may not do what the forward does for them (mse_loss, torch 2.11).
+    are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
+    for casts in (*[as_they_are] * are_alike, seen, *[low, full] * (not is_policy)):
+        try:
+            with _refusals_unlogged():
+                work, _ = _work(call, state, casts, False)
+        except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
+            continue
+        if work == under_autocast:
+            return casts
+    return seen if is_policy else None
 
 
 @lru_cache(maxsize=4096)
 def dtype_given(call: OpCall, state: AutocastState) -> torch.dtype | None:
     """What autocast has `call` compute in by its `dtype` argument, casting no operand: on GPUs sum, cumsum and prod,
     and softmax of float16 (PyTorch's `fp32_set_opt_dtype`). None: nothing."""
-
-    def dtypes(enabled: bool) -> list[torch.dtype]:
-        def run(operands: list[Tensor]) -> list[torch.dtype]:
-            with state.region(enabled):
-                return _dtypes_of(call.call(*operands))
-
-        return run_fake(call, run, state.device_type)
-
-    try:
-        with _refusals_unlogged():
-            changed = [there for there, here in zip(dtypes(True), dtypes(False), strict=True) if there != here]
-    except RuntimeError:  # operands of several dtypes, which only a policy brings together
-        return None
-    return changed[0] if changed else None
-
-
-def _is_same_without(call: OpCall, state: AutocastState) -> bool:
-    """Whether the call computes the same where nothing is cast."""
-    if len({m.dtype for m in call.operands if m.dtype.is_floating_point}) > 1:
-        return False  # the backward may not do what the forward does for them (mse_loss, torch 2.11)
     as_they_are = (None,) * len(call.operands)
     try:
         with _refusals_unlogged():
-            return _work(call, state, as_they_are, True) == _work(call, state, as_they_are, False)
-    except RuntimeError:  # operands of several dtypes
-        return False
-
-
-Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
-
-
-@lru_cache(maxsize=4096)
-def casts_around(call: OpCall, state: AutocastState) -> Casts | None:
-    """Casts of the operands with which an op without a policy of its own does the same, and needs no autocast.
-
-    None: there are none such; what autocast casts inside of it is made of the operands by more than moving elements.
-    No op is known that has none: linear, einsum, recurrences, attention and losses all do.
-    """
-    low, full = (
-        tuple(dtype if m.dtype.is_floating_point else None for m in call.operands)
-        for dtype in (state.dtype, torch.float32)  # float32: cross entropy of float16 on GPUs, whose log_softmax widens
-    )
-    under_autocast = _work(call, state, (None,) * len(call.operands), True)
-    for casts in (operand_casts(call, state), low, full):
-        try:
-            with _refusals_unlogged():
-                work = _work(call, state, casts, False)
-        except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
-            continue
-        if work == under_autocast:
-            return casts
-    return None
+            there, here = (_work(call, state, as_they_are, enabled)[0][-1] for enabled in (True, False))
+    except RuntimeError:  # operands of several dtypes, which only a policy brings together
+        return None
+    return next((dtype for dtype, plain in zip(there, here, strict=True) if dtype != plain), None)
 
 
 def _refusals_unlogged() -> AbstractContextManager[None]:
@@ -141,28 +102,34 @@ _MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 _PRODUCTS = {getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")}
 
 
-def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> list[Any]:
-    """What a call computes, by op and dtypes, and the dtypes of its results; casts and moves of elements are left out,
-    as they commute."""
-    seen: list[Any] = []
-
-    class Watcher(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
-                raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
-            out = func(*args, **(kwargs or {}))
-            computes = _dtypes_of(out) and not func.is_view and func not in _MOVES
-            if computes:
-                seen.append((func, _dtypes_of(out)))  # order counts, shapes do not
-            return out
+def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> tuple[list[Any], Casts]:
+    """What a call computes, by op and dtypes, and last the dtypes of its results; casts and moves of elements are left
+    out, as they commute. And to what dtype each operand was cast first on the way."""
+    work: list[Any] = []
+    seen: dict[int, torch.dtype] = {}
 
     def run(operands: list[Tensor]) -> None:
         operands = [t if d is None else t.to(d) for t, d in zip(operands, casts, strict=True)]
+
+        class Watcher(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+                    raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
+                if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
+                    position = next((i for i, t in enumerate(operands) if t is args[0]), None)
+                    dtype = (kwargs or {}).get("dtype")
+                    if position is not None and dtype is not None:
+                        seen.setdefault(position, dtype)
+                out = func(*args, **(kwargs or {}))
+                if _dtypes_of(out) and not func.is_view and func not in _MOVES:
+                    work.append((func, _dtypes_of(out)))  # order counts, shapes do not
+                return out
+
         with state.region(enabled), Watcher():
-            seen.append(_dtypes_of(call.call(*operands)))
+            work.append(_dtypes_of(call.call(*operands)))
 
     run_fake(call, run, state.device_type)
-    return seen
+    return work, tuple(map(seen.get, range(len(call.operands))))
 
 
 def _dtypes_of(out: Any) -> list[torch.dtype]:
@@ -224,7 +191,7 @@ class Autocast:
         call, operands = self.builder.call_of(target, args, kwargs)
         if not operands:
             return args, kwargs
-        dtypes = casts_around(call, state) if composite else operand_casts(call, state)
+        dtypes = operand_casts(call, state)
         if dtypes is None:
             raise CaptureError(
                 f"{target} ({self.builder.source}) computes differently under autocast, and not only on cast operands",

@@ -8,7 +8,7 @@ lowering runs them on its own device.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ from alpa_strategy.capture.functionalize import (
 )
 from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.python_state import SetAttribute, changed_attributes, initialized
+from alpa_strategy.capture.python_state import changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
@@ -46,9 +46,9 @@ from alpa_strategy.ir.graph import (
     ConstantInput,
     LogRecord,
     MetricRecord,
-    NumberPlace,
     Op,
     ParameterInput,
+    Place,
     StepGraph,
     ValueRef,
     tensor_digest,
@@ -65,7 +65,7 @@ def capture_step(
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
     rows: tuple[bool, ...] | None = None,
-    numbers: tuple[NumberPlace, ...] = (),
+    numbers: tuple[Place, ...] = (),
 ) -> StepGraph:
     """Capture `module.training_step(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
 
@@ -104,7 +104,7 @@ def capture_step(
     return replace(segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
 
 
-def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribute]) -> StepGraph:
+def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any]) -> StepGraph:
     """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
 
     It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
@@ -114,7 +114,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
         again = convert(trace)
         # A counter (`self.calls += 1`) stores something else in every call.
         if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
-            raise changed_attributes(f"{entry.path}.{entry.name}".lstrip(".") for entry in stored)
+            raise changed_attributes(stored)
     return again
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import value_text
 from alpa_strategy.capture.python_state import changed_attributes, patched
-from alpa_strategy.ir.graph import NumberPlace, StepGraph
+from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import ValueGuard, at_counters
 
 
@@ -35,7 +35,7 @@ def _is_changed(before: Any, now: Any) -> bool:
     return type(now) in (int, float) and type(before) is type(now) and before != now
 
 
-def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[NumberPlace]:
+def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place]:
     """Numbers that the step was captured with and that are others now."""
     owners = dict(module.named_modules())
     found = set()
@@ -45,29 +45,27 @@ def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Numbe
         if held is None or held is not guard.namespace.get(guard.name):
             continue
         if _is_changed(guard.value, held):
-            found.add(NumberPlace(path, name))
+            found.add(Place(path, name))
         elif isinstance(held, dict) and isinstance(guard.value, dict):
             keys = [key for key, value in held.items() if _is_changed(guard.value.get(key), value)]
-            found |= {NumberPlace(path, name, key) for key in keys if isinstance(key, str | int)}
+            found |= {Place(path, name, key) for key in keys if isinstance(key, str | int)}
     leaves = pytree.tree_flatten_with_path(batch)[0]
     for index, text in step.leaves:
         path_of_leaf, leaf = leaves[index]
         is_number = type(leaf) in (int, float) and text.startswith(f"{type(leaf).__qualname__} ")
         if is_number and text != value_text(leaf):
-            found.add(NumberPlace("", f"the batch{pytree.keystr(path_of_leaf)}", leaf=index))
+            found.add(Place("", f"the batch{pytree.keystr(path_of_leaf)}", leaf=index))
     return found
 
 
-def numbers_now(places: Collection[NumberPlace], module: nn.Module, batch: Any) -> dict[str, Any]:
+def numbers_now(places: Collection[Place], module: nn.Module, batch: Any) -> dict[str, Any]:
     """The numbers by label."""
     leaves = pytree.tree_leaves(batch) if any(place.leaf is not None for place in places) else []
     return {str(place): place.value(module, leaves) for place in places}
 
 
 @contextmanager
-def counters_for(
-    module: nn.Module, places: Sequence[NumberPlace], counter: Callable[[Any, str], Any]
-) -> Iterator[None]:
+def counters_for(module: nn.Module, places: Sequence[Place], counter: Callable[[Any, str], Any]) -> Iterator[None]:
     """Attributes at these places are counters in the block. CaptureError where it stores others."""
     held = [(place.holder(module), place.item, place) for place in places if place.leaf is None]
     given = [(holder, item, counter(holder[item], str(place))) for holder, item, place in held]
@@ -77,7 +75,7 @@ def counters_for(
             raise changed_attributes(changed)
 
 
-def freed(guards: Sequence[ValueGuard], places: Sequence[NumberPlace]) -> tuple[ValueGuard, ...]:
+def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
     """The guards, which hold for any numbers at these places."""
 
     def free(guard: ValueGuard) -> ValueGuard:

@@ -8,14 +8,12 @@ goes on as if the check had passed, and its condition becomes a value of the gra
 
 from __future__ import annotations
 
-import ast
 import dis
 import linecache
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -132,102 +130,72 @@ def _storages(value: Any) -> set[int]:
     return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
-_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
-_Position = tuple[int, int, int, int]  # line, column, last line, end column
-
-
 def passing_answer(frame: FrameType) -> bool | None:
     """What a tensor that `frame` is asking for its truth must say so that nothing is raised.
 
-    None when the answer decides more than whether something is raised, or the source is not to be had.
+    Both ways that the code may take from there are followed: one of them does nothing but raise. None when the answer
+    decides more than whether something is raised.
     """
-    # Instructions are 2 bytes each, `f_lasti` is the offset of the current one.
-    position = _in_our_order(next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)))
-    found = None if position is None else _places(frame.f_code.co_filename).get(position)
-    if position is None or found is None:
-        return None
-    node, parents = found
-    if isinstance(node, ast.If | ast.Assert):  # up to Python 3.11 a jump stands where its whole statement does
-        return _answer_at_jump(frame, node, position)
-    answer = _answer_of(node, parents)
-    is_operand = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)  # `not x` asks for x
-    return answer if answer is None or not is_operand else not answer
+    raises = [_raises_after(frame.f_code, frame.f_lasti, truth) for truth in (False, True)]
+    return None if raises[0] == raises[1] else raises[0]
 
 
-def _answer_at_jump(frame: FrameType, statement: ast.If | ast.Assert, position: _Position) -> bool | None:
-    """The same for the operand of the statement's test that the frame has come to: each ends in a jump, in order."""
-    operands = list(_operands(statement.test))
-    jumps = [
-        each.offset
-        for each in dis.get_instructions(frame.f_code)
-        if "JUMP" in each.opname and "IF" in each.opname and _in_our_order(each.positions) == position
-    ]
-    if len(jumps) != len(operands) or frame.f_lasti not in jumps:
-        return None
-    operand, parents = _places(frame.f_code.co_filename)[_place_of(operands[jumps.index(frame.f_lasti)])]
-    return _answer_of(operand, parents) if isinstance(operand, ast.expr) else None
+def _raises_after(code: CodeType, offset: int, truth: bool) -> bool:
+    """Whether the code ends in a raise, whatever else it finds, where the truth asked for at `offset` is this one."""
+    instructions, places = _instructions(code)
+    place = places.get(offset, len(instructions))
+    while place < len(instructions):
+        each = instructions[place]
+        if "IF_TRUE" in each.opname or "IF_FALSE" in each.opname:
+            jumps = truth == ("IF_TRUE" in each.opname)
+            if not (jumps and "OR_POP" in each.opname):  # `bool(x and y)` in Python 3.11: x is what bool is given
+                return _only_raises(code, places[each.argval] if jumps else place + 1)
+            place = places[each.argval]
+            continue
+        if each.opname == "UNARY_NOT":
+            truth = not truth
+        elif each.opname in ("PRECALL", "CALL"):
+            if not _is_bool(code, each.positions):
+                return False
+        elif each.opname != "TO_BOOL":  # from Python 3.13 on, before each jump
+            return False
+        place += 1
+    return False
 
 
-def _operands(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test asks for its truth, in order."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _operands(test.operand)
-    elif isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from _operands(value)
-    else:
-        yield test
+def _only_raises(code: CodeType, start: int) -> bool:
+    """Whether every way through the code from an instruction on ends in a raise."""
+    instructions, places = _instructions(code)
+    waiting, seen = [start], set()
+    while waiting:
+        place = waiting.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        each = instructions[place]
+        if each.opname.startswith(("RETURN_VALUE", "RETURN_CONST", "YIELD", "RERAISE")):
+            return False
+        if each.opcode in _JUMPS:
+            waiting.append(places[each.argval])
+        if each.opname != "RAISE_VARARGS" and each.opname not in _ALWAYS_JUMP:
+            waiting.append(place + 1)
+    return True
 
 
-def _answer_of(node: ast.expr, parents: tuple[ast.AST, ...]) -> bool | None:
-    """What expression `node` must be, by the nearest of `parents` (innermost first)."""
-    parent = parents[0] if parents else None
-    if isinstance(parent, ast.Assert | ast.If) and parent.test is node:
-        if isinstance(parent, ast.Assert) or _only_raises(parent.orelse):
-            return True
-        return False if _only_raises(parent.body) else None  # else more is decided than whether something is raised
-    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
-        answer = _answer_of(parent, parents[1:])
-        return None if answer is None else not answer
-    if isinstance(parent, ast.BoolOp):
-        answer = _answer_of(parent, parents[1:])
-        needs_all = isinstance(parent.op, ast.And) == answer  # every operand must be so; else the last one decides
-        return answer if answer is not None and (needs_all or parent.values[-1] is node) else None
-    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "bool":
-        return _answer_of(parent, parents[1:])
-    return None
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ALWAYS_JUMP = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
 
 
-def _only_raises(body: list[ast.stmt]) -> bool:
-    return bool(body) and isinstance(body[-1], ast.Raise) and all(isinstance(s, _SIMPLE) for s in body[:-1])
+@lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """The code's instructions, and the place of each among them by its offset."""
+    found = list(dis.get_instructions(code))
+    return found, {each.offset: place for place, each in enumerate(found)}
 
 
-def _in_our_order(position: Any) -> _Position | None:
-    """From the interpreter's order (line, last line, column, end column)."""
-    if position is None or None in tuple(position):
-        return None
-    line, last, column, end = position
-    return line, column, last, end
-
-
-def _place_of(node: ast.expr | ast.stmt) -> _Position:
-    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
-
-
-@lru_cache(maxsize=32)
-def _places(filename: str) -> dict[_Position, tuple[ast.expr | ast.If | ast.Assert, tuple[ast.AST, ...]]]:
-    """Position -> the test or expression that stands there (the outermost), and what it stands in, innermost first."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return {}
-    found: dict[_Position, tuple[Any, tuple[ast.AST, ...]]] = {}
-
-    def visit(node: ast.AST, parents: tuple[ast.AST, ...]) -> None:
-        if isinstance(node, ast.expr | ast.If | ast.Assert):
-            found.setdefault(_place_of(node), (node, parents))
-        for child in ast.iter_child_nodes(node):
-            visit(child, (node, *parents[:8]))  # more than a condition is deep
-
-    visit(tree, ())
-    return found
+def _is_bool(code: CodeType, positions: dis.Positions | None) -> bool:
+    """Whether a call is one of Python's `bool`, as it is written."""
+    if positions is None or positions.lineno is None:
+        return False
+    line = linecache.getline(code.co_filename, positions.lineno).encode()  # columns are counted in bytes
+    return line[positions.col_offset :].startswith(b"bool(")

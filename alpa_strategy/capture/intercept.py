@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import SetAttribute, attributes_kept, globals_kept, is_value, patched
+from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import ListPlace, MetricRef
+from alpa_strategy.ir.graph import MetricRef, Place
 from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard
 from alpa_strategy.ir.user_code import user_frame
 
@@ -44,9 +44,9 @@ class Recording:
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
-    stored: list[SetAttribute] = field(default_factory=list)
-    grown: list[ListPlace] = field(default_factory=list)
-    appended: dict[ListPlace, AppendedList] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)
+    grown: list[Place] = field(default_factory=list)
+    appended: dict[Place, AppendedList] = field(default_factory=dict)
 
     def guard(self, guard: Guard) -> None:
         """Remember a guard, once."""
@@ -181,7 +181,7 @@ def _refuse_logger(trainer: Any) -> None:
 def recording(
     module: LightningModule,
     device: torch.device,
-    appended: Iterable[ListPlace] = (),
+    appended: Iterable[Place] = (),
     namespaces: Iterable[dict[str, Any]] = (),
 ) -> Iterator[Recording]:
     """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit.
@@ -194,9 +194,9 @@ def recording(
         # Outermost, so that what the other contexts put into attributes is gone when they are compared.
         held: set[int] = set()  # ids of what lives longer than the step
         stack.enter_context(attributes_kept(module, record.stored, record.grown, held))
-        record.appended = {place: AppendedList(str(place)) for place in appended}
+        record.appended = {place: AppendedList(place.attribute) for place in appended}
         # The attribute may be the class's: this then hides it.
-        lists = [(vars(module.get_submodule(place.module)), place.name, x) for place, x in record.appended.items()]
+        lists = [(place.holder(module), place.name, x) for place, x in record.appended.items()]
         stack.enter_context(patched(lists))
         stack.enter_context(globals_kept(module, held))
         stack.enter_context(patched(functions_of_counters(namespaces)))

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -280,7 +281,7 @@ class _FunctionCall:
         return pytree.tree_unflatten(leaves, self._result_spec)
 
 
-_CALLS: dict[tuple[type, _Given], _FunctionCall] = {}
+_call_of = cache(_FunctionCall)  # by function and what it is given
 
 
 def apply_as_op(function: Any, *args: Any) -> Any:
@@ -293,10 +294,7 @@ def apply_as_op(function: Any, *args: Any) -> Any:
     # Outside tracing; inside another Function; PyTorch's own wrapper of a custom op's backward.
     if get_proxy_mode() is None or not tensors or function.__module__.startswith("torch._library"):
         return _APPLY(function, *args)
-    key = function, _Given.of(args, tensors[0].device.type)
-    if key not in _CALLS:
-        _CALLS[key] = _FunctionCall(*key)
-    call = _CALLS[key]
+    call = _call_of(function, _Given.of(args, tensors[0].device.type))
     versions = [tensor._version for tensor in tensors]
     results = call.op(tensors)
     if [tensor._version for tensor in tensors] != versions:

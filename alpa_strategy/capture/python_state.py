@@ -19,7 +19,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -32,7 +32,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import ListPlace
+from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.user_code import (
     closure_values,
@@ -148,7 +148,7 @@ def attribute_reads() -> Iterator[set[tuple[int, str]]]:
 
 
 def attribute_guards(
-    module: nn.Module, reads: set[tuple[int, str]], appended: Collection[ListPlace]
+    module: nn.Module, reads: set[tuple[int, str]], appended: Collection[Place]
 ) -> tuple[ValueGuard, ...]:
     """Guards of the attributes in `reads`; values are those of now.
 
@@ -171,7 +171,7 @@ def attribute_guards(
             label = f"{path}._modules".lstrip(".")
             found.append(ValueGuard(label, "_modules", attributes, dict(attributes["_modules"])))
         for name in names_of[id(child)]:
-            if name in framework or name.startswith("__") or ListPlace(path, name) in appended:
+            if name in framework or name.startswith("__") or Place(path, name) in appended:
                 continue
             label = f"{path}.{name}".lstrip(".")
             if name not in attributes:
@@ -297,65 +297,91 @@ def _is_user_module(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class SetAttribute:
-    """A number, text, flag or None that the step stored as `name` in the submodule at `path`."""
-
-    path: str
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
 class _Kept:
     """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
 
-    place: how messages call it. owner: the object whose fields they are. is_inside: it lies in an object, where only
-    changed lists are noticed. attribute: where it is an attribute itself.
+    place: how messages call it. owner: the object whose fields they are. attribute: where it is an attribute itself.
+    is_noticed: whether it is a change of the user's; all is restored.
     """
 
     place: str
     items: Any
     before: Any
     owner: Any = None
-    is_inside: bool = False
-    attribute: ListPlace | None = None
+    attribute: Place | None = None
+    is_noticed: bool = True
 
-    def is_changed(self) -> bool:
+    def differs(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
         old, new = self.before, self.items
-        if self.is_inside and not isinstance(new, list):
-            return False
         if isinstance(old, dict):
             return any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
         if isinstance(old, set):
             return {id(item) for item in old} != {id(item) for item in new}
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
 
+    def changes(self) -> dict[str, Any]:
+        """What changed, as messages call it, as it is now."""
+        return {self.place: self.items} if self.is_noticed and self.differs() else {}
+
     def only_grew(self) -> bool:
         """Whether it is a list that was appended to, and an attribute itself."""
         old, new = self.before, self.items
-        grew = self.attribute is not None and type(new) is list and len(new) > len(old)
+        grew = self.is_noticed and self.attribute is not None and type(new) is list and len(new) > len(old)
         return grew and all(a is b for a, b in zip(old, new, strict=False))
 
     def restore(self) -> None:
         """Let it hold what it did."""
         if self.owner is not None:
             put_back(self.items, self.before, changed_names(self.items, self.before))
-        else:
+        elif self.differs():  # else another thread may be reading it
             self.items.clear()
             self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(self.before)
+
+
+@dataclass(frozen=True)
+class _KeptNames(_Kept):
+    """The attributes of a module, or the globals of a file: each name counts by itself.
+
+    Names that begin with two underscores do not, nor do those in `skipped`, nor imports, which a first call may do.
+    """
+
+    skipped: frozenset[str] = frozenset()
+
+    def _changed(self) -> list[str]:
+        names = [name for name in changed_names(self.items, self.before) if name not in self.skipped]
+        return [n for n in names if n[:2] != "__" and not isinstance(self.items.get(n), types.ModuleType)]
+
+    @override
+    def changes(self) -> dict[str, Any]:
+        is_torch = _is_torch_module(self.owner)  # whose own business its attributes are, but for new ones
+        counted = [n for n in self._changed() if not (is_torch if n in self.before else _is_cached(self.owner, n))]
+        return {f"{self.place}.{name}".lstrip("."): self.items.get(name, _MISSING) for name in counted}
+
+    @override
+    def restore(self) -> None:
+        put_back(self.items, self.before, self._changed())
 
 
 class KeptGenerator(_Kept):
     """A generator of random numbers, of Python or NumPy; `before` is its state."""
 
     @override
-    def is_changed(self) -> bool:
+    def differs(self) -> bool:
         return pickle.dumps(self.before) != pickle.dumps(self.items.__getstate__())  # arrays do not compare
 
     @override
     def restore(self) -> None:
         self.items.__setstate__(self.before)
+
+
+def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
+    """Restore all; what of it had changed, as messages call it, as it was then."""
+    changed: dict[str, Any] = {}
+    for each in kept:
+        changed |= each.changes()
+        each.restore()
+    return changed
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
@@ -372,12 +398,14 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
             namespace.pop(name, None)
 
 
-def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
-    """What is to be kept of an attribute: its fields, its containers, its generators of random numbers, and those
-    inside them, each once. `seen` gets their ids, and those of iterators, whose state cannot be kept."""
-    place = ListPlace(module, name)
+def _kept_in(
+    value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
+) -> Iterator[_Kept]:
+    """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
+    those inside them, each once. Inside of objects only changed lists are noticed. `seen` gets their ids, and those of
+    iterators, whose state cannot be kept."""
     if _has_fields(value):
-        yield _Kept(str(place), vars(value), dict(vars(value)), owner=value)
+        yield _Kept(place, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
@@ -385,16 +413,17 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
         kind = type(value)
         if id(value) in seen:
             continue
-        label = str(place) + "".join(f"[{key!r}]" for key in keys)
+        label = place + "".join(f"[{key!r}]" for key in keys)
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
-            yield KeptGenerator(label, value, value.__getstate__())
+            yield KeptGenerator(label, value, value.__getstate__(), is_noticed=is_noticed)
         elif _has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
-            yield _Kept(label, value, value.copy(), is_inside=is_inside, attribute=None if keys else place)
+            counts = is_noticed and (not is_inside or kind is list)
+            yield _Kept(label, value, value.copy(), attribute=None if keys else attribute, is_noticed=counts)
         elif isinstance(value, Iterator):
             seen.add(id(value))
         elif kind is not tuple:
@@ -407,12 +436,11 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
 @contextmanager
 def fields_kept(owner: Any) -> Iterator[None]:
     """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", "", set()))
+    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", set()))
     try:
         yield
     finally:
-        for each in kept:
-            each.restore()
+        put_all_back(kept)
 
 
 def _class_containers(kind: type) -> dict[str, Any]:
@@ -429,50 +457,34 @@ def _is_cached(owner: Any, name: str) -> bool:
 
 
 @contextmanager
-def attributes_kept(
-    module: nn.Module, stored: list[SetAttribute], appended: list[ListPlace], seen: set[int]
-) -> Iterator[None]:
+def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Place], seen: set[int]) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
     Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
-    nothing but numbers, texts and flags, these go to `stored` instead: it may be what a first call does once
-    (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
+    nothing but numbers, texts and flags, these go to `stored` instead, by dotted name: it may be what a first call does
+    once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
     """
-    # What Lightning and nn.Module keep for themselves changes in every step.
-    skipped = framework_attributes()
+    framework = framework_attributes()  # what Lightning and nn.Module keep for themselves changes in every step
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
-    owners: list[tuple[str, nn.Module, dict[str, Any]]] = []
-    kept: list[tuple[_Kept, bool]] = []
+    kept: list[_Kept] = []
     for path, child in module.named_modules():
         if id(child) not in metrics:
-            before = {name: value for name, value in vars(child).items() if name not in skipped}
-            owners.append((path, child, before))
+            before = {name: value for name, value in vars(child).items() if name not in framework}
+            kept.append(_KeptNames(path, vars(child), before, child, skipped=framework))
             for name, value in {**_class_containers(type(child)), **before}.items():
-                kept += [(each, _is_torch_module(child)) for each in _kept_in(value, path, name, seen)]
-    changed: list[str] = []
-    plain: list[SetAttribute] = []
+                place, is_noticed = Place(path, name), not _is_torch_module(child)  # RNNs keep their weights in a list
+                kept += _kept_in(value, place.attribute, seen, place, is_noticed)
+    changed: dict[str, Any] = {}
     try:
         yield
     finally:
-        for path, child, before in owners:
-            now = {name: value for name, value in vars(child).items() if name not in skipped}
-            names = changed_names(now, before)
-            for name in names:
-                if not (_is_torch_module(child) if name in before else _is_cached(child, name)):
-                    changed.append(f"{path}.{name}".lstrip("."))
-                    if type(now.get(name, _MISSING)) in _PLAIN:
-                        plain.append(SetAttribute(path, name, now[name]))
-            put_back(vars(child), before, names)
-        for each, is_library in kept:
-            if not is_library:  # RNNs of torch keep their weights in a list
-                if each.attribute is not None and each.only_grew():
-                    appended.append(each.attribute)
-                elif each.is_changed():
-                    changed.append(each.place)
-            each.restore()
-    if len(plain) != len(changed):
+        grown = [each for each in kept if each.only_grew()]
+        appended += [each.attribute for each in grown if each.attribute is not None]
+        put_all_back(grown)  # before the others are asked: that is no change
+        changed = put_all_back(kept)
+    if not all(type(value) in _PLAIN for value in changed.values()):
         raise changed_attributes(changed)
-    stored += plain
+    stored |= changed
 
 
 def _is_torch_module(module: nn.Module) -> bool:
@@ -490,18 +502,13 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 
 
 @contextmanager
-def initialized(module: nn.Module, stored: list[SetAttribute]) -> Iterator[None]:
+def initialized(module: nn.Module, stored: Mapping[str, Any]) -> Iterator[None]:
     """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
-    owners = [vars(module.get_submodule(entry.path)) for entry in stored]
-    before = [dict(owner) for owner in owners]
-    for owner, entry in zip(owners, stored, strict=True):
-        owner[entry.name] = entry.value
-    try:
+    split = [(*label.rpartition(".")[::2], value) for label, value in stored.items()]
+    with ExitStack() as stack:
+        stack.enter_context(patched((vars(module.get_submodule(path)), name, value) for path, name, value in split))
         yield
-    except BaseException:
-        for owner, entry, old in zip(owners, stored, before, strict=True):
-            put_back(owner, old, [entry.name])
-        raise
+        stack.pop_all()  # it stays
 
 
 @contextmanager
@@ -516,38 +523,29 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     members = [member for kind in _user_classes(module) for member in vars(kind).values()]
     methods = reached_functions([*_user_functions(module)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
-    before = {where: dict(values) for where, values in files.items()}
     named = {name for method in methods for name in code_names(method.__code__)}
-    every = [(where, name, value) for where, values in before.items() for name, value in values.items()]
+    every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
     found = [each for each in every if each[1] in named or type(each[2]) in _CONTAINERS]
     for method in methods:
         cells = closure_values(method).items()
-        found += [("", f"{name} of {method.__qualname__}", cell.cell_contents) for name, cell in cells]
-    kept: list[_Kept] = []
-    for where, name, value in found:
+        found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
+    kept: list[_Kept] = [_KeptNames(where, names, dict(names)) for where, names in files.items()]
+    for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
-            kept += _kept_in(value, where, name, seen)
+            kept += _kept_in(value, place, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
-    changed: list[str] = []
+    changed: dict[str, Any] = {}
     try:
         yield
     finally:
         for function, misses in cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
-        for where, values in files.items():
-            names = changed_names(values, before[where])
-            names = [n for n in names if n[:2] != "__" and not isinstance(values.get(n), types.ModuleType)]  # imports
-            put_back(values, before[where], names)
-            changed += [f"{where}.{name}" for name in names]
-        for each in kept:
-            if each.is_changed():
-                changed.append(each.place)
-                each.restore()
+        changed = put_all_back(kept)
     if changed:
         raise CaptureError(
-            f"the step changes variables outside of the module ({', '.join(sorted(set(changed)))}): a captured step "
+            f"the step changes variables outside of the module ({', '.join(sorted(changed))}): a captured step "
             "repeats tensor work only, so this would happen once and never again",
             "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
             "use register_buffer for tensors",
@@ -568,7 +566,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", "", set())]
+        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)

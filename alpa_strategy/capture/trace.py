@@ -40,12 +40,13 @@ from alpa_strategy.capture.python_state import (
     attribute_reads,
     buffer_guards,
     global_guards,
+    put_all_back,
     trainer_guards,
 )
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ListPlace, NumberPlace, ParameterInput, ValueRef
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import user_line
 
@@ -87,9 +88,9 @@ class StepCall:
     batch_idx: int
     context: Callable[[], AbstractContextManager[Any]]
     rows: tuple[bool, ...] | None = None
-    appended: tuple[ListPlace, ...] = ()
+    appended: tuple[Place, ...] = ()
     namespaces: tuple[dict[str, Any], ...] = ()
-    numbers: tuple[NumberPlace, ...] = ()
+    numbers: tuple[Place, ...] = ()
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -318,14 +319,12 @@ def generators_kept() -> Iterator[None]:
     torch_state = torch.get_rng_state()
     generators = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
     kept = [KeptGenerator(name, each, each.__getstate__()) for name, each in generators.items()]
-    drawn: list[str] = []
+    drawn: dict[str, Any] = {}
     try:
         yield
-        drawn = [each.place for each in kept if each.is_changed()]
     finally:
         torch.set_rng_state(torch_state)
-        for each in kept:
-            each.restore()
+        drawn = put_all_back(kept)
     if drawn:
         raise CaptureError(
             f"training_step draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones "

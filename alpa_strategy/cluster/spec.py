@@ -228,7 +228,7 @@ class ClusterSpec:
         """What a tensor has on its way between meshes, given as (first place, devices): every byte goes once, each
         device sends and receives as much as the others of its mesh, in order."""
         if (source, target) not in self._between:
-            parts = math.lcm(source[1], target[1])
+            parts = math.lcm(source[1], target[1])  # each goes from one device to one
             places = [(source[0] + i * source[1] // parts, target[0] + i * target[1] // parts) for i in range(parts)]
             latency, seconds = self.topology.messages(Counter((self._order[a], self._order[b]) for a, b in places))
             self._between[source, target] = Link(latency, parts / seconds if seconds else math.inf)
@@ -269,10 +269,8 @@ class ClusterSpec:
         beyond = [(n, self.devices_per_node) for n in range(2, self.num_nodes + 1) if self.num_nodes % n == 0]
         found = {
             submesh: [
-                sorted(
-                    (a.size, a.link.bandwidth, -a.link.latency, a.exchange) for a in self.logical_mesh(s, submesh).axes
-                )
-                for s in self.logical_shapes(submesh)
+                _offer(*((a.size, a.link, a.exchange) for a in self.logical_mesh(shape, submesh).axes))
+                for shape in self.logical_shapes(submesh)
             ]
             for submesh in inside + beyond
         }
@@ -280,9 +278,8 @@ class ClusterSpec:
             rows = range(0, self.num_devices - 2 * size + 1, size)
             links = [self.between((first, size), (first + size, size)) for first in rows]
             if links:
-                total = 1 / sum(1 / link.bandwidth for link in links)
-                slowest = min(link.bandwidth for link in links)
-                found[0, size] = [[(size, total, -sum(link.latency for link in links), slowest)]]
+                all_together = Link(sum(link.latency for link in links), 1 / sum(1 / link.bandwidth for link in links))
+                found[0, size] = [_offer((size, all_together, min(link.bandwidth for link in links)))]
         return found
 
     def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
@@ -340,7 +337,7 @@ class ClusterSpec:
 
     def _hops(self, size: int, together: int) -> tuple[float, float]:
         """(ring, tree) of `MeshAxis` for groups of `size` devices, of which `together` lie in a node."""
-        nodes, inside, across = -(-size // together), self.intra_node.hop, self.inter_node.hop
+        nodes, inside, across = -(-size // together), self.intra_node.hop, self.inter_node.hop  # nodes: rounded up
         levels = inside * math.log2(together) + across * math.log2(nodes)
         return inside * (size - nodes) + across * (nodes - 1), 2 * levels  # up the tree and down again
 
@@ -472,20 +469,21 @@ def _read_table(data: Any, source: str, index: int) -> CommTable:
 # --- Orders of devices.
 
 
-_Offers = dict[tuple[int, int], list[list[tuple[int, float, float, float]]]]
+_Offers = dict[tuple[int, int], list[np.ndarray]]
+
+
+def _offer(*axes: tuple[int, Link, float]) -> np.ndarray:
+    """A mesh of axes (size, link, exchange) as numbers [axes, 5], each of which is the better the larger it is.
+
+    Those of another size are not better: sizes stand there with both signs.
+    """
+    return np.array(sorted((size, link.bandwidth, -link.latency, rate, -size) for size, link, rate in axes))
 
 
 def _as_good(offers: _Offers, other: _Offers) -> bool:
     """Whether every mesh of `offers` has one among `other` whose axes are each as good."""
     return all(
-        any(
-            all(
-                a[0] == b[0] and all(x <= y + 1e-9 * abs(y) for x, y in zip(a[1:], b[1:], strict=True))
-                for a, b in zip(mine, theirs, strict=True)
-            )
-            for theirs in other[submesh]
-            if len(theirs) == len(mine)
-        )
+        any(mine.shape == each.shape and (mine <= each + 1e-9 * abs(each)).all() for each in other[submesh])
         for submesh, meshes in offers.items()
         for mine in meshes
     )

@@ -206,8 +206,9 @@ class Topology:
         """
         outside = _digits(self._blocks["nodes"], self._num_nodes)
         if self._links is not None:
-            halves = self._halved(tuple(range(self._per_node)))[1]
-            inside = [_bits(halves.index(device), self._per_node) for device in range(self._per_node)]
+            places = np.argsort(self._halved(tuple(range(self._per_node)))[1])  # of each device among the halves
+            sizes = (self._per_node >> times for times in range(1, (self._per_node & -self._per_node).bit_length()))
+            inside = _digits([(places // size).tolist() for size in sizes], self._per_node)  # halves, their halves, ...
         else:
             inside = _digits(self._blocks["devices"], self._per_node)
         found = {tuple(range(self._num_nodes * self._per_node)): None}
@@ -281,7 +282,7 @@ def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """
     from_outside = sorted(levels, key=lambda blocks: len(set(blocks)))
     keys = [(*(blocks[i] for blocks in from_outside), i) for i in range(count)]
-    number: dict[Order, int] = {}  # of a block within the larger one
+    number: dict[Order, int] = {}  # of a block (its way in from outside) within the larger one
     blocks_in: Counter[Order] = Counter()
     for key in sorted(keys):
         for depth in range(1, len(key) + 1):
@@ -289,13 +290,3 @@ def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
                 number[key[:depth]] = blocks_in[key[: depth - 1]]
                 blocks_in[key[: depth - 1]] += 1
     return [[number[key[:depth]] for depth in range(1, len(key) + 1)] for key in keys]
-
-
-def _bits(place: int, count: int) -> list[int]:
-    """A place among `count` as halves, halves of these, ..., and the place in what has no halves."""
-    digits = []
-    while count % 2 == 0 and count > 1:
-        count //= 2
-        digits.append(place // count)
-        place %= count
-    return [*digits, place]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, TensorMeta, bind
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, bind
 
 
 @dataclass(frozen=True)
@@ -193,21 +193,10 @@ def _attention(call: OpCall) -> float:
 
 def _einsum(call: OpCall) -> float:
     """Every index of the equation once: right for two operands, an upper bound of the best order for more."""
-    equation = str(call.args[0]).replace(" ", "").partition("->")[0]
-    slots = [item for item in (call.args[1] if len(call.args) > 1 else ()) if isinstance(item, Slot)]
-    sizes: dict[str, int] = {}
-    for letters, slot in zip(equation.split(","), slots, strict=False):
-        shape = call.operands[slot.index].shape
-        if "." in letters:
-            head, _, tail = letters.partition("...")
-            middle = shape[len(head) : len(shape) - len(tail)]
-            sizes.update({f"...{len(middle) - i}": size for i, size in enumerate(middle)})
-            pairs = [*zip(head, shape, strict=False), *zip(tail, shape[len(shape) - len(tail) :], strict=False)]
-        else:
-            pairs = list(zip(letters, shape, strict=False))
-        for letter, size in pairs:
-            sizes[letter] = max(sizes.get(letter, 1), size)
-    return 2.0 * math.prod(sizes.values())
+    left = str(call.args[0]).replace(" ", "").partition("->")[0]
+    every = "..." * ("..." in left) + "".join(sorted(set(left) - set(".,")))
+    operands = [torch.empty(call.operands[slot.index].shape, device="meta") for slot in call.args[1]]
+    return 2.0 * torch.einsum(f"{left}->{every}", *operands).numel()  # a result that has all indices
 
 
 def _grouped(call: OpCall) -> float:

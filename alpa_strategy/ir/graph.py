@@ -177,24 +177,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class ListPlace:
-    """A list: attribute `name` of the submodule at `module`."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}".lstrip(".")
-
-    def find(self, module: nn.Module) -> list[Any]:
-        """The list as it is now."""
-        return getattr(module.get_submodule(self.module), self.name)
-
-
-@dataclass(frozen=True)
-class NumberPlace:
-    """Where a number is that changes between steps: attribute `name` of the submodule at `path`, item `key` of a dict
-    that is one, or the leaf `leaf` of the batch, which `name` then names."""
+class Place:
+    """Where something is that steps change: attribute `name` of the submodule at `path`, item `key` of a dict that is
+    one, or the leaf `leaf` of the batch, which `name` then names."""
 
     path: str
     name: str
@@ -208,7 +193,7 @@ class NumberPlace:
 
     @property
     def item(self) -> Any:
-        """Under what name `holder` has the number."""
+        """Under what name `holder` has it."""
         return self.name if self.key is None else self.key
 
     def __str__(self) -> str:
@@ -216,20 +201,23 @@ class NumberPlace:
         return self.name if self.leaf is not None else of_attribute
 
     def holder(self, module: nn.Module) -> dict[Any, Any]:
-        """What has the number, of an attribute."""
+        """What has it, of an attribute."""
         attributes = vars(module.get_submodule(self.path))
         return attributes if self.key is None else attributes[self.name]
 
-    def value(self, module: nn.Module, leaves: Sequence[Any]) -> Any:
-        """The number as it is now. leaves: of the batch."""
-        return self.holder(module).get(self.item) if self.leaf is None else leaves[self.leaf]
+    def value(self, module: nn.Module, leaves: Sequence[Any] = ()) -> Any:
+        """What is there now. leaves: of the batch."""
+        if self.leaf is not None:
+            return leaves[self.leaf]
+        held: Any = getattr(module.get_submodule(self.path), self.name, None)  # may be the class's
+        return held if self.key is None else held.get(self.key)
 
 
 @dataclass(frozen=True)
 class AppendRecord:
     """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
 
-    place: ListPlace
+    place: Place
     items: tuple[Any, ...]
 
 
@@ -296,7 +284,7 @@ class StepGraph:
     guards: tuple[Guard, ...] = ()
     attributes: tuple[ValueGuard, ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
-    numbers: tuple[NumberPlace, ...] = ()
+    numbers: tuple[Place, ...] = ()
     checks: tuple[Check, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
 

@@ -24,7 +24,7 @@ from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.intra_op.offload import offload_of
-from alpa_strategy.ir.graph import NumberPlace, StepGraph, stable_text
+from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
@@ -48,7 +48,7 @@ FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training
 LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
 
 
-def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[NumberPlace, ...] = ()) -> StepGraph:
+def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()) -> StepGraph:
     """Capture the training step on every rank and make sure that all captured the same. Collective.
 
     Where the step can still be run as it is written, an error of any kind is a CaptureError: the user's own comes

@@ -22,7 +22,7 @@ from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError
-from alpa_strategy.ir.graph import NumberPlace, StepGraph
+from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import any_overridden
@@ -103,7 +103,7 @@ class Run(PlacedModule):
         self._keep(shape_key(batch), step, program, batch)
         self.check_copies(step.buffers)
         self._num_changes = 0
-        self._numbers: list[NumberPlace] = []  # that change
+        self._numbers: list[Place] = []  # that change
         self._step_starts: list[float] = []
 
     # A training step
@@ -210,7 +210,7 @@ class Run(PlacedModule):
             changed = other
         return None, {}, changed
 
-    def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[NumberPlace, ...]:
+    def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[Place, ...]:
         """The numbers that have changed so far, and are the same on all ranks. Collective."""
         found = {place for place in self._numbers if place.leaf is None}
         for last in known[-1:]:

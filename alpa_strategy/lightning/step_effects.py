@@ -56,7 +56,7 @@ def append_to_lists(
     detached = {index: value.detach() for index, value in values.items()}
     leaves = pytree.tree_leaves(batch)
     for record in step.appended:
-        record.place.find(module).extend(fill(list(record.items), detached, leaves, counters))
+        record.place.value(module).extend(fill(list(record.items), detached, leaves, counters))
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:

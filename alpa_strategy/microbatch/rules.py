@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
-from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta, aten_name, bind, rebuild, slots
+from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, aten_name, bind, slots
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
@@ -203,7 +203,7 @@ def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
     tensors = [indices[d].index for d in positions]
     index_rank = max(len(call.operands[i].shape) for i in tensors)
     for dim in range(index_rank):
-        states = {source.index: rows(0)}
+        states = {source.index: rows(0)}  # x [rows, ...]
         for i in tensors:
             own = broadcast_dim(call, i, dim, index_rank)
             states[i] = WHOLE if own is None else rows(own)
@@ -221,24 +221,10 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
         tuple(state.placement for state in strategy.inputs), tuple(state.placement for state in strategy.outputs)
     )
     local = localize(call, (placements,), (num_microbatches,), (0,)).call
-    results = local.results
-    if strategy.adds_number:
-        first, number, *others = local.args
-        return replace(local, args=(first, number / num_microbatches, *others))
-    if local == call:
-        return call
-    if (changes := _sizes_along(call, local.operands, num_microbatches)) is not None:
-        return rebuild(call, local.operands, results, changes)
-    if call.target in _ARANGES:
-        return rebuild(call, (), results, {"end": results[0].shape[0]})
-    if aten_name(call.target) == "randint":
-        return rebuild(call, local.operands, results, {"size": results[0].shape})
-    if call.target is aten.repeat.default:
-        source, target = local.operands[0].shape, results[0].shape
-        offset = len(target) - len(source)
-        repeats = tuple(size // (source[d - offset] if d >= offset else 1) for d, size in enumerate(target))
-        return rebuild(call, local.operands, results, {"repeats": repeats})
-    return local
+    if not strategy.adds_number:
+        return local
+    first, number, *others = local.args
+    return replace(local, args=(first, number / num_microbatches, *others))
 
 
 # --- Where rows go in views, `cat`, `split` and slices when a dim holds several runs of rows, one after the other.
@@ -292,11 +278,11 @@ def _start(call: OpCall) -> int | None:
 
 def _viewed(source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int) -> tuple[State, ...] | None:
     """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in front of them hold."""
-    before = math.prod(source[: state.dim]) * state.segments
-    front = 1
+    before = math.prod(source[: state.dim]) * state.segments  # runs of rows, in order
+    front = 1  # elements of the target's dims that were passed
     for j, size in enumerate(target):
         if before % front == 0 and size % (before // front) == 0 and size > 1:
-            runs = before // front
+            runs = before // front  # that dim j holds: the dims before it hold the others
             rows_and_after = size // runs
             if rows_and_after % num_parts == 0 and rows_and_after > 0:
                 return (rows(j, runs),)
@@ -313,27 +299,3 @@ def _joined(call: OpCall, states: tuple[State, ...]) -> tuple[State, ...] | None
     if len(runs) > 1 or any((state.kind, state.dim) != ("rows", dim) for _, state in joined):
         return None
     return (rows(dim, sum(state.segments for _, state in joined)),)
-
-
-def _sizes_along(call: OpCall, operands: tuple[TensorMeta, ...], num_microbatches: int) -> dict[str, Any] | None:
-    """Size arguments of a split or slice along a dim that is cut; None when there are none to change."""
-    name = aten_name(call.target)
-    if name not in (*_SPLITS, "slice", "narrow"):
-        return None
-    dim = _dim(call)
-    if operands[0].shape[dim] == call.operands[0].shape[dim]:
-        return None
-    bound = bind(call)
-    if name in ("slice", "narrow"):
-        start, size = _start(call) or 0, call.results[0].shape[dim]
-        changes = {"start": start // num_microbatches}
-        if name == "slice":
-            return {**changes, "end": (start + size) // num_microbatches}
-        return {**changes, "length": size // num_microbatches}
-    changed = {}
-    for argument in ("split_size", "split_sizes"):
-        if argument in bound:
-            value = bound[argument]
-            many = isinstance(value, tuple)
-            changed[argument] = tuple(v // num_microbatches for v in value) if many else value // num_microbatches
-    return changed

@@ -143,16 +143,6 @@ def recurrent(call: OpCall, axis_size: int) -> str:
     return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
 
 
-def cell(call: OpCall, axis_size: int) -> str:
-    """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell: samples are independent."""
-    bound = bind(call)
-    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
-    batch = "b, " if len(call.operands[bound["input"].index].shape) == 2 else ""
-    hidden = [f"[{batch}h{k}!]" for k in range(len(states))]
-    operands = [f"[{batch}i!]", *hidden, "[g!, i!]", "[g!, h0!]", "[g!]?", "[g!]?"]
-    return f"{', '.join(operands)} -> {', '.join(hidden[: len(call.results)])}"
-
-
 def searchsorted(call: OpCall, axis_size: int) -> str:
     """Every value is looked up by itself: in one sorted sequence, or in that of its own row."""
     sequence = bind(call)["sorted_sequence"]
@@ -169,6 +159,8 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
     return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
 
 
+_CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
+
 BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     **MATRICES,
     **IMAGES,
@@ -177,7 +169,9 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
     "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
     **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{f"aten.{name}": cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
+    # One step of them: samples are independent, if there are several.
+    **_lines("gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"),
+    **_lines("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
     "aten.searchsorted.Tensor": searchsorted,
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",

@@ -155,10 +155,9 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
     """Equal up to rounding of sums of terms as large as `scale`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    equal = (a == b) | ((a != a) & (b != b))  # nan equals nan
     if a.dtype.is_floating_point or a.dtype.is_complex:
-        equal |= (a - b).abs() <= tolerance * (b.abs() + scale)
-    return bool(equal.all())
+        return torch.allclose(a, b, tolerance, tolerance * scale, equal_nan=True)
+    return torch.equal(a, b)
 
 
 def _scale(tensors: Sequence[Tensor]) -> float:

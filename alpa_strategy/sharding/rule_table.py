@@ -228,17 +228,14 @@ def rule_of(target: Any) -> Family | None:
     if registered is not None:
         return registered
     name = target_name(target)
-    is_aten = isinstance(target, torch._ops.OpOverload)
-    if is_aten and torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
+    if not isinstance(target, torch._ops.OpOverload):
+        return TABLE.get(name)
+    if torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
         return _pointwise
-    for key in (name, name.rpartition(".")[0]) if is_aten else (name,):
-        if key in NOTATION:
-            return NOTATION[key]
-        if key in FAMILIES:
-            return FAMILIES[key]
-        if key in UNTAGGED_POINTWISE:
-            return _pointwise
-    return None
+    return TABLE.get(name) or TABLE.get(name.rpartition(".")[0])
+
+
+TABLE: dict[str, Family] = {**dict.fromkeys(UNTAGGED_POINTWISE, _pointwise), **FAMILIES, **NOTATION}
 
 
 def rule_lines() -> dict[str, tuple[str, str]]:

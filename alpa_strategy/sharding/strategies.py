@@ -32,7 +32,7 @@ RING = "ring_attention"  # the implementation that computes more than its local 
 _VIEWS = frozenset(RESHAPES)
 _SIZE_ARGUMENT = frozenset(
     {"expand", "expand_copy", "broadcast_to", "sum_to_size", "full", "zeros", "ones", "empty", "rand", "randn"}
-    | {"normal", "new_zeros", "new_ones", "new_empty", "new_full"}
+    | {"normal", "randint", "new_zeros", "new_ones", "new_empty", "new_full"}
 )
 
 
@@ -143,10 +143,32 @@ def _groups(argument: str) -> Changes:
 
 
 def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    """`[:-1]` of a chunk: of all but the last device's it leaves nothing out."""
+    """slice and narrow along a dim that is cut: `[:-1]` of a chunk (of all but the last device's it leaves nothing
+    out), or runs of rows, each of which is cut."""
     bound = bind(call)
-    size, whole = (metas[0].shape[bound["dim"]] for metas in (results, call.results))
-    return {"end": size} if size != whole and bound["start"] in (None, 0) else {}
+    size, local, whole = (metas[0].shape[bound["dim"]] for metas in (results, operands, call.operands))
+    if local == whole:
+        return {}
+    start = bound["start"] or 0
+    start = max(start + whole if start < 0 else start, 0) * local // whole
+    return {"start": start, "end": start + size} if "end" in bound else {"start": start, "length": size}
+
+
+def _split(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """split and its like along a dim of runs of rows, each of which is cut."""
+    bound = bind(call)
+    local, whole = (metas[0].shape[bound["dim"]] for metas in (operands, call.operands))
+    sizes = {name: bound[name] for name in ("split_size", "split_sizes") if name in bound and local != whole}
+    return {
+        name: tuple(n * local // whole for n in size) if isinstance(size, tuple) else size * local // whole
+        for name, size in sizes.items()
+    }
+
+
+def _repeat(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    source, target = operands[0].shape, results[0].shape
+    longer = (1,) * (len(target) - len(source)) + source
+    return {"repeats": tuple(size // own for size, own in zip(target, longer, strict=True))}
 
 
 _CHANGES: dict[str, Changes] = {
@@ -160,11 +182,10 @@ _CHANGES: dict[str, Changes] = {
     **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
-    "slice": _slice,
-    **dict.fromkeys(
-        ("narrow", "narrow_copy"),
-        lambda call, operands, results: {"length": results[0].shape[bind(call)["dim"]]},
-    ),
+    **dict.fromkeys(("slice", "narrow", "narrow_copy"), _slice),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
+    "repeat": _repeat,
+    "arange": lambda call, operands, results: {"end": results[0].shape[0]},
     "affine_grid_generator": lambda call, operands, results: {"size": (results[0].shape[0], *bind(call)["size"][1:])},
     "repeat_interleave": lambda call, operands, results: (
         {"output_size": results[0].shape[bind(call)["dim"] or 0]} if "output_size" in dict(call.kwargs) else {}

@@ -11,3 +11,13 @@ class Defaults:
 
     scale = 3.0
     other = 5.0
+
+
+class Cache:
+    """What a user's code remembers between calls."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {}
+
+
+CACHE = Cache()

@@ -34,12 +34,32 @@ def otherwise(p: Tensor) -> None:
         raise ValueError
 
 
+def nested(p: Tensor) -> None:
+    with torch.no_grad():
+        if not bool(p.ndim == 2 and (p < 1e3).all()):
+            for text in ("too", "large"):
+                if p.ndim:
+                    raise ValueError(text)
+            raise ValueError
+
+
 def decides(p: Tensor) -> None:
     if (p > 0).any():
         p.mul(2)
         raise ValueError if p.ndim else TypeError
     if (p < 0).any():
         p.add(1)
+
+
+def decides_in_bool(p: Tensor) -> None:
+    if bool((p > 0).any() or p.ndim == 7):
+        p.mul(2)
+
+
+def decides_in_a_loop(p: Tensor) -> None:
+    if (p > 0).any():
+        for _ in range(p.ndim):
+            raise ValueError
 
 
 def decides_first(p: Tensor) -> None:

@@ -39,7 +39,7 @@ class Keeps(LightningModule):
 def test_appended_items_are_results() -> None:
     module = Keeps()
     step = capture_step(module, torch.ones(4, 3))
-    found = {str(record.place): record.items for record in step.appended}
+    found = {record.place.attribute: record.items for record in step.appended}
     loss = ValueRef(step.loss)
     assert found == {
         "plain": ({"loss": loss, "batch": CounterRef("batch_idx")},),
@@ -57,7 +57,7 @@ def test_what_lies_in_the_lists_does_not_matter() -> None:
     step = capture_step(module, torch.ones(4, 3))
     assert changed_value(step.attributes) is None
     for record in step.appended:
-        record.place.find(module).extend(record.items)
+        record.place.value(module).extend(record.items)
     assert len(module.plain) == 2
     module.plain = []
     assert changed_value(step.attributes) is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import MLP
 from test_capture_equality import Step, assert_same_step, example
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.interpret import run_step
 
 
 def on_rows(self: Step, x: Tensor, y: Tensor) -> Tensor:
@@ -153,3 +155,18 @@ def test_checkpointing_is_left_to_the_plan(function: Callable[..., Any], note: s
 def saved_on_cpu(self: Step, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return self.b(self.a(x)).pow(2).sum()
+
+
+class Broadcast(MLP):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        prediction = self.net(batch)
+        row, whole, same = torch.broadcast_tensors(self.net[0].bias[:2], prediction[:, :2], prediction[:1, :2])
+        return (row * whole + same).sum()
+
+
+def test_broadcast_tensors() -> None:
+    module, batch = Broadcast(), torch.randn(4, 8)
+    step = capture_step(module, batch)
+    assert torch.equal(
+        run_step(step, dict(module.named_parameters()), {}, [batch])[step.loss], module.training_step(batch, 0)
+    )

@@ -7,7 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from capture.raising import asserted, compound, decides, decides_first, last_of_and, otherwise, raised
+from capture.raising import (
+    asserted,
+    compound,
+    decides,
+    decides_first,
+    decides_in_a_loop,
+    decides_in_bool,
+    last_of_and,
+    nested,
+    otherwise,
+    raised,
+)
 from models import MLP
 from torch import Tensor
 
@@ -33,7 +44,7 @@ def passes(step: StepGraph, module: MLP, batch: Tensor) -> bool:
     return all(bool(values[check.value]) == check.expected for check in step.checks)
 
 
-@pytest.mark.parametrize("check", [asserted, raised, compound, last_of_and, otherwise])
+@pytest.mark.parametrize("check", [asserted, raised, compound, last_of_and, nested, otherwise])
 def test_a_check_passes_and_fails_as_the_users(check: Callable[[Tensor], None]) -> None:
     module = Checked(check)
     step = capture_step(module, torch.ones(4, 8))
@@ -47,10 +58,15 @@ def test_a_check_passes_and_fails_as_the_users(check: Callable[[Tensor], None]) 
             assert passes(step, module, batch)
 
 
-@pytest.mark.parametrize("check", [decides, decides_first])
+@pytest.mark.parametrize("check", [decides, decides_first, decides_in_bool, decides_in_a_loop])
 def test_what_decides_more_is_refused(check: Callable[[Tensor], None]) -> None:
     with pytest.raises(CaptureError, match="any"):
         capture_step(Checked(check), torch.ones(4, 8))
+
+
+def test_a_check_is_known_where_the_interpreter_has_specialised_the_code() -> None:
+    for _ in range(20):  # CPython runs other instructions in place of those that it has seen a few times
+        assert len(capture_step(Checked(compound), torch.ones(4, 8)).checks) == 3
 
 
 class Variance(MLP):

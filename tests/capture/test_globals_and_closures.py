@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from capture.outside_settings import Defaults
+from capture.outside_settings import CACHE, Defaults
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
@@ -232,3 +232,16 @@ def test_values_of_the_trainer_are_guarded() -> None:
     trainer.fit_loop._restarting = False
     trainer.should_stop = True
     assert "should_stop" in str(changed(model, step))
+
+
+class FillsACache(Model):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if "scale" not in CACHE.values:
+            CACHE.values["scale"] = loss.detach() * 0 + 2.0
+        return loss * CACHE.values["scale"]
+
+
+def test_a_cache_in_an_object_keeps_no_tensor_of_the_capture() -> None:
+    capture_step(FillsACache(), torch.randn(4, 4))
+    assert CACHE.values == {}

@@ -47,6 +47,7 @@ def linear(batch: int, inputs: int, outputs: int, grads: str = "xwb", dtype: tor
         (call(aten.baddbmm.default, tensor(4, 3, 7), tensor(4, 3, 5), tensor(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         (call(aten.einsum.default, "bik,bjk->bij", [tensor(2, 3, 5), tensor(2, 7, 5)]), 2 * 2 * 3 * 5 * 7),
         (call(aten.einsum.default, "...k,nk->...n", [tensor(2, 3, 5), tensor(7, 5)]), 2 * 2 * 3 * 5 * 7),
+        (call(aten.einsum.default, "...ik,...jk->...ij", [tensor(2, 3, 5), tensor(1, 7, 5)]), 2 * 2 * 3 * 5 * 7),
         (call(aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1]), 2 * 2 * 64 * 4 * 27),
         (
             call(aten.conv2d.default, tensor(2, 4, 8, 8), tensor(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4),
