@@ -10,7 +10,8 @@ from lightning.pytorch.plugins import precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
-from alpa_strategy.errors import SetupError
+from alpa_strategy.errors import OptionError, SetupError
+from alpa_strategy.options import PlanOptions
 
 _OTHER_PRECISIONS = (
     precision.BitsandbytesPrecision,
@@ -70,6 +71,25 @@ def is_overridden(owner: Any, name: str, base: type) -> bool:
 def hook_owners(module: Any, callbacks: Iterable[Callback]) -> list[tuple[Any, type]]:
     """(whoever may bring hooks, the class whose hooks do nothing)."""
     return [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+
+
+def check_replicas(replicas: int | None, options: PlanOptions, capture: str, nodes: int, devices: int) -> None:
+    """OptionError where `nodes` of so many devices each cannot be divided into so many replicas, or other options
+    (`capture` among them) are against it."""
+    if replicas is None:
+        return
+    if options.batch_scope != "replica" or capture == "never":
+        against = 'capture="never"' if capture == "never" else f"batch_scope={options.batch_scope!r}"
+        raise OptionError(
+            f"replicas={replicas} means captured steps, each replica's on its own batch, and {against} does not",
+            'give batch_scope="replica" with it, and leave capture out',
+        )
+    size = nodes * devices // replicas
+    if nodes * devices % replicas or (size < devices and devices % size) or (size > devices and size % devices):
+        raise OptionError(
+            f"replicas={replicas} does not divide {nodes} nodes of {devices} devices",
+            "a replica is whole nodes, or an equal part of one: give another number",
+        )
 
 
 def any_overridden(trainer: Any, module: Any, names: tuple[str, ...]) -> bool:

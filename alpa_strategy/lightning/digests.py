@@ -50,23 +50,25 @@ class LeafAgreement:
     Args:
         step: says which leaves these are.
         batch: one of its batches, for the leaves' names.
+        group: the ranks; None: all.
     """
 
-    def __init__(self, step: StepGraph, batch: Any) -> None:
+    def __init__(self, step: StepGraph, batch: Any, group: Any = None) -> None:
         paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
         used = set(step.consumers)
         self._leaves = [leaf.leaf for leaf in step.batch if leaf.batch_dim is None and leaf.value in used]
         self.names = [pytree.keystr(paths[leaf]) or "the batch" for leaf in self._leaves]
         self._under_way: tuple[Tensor, Any] | None = None
+        self._group = group
 
     def begin(self, batch: Any) -> None:
         """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such leaves."""
-        if not self._leaves or world_size() == 1:
+        if not self._leaves or world_size(self._group) == 1:
             return
         leaves = pytree.tree_leaves(batch)
         own = torch.stack([digest(leaves[index]) for index in self._leaves])  # [leaves]
-        found = own.new_empty(world_size(), len(own))
-        self._under_way = found, dist.all_gather(list(found), own, async_op=True)
+        found = own.new_empty(world_size(self._group), len(own))
+        self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
     def finish(self) -> None:
         """NotRowsError, on all ranks, where a leaf of the batch of `begin` differed."""

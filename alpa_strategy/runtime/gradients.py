@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.collectives import all_largest
+from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
@@ -247,6 +248,32 @@ class ReplicaReducer(GradientReducer):
                 bucket.needed = needed
                 bucket.start()
         return running
+
+
+def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int) -> None:
+    """Let complete gradients become their mean over `axis`, whose devices hold the same parts. Collective over it.
+
+    As DDP has it, one that some lack is zero there, and what none has a gradient for keeps none.
+
+    Args:
+        device: of the collectives; some gradients may lie in host memory.
+    """
+    here = list(parameters)
+    there = all_largest([p.grad is not None for p in here], axis.group) if axis.size > 1 else [0] * len(here)
+    buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
+    total = 0
+    for p in (p for p, is_there in zip(here, there, strict=True) if is_there and p.numel()):
+        buckets.setdefault((p.dtype, total // bucket_bytes), []).append(p)
+        total += p.numel() * p.element_size()
+    running: list[tuple[list[nn.Parameter], Pending]] = []
+    for bucket in buckets.values():
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size).to(device)
+        running.append((bucket, axis.start_all_reduce(flat)))
+        for p in bucket:  # it is in what is under way: not twice in memory
+            p.grad = None
+    for bucket, pending in running:
+        for p, part in zip(bucket, pending.wait().split([p.numel() for p in bucket]), strict=True):
+            p.grad = part.view(p.shape).to(p.device)
 
 
 def _run(buckets: list[_Bucket]) -> None:

@@ -1,0 +1,201 @@
+"""Replicas of several devices each: as under DDP with a rank for each replica, whatever the plan inside of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from quiet import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaStrategy
+
+STEPS, ROWS, REPLICAS, RANKS = 5, 4, 2, 4
+WIDTH = 16
+
+
+class Sequences(Dataset):
+    """[T, WIDTH] and a class; T is the same of all samples, or is not."""
+
+    def __init__(self, count: int, lengths: int = 1) -> None:
+        self.count, self.lengths = count, lengths
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x_TD = torch.randn(3 + index * 7 % self.lengths, WIDTH, generator=generator, dtype=torch.float64)
+        return x_TD, torch.tensor(index % 3)
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    length = max(len(x) for x, _ in samples)
+    x_BTD = torch.stack([F.pad(x, (0, 0, 0, length - len(x))) for x, _ in samples])
+    return x_BTD, torch.stack([y for _, y in samples])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x_BTD)).chunk(3, -1))
+        return x_BTD + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Model(pl.LightningModule):
+    """One attention and an MLP of each kind that is asked for."""
+
+    def __init__(self, norm: bool = False, dropout: float = 0.0, lengths: int = 1, last_rows: int = 0) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.drop, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, 3)
+        self.accuracy = torchmetrics.MeanMetric()
+        self.seen = torchmetrics.SumMetric()
+        self.lengths, self.last_rows = lengths, last_rows
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = self.attention(x_BTD)
+        x_BD = self.norm((x_BTD + self.down(F.gelu(self.up(x_BTD)))).mean(1))
+        return self.head(self.drop(x_BD))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x_BTD, y_B = batch
+        logits = self(x_BTD)
+        loss = F.cross_entropy(logits, y_B)
+        self.accuracy.update(loss)
+        self.seen.update(torch.ones_like(y_B).sum())
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(y_B))
+        self.log("sum", loss, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("own", loss)
+        self.log("mean_loss", self.accuracy, on_step=False, on_epoch=True)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader:
+        count = REPLICAS * (ROWS * STEPS - self.last_rows)
+        return DataLoader(Sequences(count, self.lengths), ROWS, collate_fn=padded)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Sequences(RANKS * ROWS), ROWS, collate_fn=padded)
+
+
+class Watch(pl.Callback):
+    """What is logged, and this rank's parts of parameters and gradients, step by step."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.parts: list[list[Tensor]] = []
+        self.plan: Any = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+        self.parts.append([p.detach().clone() for p in module.parameters()])
+        if (run := getattr(trainer.strategy, "run", None)) is not None:
+            stages = run.plan.stages
+            modes = {str(mode) for s in stages for plan in s.parameter_plans.values() for mode in plan.modes}
+            self.plan = (len(stages), sorted(modes))
+
+
+def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """A training under DDP (`options`: None) or by replicas, on this rank."""
+    torch.manual_seed(3)
+    module = Model(**model).double()
+    watch = Watch()
+    strategy: Any = "ddp"
+    if options is not None:
+        given = {"batch_scope": "replica", "replicas": REPLICAS, "cluster": "pcie_8gpu", "verbose": False}
+        strategy = AlpaStrategy(**{**given, **options})
+    resume = arguments.pop("resume", None)
+    save = arguments.pop("save", None)
+    common = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "max_epochs": 1,
+        "callbacks": [watch],
+        "log_every_n_steps": 1,
+    }
+    devices = torch.distributed.get_world_size()
+    trainer = pl.Trainer(strategy=strategy, devices=devices, default_root_dir=root, **{**common, **QUIET, **arguments})
+    trainer.fit(module, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {
+        "logged": watch.logged,
+        "last": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "parts": watch.parts,
+        "plan": watch.plan,
+        "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
+        "parameters": [name for name, _ in module.named_parameters()],
+    }
+
+
+@pytest.fixture(scope="module")
+def under_ddp(pool, tmp_path_factory):
+    """Trainings with a rank for each replica, computed once."""
+    found: dict[str, list[Any]] = {}
+
+    def get(model: dict[str, Any], **arguments: Any) -> list[Any]:
+        key = repr((model, arguments))
+        if key not in found:
+            found[key] = pool.run(REPLICAS, train_ddp, str(tmp_path_factory.mktemp("ddp")), model, arguments)
+        return found[key]
+
+    return get
+
+
+def train_ddp(root: str, model: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return train(root, None, model, **arguments)
+
+
+def train_replicas(
+    root: str, options: dict[str, Any], model: dict[str, Any], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return train(root, options, model, **arguments)
+
+
+def check(found: list[Any], expected: list[Any]) -> None:
+    """Each rank's logs are those of its replica under DDP, weights too; replicas hold the same parts, bit by bit."""
+    size = RANKS // REPLICAS
+    for rank, one in enumerate(found):
+        ddp = expected[rank // size]
+        assert len(one["logged"]) == len(ddp["logged"]) > 0
+        for own, other in zip([*one["logged"], one["last"]], [*ddp["logged"], ddp["last"]], strict=True):
+            assert own.keys() == other.keys()
+            assert own == pytest.approx(other, abs=1e-9), rank
+        for name in ddp["parameters"]:
+            torch.testing.assert_close(one["weights"][name], ddp["weights"][name], rtol=0, atol=1e-9, msg=name)
+        for step, parts in enumerate(one["parts"]):
+            for name, a, b in zip(one["parameters"], parts, found[rank % size]["parts"][step], strict=True):
+                assert torch.equal(a, b), (step, name, rank)
+
+
+INSIDE = {
+    "tensor": {"parallel": "tensor"},
+    "zero3": {"parallel": "zero3"},
+    "data": {"parallel": "data"},
+    "pipeline": {"num_stages": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_any_plan_inside_of_a_replica_is_ddp_outside(pool, under_ddp, tmp_path, inside):
+    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
+    assert found[0]["plan"][0] == (2 if inside == "pipeline" else 1)
+    check(found, under_ddp({}))
