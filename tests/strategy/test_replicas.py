@@ -21,17 +21,19 @@ WIDTH = 16
 
 
 class Sequences(Dataset):
-    """[T, WIDTH] and a class; T is the same of all samples, or is not."""
+    """[T, WIDTH] and a class; T is the same of all samples, or is not; so are the values."""
 
-    def __init__(self, count: int, lengths: int = 1) -> None:
-        self.count, self.lengths = count, lengths
+    def __init__(self, count: int, lengths: int = 1, same: bool = False) -> None:
+        self.count, self.lengths, self.same = count, lengths, same
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        index = 0 if self.same else index
         generator = torch.Generator().manual_seed(index)
-        x_TD = torch.randn(3 + index * 7 % self.lengths, WIDTH, generator=generator, dtype=torch.float64)
+        length = 3 + int(torch.randint(self.lengths, (), generator=generator))
+        x_TD = torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
         return x_TD, torch.tensor(index % 3)
 
 
@@ -54,7 +56,15 @@ class Attention(nn.Module):
 class Model(pl.LightningModule):
     """One attention and an MLP of each kind that is asked for."""
 
-    def __init__(self, norm: bool = False, dropout: float = 0.0, lengths: int = 1, last_rows: int = 0) -> None:
+    def __init__(
+        self,
+        norm: bool = False,
+        dropout: float = 0.0,
+        lengths: int = 1,
+        last_rows: int = 0,
+        same: bool = False,
+        reads: bool = False,
+    ) -> None:
         super().__init__()
         self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -62,7 +72,7 @@ class Model(pl.LightningModule):
         self.drop, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, 3)
         self.accuracy = torchmetrics.MeanMetric()
         self.seen = torchmetrics.SumMetric()
-        self.lengths, self.last_rows = lengths, last_rows
+        self.lengths, self.last_rows, self.same, self.reads = lengths, last_rows, same, reads
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = self.attention(x_BTD)
@@ -73,6 +83,8 @@ class Model(pl.LightningModule):
         x_BTD, y_B = batch
         logits = self(x_BTD)
         loss = F.cross_entropy(logits, y_B)
+        if self.reads and loss > 100.0:  # a value that Python reads
+            loss = 2.0 * loss
         self.accuracy.update(loss)
         self.seen.update(torch.ones_like(y_B).sum())
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(y_B))
@@ -90,7 +102,7 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         count = REPLICAS * (ROWS * STEPS - self.last_rows)
-        return DataLoader(Sequences(count, self.lengths), ROWS, collate_fn=padded)
+        return DataLoader(Sequences(count, self.lengths, self.same), ROWS, collate_fn=padded)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(Sequences(RANKS * ROWS), ROWS, collate_fn=padded)
@@ -99,7 +111,8 @@ class Model(pl.LightningModule):
 class Watch(pl.Callback):
     """What is logged, and this rank's parts of parameters and gradients, step by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: str | None = None) -> None:
+        self.save = save
         self.logged: list[dict[str, float]] = []
         self.parts: list[list[Tensor]] = []
         self.plan: Any = None
@@ -111,19 +124,20 @@ class Watch(pl.Callback):
             stages = run.plan.stages
             modes = {str(mode) for s in stages for plan in s.parameter_plans.values() for mode in plan.modes}
             self.plan = (len(stages), sorted(modes))
+        if self.save is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.save)
 
 
 def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training under DDP (`options`: None) or by replicas, on this rank."""
     torch.manual_seed(3)
     module = Model(**model).double()
-    watch = Watch()
+    watch = Watch(arguments.pop("save", None))
     strategy: Any = "ddp"
     if options is not None:
         given = {"batch_scope": "replica", "replicas": REPLICAS, "cluster": "pcie_8gpu", "verbose": False}
         strategy = AlpaStrategy(**{**given, **options})
     resume = arguments.pop("resume", None)
-    save = arguments.pop("save", None)
     common = {
         "accelerator": "cpu",
         "precision": "64-true",
@@ -134,8 +148,6 @@ def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **ar
     devices = torch.distributed.get_world_size()
     trainer = pl.Trainer(strategy=strategy, devices=devices, default_root_dir=root, **{**common, **QUIET, **arguments})
     trainer.fit(module, ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save)
     return {
         "logged": watch.logged,
         "last": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -179,7 +191,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
         for own, other in zip([*one["logged"], one["last"]], [*ddp["logged"], ddp["last"]], strict=True):
             assert own.keys() == other.keys()
             assert own == pytest.approx(other, abs=1e-9), rank
-        for name in ddp["parameters"]:
+        for name in ddp["weights"] if rank == 0 else ddp["parameters"]:
             torch.testing.assert_close(one["weights"][name], ddp["weights"][name], rtol=0, atol=1e-9, msg=name)
         for step, parts in enumerate(one["parts"]):
             for name, a, b in zip(one["parameters"], parts, found[rank % size]["parts"][step], strict=True):
@@ -199,3 +211,79 @@ def test_any_plan_inside_of_a_replica_is_ddp_outside(pool, under_ddp, tmp_path, 
     found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
     assert found[0]["plan"][0] == (2 if inside == "pipeline" else 1)
     check(found, under_ddp({}))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "other lengths in each replica and step": ("tensor", {"lengths": 4}, {}),
+    "other lengths in a pipeline": ("pipeline", {"lengths": 4}, {}),
+    "statistics of each replica's rows": ("tensor", {"norm": True}, {}),
+    "a smaller last batch": ("zero3", {"last_rows": 1}, {}),
+    "accumulation": ("tensor", {"last_rows": 1}, {"accumulate_grad_batches": 2}),
+    "accumulation in a pipeline": ("pipeline", {}, {"accumulate_grad_batches": 2}),
+    "evaluation in the midst of an epoch": ("data", {"norm": True}, {"val_check_interval": 2}),
+    "clipping by norm": ("zero3", {}, {"gradient_clip_val": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_ddp_does_replicas_do(pool, under_ddp, tmp_path, case):
+    inside, model, arguments = CASES[case]
+    check(
+        pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], model, arguments), under_ddp(model, **arguments)
+    )
+
+
+def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path):
+    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {})
+    own = [[step["own"] for step in one["logged"]] for one in found]
+    assert own[0] == own[1] and own[2] == own[3]
+    assert all(a != b for a, b in zip(own[0], own[2], strict=True))
+    for name, value in found[0]["weights"].items():
+        assert all(torch.equal(value, one["weights"][name]) for one in found), name
+
+
+PLAIN = {"batch_scope": "rank", "replicas": None, "parallel": "data"}
+
+
+@pytest.mark.parametrize("first", ["replicas", "plain"])
+def test_a_checkpoint_goes_from_replicas_to_a_plain_plan_and_back(pool, under_ddp, tmp_path, first):
+    """In the middle of an epoch: the rest of it is trained on under the other plan."""
+    path = str(tmp_path / "midway.ckpt")
+    begins, goes_on = (RANKS, INSIDE["tensor"]), (REPLICAS, PLAIN)
+    if first == "plain":
+        begins, goes_on = goes_on, (RANKS, INSIDE["pipeline"])
+    pool.run(begins[0], train_replicas, str(tmp_path), begins[1], {}, {"save": path})
+    found = pool.run(goes_on[0], train_replicas, str(tmp_path), goes_on[1], {}, {"resume": path})
+    expected = under_ddp({})[0]
+    assert [len(one["logged"]) for one in found] == [STEPS - 2] * goes_on[0]
+    for one in found:
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_resumed_training_goes_on_bit_by_bit(pool, tmp_path):
+    path, inside, model = str(tmp_path / "midway.ckpt"), INSIDE["zero3"], {"dropout": 0.5}
+    whole = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {})
+    pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"save": path})
+    found = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"resume": path})
+    for one, other in zip(found, whole, strict=True):
+        assert [step["own"] for step in one["logged"]] == [step["own"] for step in other["logged"][2:]]
+        assert all(torch.equal(one["weights"][name], value) for name, value in other["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"replicas": 3}, "replicas=3 does not divide"),
+        ({"batch_scope": "global"}, "batch_scope='global' does not"),
+        ({"capture": "never"}, 'capture="never" does not'),
+    ],
+)
+def test_what_contradicts_replicas_is_refused(pool, tmp_path, options, reason):
+    with pytest.raises(WorkerError, match=reason):
+        pool.run(RANKS, train_replicas, str(tmp_path), options, {}, {})
+
+
+def test_a_step_that_cannot_be_captured_is_refused(pool, tmp_path):
+    with pytest.raises(WorkerError, match="replicas=2"):
+        pool.run(RANKS, train_replicas, str(tmp_path), {}, {"reads": True}, {})
