@@ -115,11 +115,13 @@ class Watch(pl.Callback):
         self.save = save
         self.logged: list[dict[str, float]] = []
         self.parts: list[list[Tensor]] = []
+        self.buffers: list[list[Tensor]] = []
         self.plan: Any = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.logged_metrics.items()})
         self.parts.append([p.detach().clone() for p in module.parameters()])
+        self.buffers.append([buffer.clone() for buffer in module.buffers()])
         if (run := getattr(trainer.strategy, "run", None)) is not None:
             stages = run.plan.stages
             modes = {str(mode) for s in stages for plan in s.parameter_plans.values() for mode in plan.modes}
@@ -152,6 +154,7 @@ def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **ar
         "logged": watch.logged,
         "last": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "parts": watch.parts,
+        "buffers": watch.buffers,
         "plan": watch.plan,
         "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
         "parameters": [name for name, _ in module.named_parameters()],
@@ -193,6 +196,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
             assert own == pytest.approx(other, abs=1e-9), rank
         for name in ddp["weights"] if rank == 0 else ddp["parameters"]:
             torch.testing.assert_close(one["weights"][name], ddp["weights"][name], rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(one["buffers"], ddp["buffers"], rtol=0, atol=1e-9)
         for step, parts in enumerate(one["parts"]):
             for name, a, b in zip(one["parameters"], parts, found[rank % size]["parts"][step], strict=True):
                 assert torch.equal(a, b), (step, name, rank)
@@ -222,6 +226,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "accumulation in a pipeline": ("pipeline", {}, {"accumulate_grad_batches": 2}),
     "evaluation in the midst of an epoch": ("data", {"norm": True}, {"val_check_interval": 2}),
     "clipping by norm": ("zero3", {}, {"gradient_clip_val": 0.1}),
+    "no evaluation": ("tensor", {"norm": True}, {"limit_val_batches": 0}),
 }
 
 
