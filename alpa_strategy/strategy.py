@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -201,8 +202,11 @@ class AlpaStrategy(ParallelJob):
         return self.lightning_module
 
     @property
-    def _replica(self) -> Replica | None:
-        return None if self.limits.replicas is None else divide(self.limits.replicas)
+    def _share(self) -> Replica | None:
+        """The replica whose rows this rank loads now; None: its own."""
+        module = self.lightning_module
+        is_ours = self.limits.replicas is not None and module is not None and module.trainer.training
+        return divide(self.limits.replicas or 1) if is_ours else None
 
     def _job(self) -> Job:
         trainer = self._module.trainer
@@ -213,7 +217,8 @@ class AlpaStrategy(ParallelJob):
         options = replace(
             self.options, accumulate_grad_batches=trainer.accumulate_grad_batches, compile=compiled is not None
         )
-        replica = self._replica if trainer.state.fn == TrainerFn.FITTING else None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        replica = divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
         if replica is not None:
             options = replace(options, batch_scope="global")  # of a replica's batch, which each of its ranks has
         return Job(
@@ -375,6 +380,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._share is not None:  # else the Trainer lets workers draw by the rank's number
+            _auto_add_worker_init_fn(dataloader, self._share.index)
         return self._checkpoints.process_dataloader(watch(dataloader))
 
     @override
@@ -426,10 +433,10 @@ class AlpaStrategy(ParallelJob):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which rows a rank loads: those of its replica, where a training has such, else its own."""
-        replica = self._replica if self._module.trainer.training else None
-        if replica is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": replica.count, "rank": replica.index}
+        share = self._share
+        return (
+            super().distributed_sampler_kwargs if share is None else {"num_replicas": share.count, "rank": share.index}
+        )
 
     # Values between ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 import torchmetrics
 from quiet import QUIET
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
@@ -35,6 +36,24 @@ class Sequences(Dataset):
         length = 3 + int(torch.randint(self.lengths, (), generator=generator))
         x_TD = torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
         return x_TD, torch.tensor(index % 3)
+
+
+class Stream(IterableDataset):
+    """Batches of which all ranks have the same, until step `apart`; then each has others."""
+
+    def __init__(self, apart: int) -> None:
+        self.apart = apart
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step + (step >= self.apart) * torch.distributed.get_rank())
+            yield torch.randn(ROWS, 3, WIDTH, generator=generator, dtype=torch.float64), torch.arange(ROWS) % 3
+
+
+def noisy(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What a worker adds at random."""
+    x_BTD, y_B = padded(samples)
+    return x_BTD + torch.randn_like(x_BTD), y_B
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -64,6 +83,8 @@ class Model(pl.LightningModule):
         last_rows: int = 0,
         same: bool = False,
         reads: bool = False,
+        apart: int = STEPS,
+        noise: bool = False,
     ) -> None:
         super().__init__()
         self.attention = Attention()
@@ -73,6 +94,7 @@ class Model(pl.LightningModule):
         self.accuracy = torchmetrics.MeanMetric()
         self.seen = torchmetrics.SumMetric()
         self.lengths, self.last_rows, self.same, self.reads = lengths, last_rows, same, reads
+        self.apart, self.noise = apart, noise
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = self.attention(x_BTD)
@@ -102,6 +124,10 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         count = REPLICAS * (ROWS * STEPS - self.last_rows)
+        if self.apart < STEPS:
+            return DataLoader(Stream(self.apart), None)
+        if self.noise:
+            return DataLoader(Sequences(count, same=self.same), ROWS, collate_fn=noisy, num_workers=1)
         return DataLoader(Sequences(count, self.lengths, self.same), ROWS, collate_fn=padded)
 
     def val_dataloader(self) -> DataLoader:
@@ -132,7 +158,7 @@ class Watch(pl.Callback):
 
 def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training under DDP (`options`: None) or by replicas, on this rank."""
-    torch.manual_seed(3)
+    pl.seed_everything(3, workers=True, verbose=False)
     module = Model(**model).double()
     watch = Watch(arguments.pop("save", None))
     strategy: Any = "ddp"
@@ -292,3 +318,16 @@ def test_what_contradicts_replicas_is_refused(pool, tmp_path, options, reason):
 def test_a_step_that_cannot_be_captured_is_refused(pool, tmp_path):
     with pytest.raises(WorkerError, match="replicas=2"):
         pool.run(RANKS, train_replicas, str(tmp_path), {}, {"reads": True}, {})
+
+
+@pytest.mark.parametrize("apart", [0, 3])
+def test_rows_that_differ_within_a_replica_are_refused_at_any_step(pool, tmp_path, apart):
+    with pytest.raises(WorkerError, match="which are to load the same rows"):
+        pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"apart": apart}, {})
+
+
+def test_workers_draw_alike_within_a_replica(pool, tmp_path):
+    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {})
+    own = [[step["own"] for step in one["logged"]] for one in found]
+    assert own[0] == own[1] and own[2] == own[3]
+    assert all(a != b for a, b in zip(own[0], own[2], strict=True))
