@@ -241,6 +241,9 @@ def _divide(world: Any, count: int) -> Replica:
     size = world_size() // count
     index, place = divmod(rank_in(world), size)
     own, same_place = range(index * size, (index + 1) * size), range(place, world_size(), size)
+    if count > 1:
+        # With a device, NCCL's groups would be split from that of all ranks, which takes all of them.
+        world.bound_device_id = None
     group = dist.new_group([*own], use_local_synchronization=True) if count > 1 else None
     return Replica(index, count, group, AxisComm(count, index, _new_group(tuple(same_place), local=True), dist))
 

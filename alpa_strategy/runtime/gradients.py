@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -265,13 +266,20 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
     for p in (p for p, is_there in zip(here, there, strict=True) if is_there and p.numel()):
         buckets.setdefault((p.dtype, total // bucket_bytes), []).append(p)
         total += p.numel() * p.element_size()
-    running: list[tuple[list[nn.Parameter], Pending]] = []
+    begun: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
     for bucket in buckets.values():
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size).to(device)
-        running.append((bucket, axis.start_all_reduce(flat)))
+        sizes = chunk_sizes(flat.numel(), axis.size)
+        begun.append((bucket, sizes, axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)))
         for p in bucket:  # it is in what is under way: not twice in memory
             p.grad = None
-    for bucket, pending in running:
+    gathered: list[tuple[list[nn.Parameter], Pending]] = []
+    for bucket, sizes, pending in begun:
+        # In one order, where an all_reduce's depends on the place in the bucket: copies of a parameter on several ranks
+        # of a replica, which lie at other places there, stay the same bit by bit.
+        own = reduce(torch.add, pending.wait().view(axis.size, sizes[axis.index]))
+        gathered.append((bucket, axis.start_all_gather(own, 0, sum(sizes))))
+    for bucket, pending in gathered:
         for p, part in zip(bucket, pending.wait().split([p.numel() for p in bucket]), strict=True):
             p.grad = part.view(p.shape).to(p.device)
 

@@ -267,7 +267,8 @@ def test_what_ddp_does_replicas_do(pool, under_ddp, tmp_path, case):
 def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path):
     found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {})
     own = [[step["own"] for step in one["logged"]] for one in found]
-    assert own[0] == own[1] and own[2] == own[3]
+    assert own[0] == own[1]
+    assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
     for name, value in found[0]["weights"].items():
         assert all(torch.equal(value, one["weights"][name]) for one in found), name
@@ -329,5 +330,6 @@ def test_rows_that_differ_within_a_replica_are_refused_at_any_step(pool, tmp_pat
 def test_workers_draw_alike_within_a_replica(pool, tmp_path):
     found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {})
     own = [[step["own"] for step in one["logged"]] for one in found]
-    assert own[0] == own[1] and own[2] == own[3]
+    assert own[0] == own[1]
+    assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
