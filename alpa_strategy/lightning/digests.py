@@ -111,7 +111,7 @@ def _differs(name: str, how: str, same_rows: bool) -> AlpaError:
         return RuntimeMismatchError(
             f'the batch\'s leaf {name} differs between the ranks of a replica, or of batch_scope="global" ({how}), '
             "which are to load the same rows",
-            "call lightning.seed_everything(..., workers=True), and let samplers of your own not know the rank",
+            "call lightning.seed_everything(..., workers=True), and let samplers of your own give them the same",
         )
     return NotRowsError(
         f"the batch's leaf {name} has no row per sample and differs between the ranks ({how}), while it is taken to be "
