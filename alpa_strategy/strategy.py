@@ -245,10 +245,9 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        checks.check_replicas(
-            self.limits.replicas, self.options, self.limits.capture, self.num_nodes, self.num_processes
-        )
-        self._checkpoints.begin(self._module.trainer, self.run, self.limits.replicas)
+        replicas = self.limits.replicas
+        checks.check_replicas(replicas, self.options.batch_scope, self.num_nodes, self.num_processes)
+        self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
     @override
@@ -433,10 +432,9 @@ class AlpaStrategy(ParallelJob):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which rows a rank loads: those of its replica, where a training has such, else its own."""
-        share = self._share
-        return (
-            super().distributed_sampler_kwargs if share is None else {"num_replicas": share.count, "rank": share.index}
-        )
+        if (share := self._share) is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": share.count, "rank": share.index}
 
     # Values between ranks
 

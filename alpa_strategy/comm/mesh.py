@@ -241,10 +241,11 @@ def _divide(world: Any, count: int) -> Replica:
     size = world_size() // count
     index, place = divmod(rank_in(world), size)
     own, same_place = range(index * size, (index + 1) * size), range(place, world_size(), size)
+    group = None
     if count > 1:
         # With a device, NCCL's groups would be split from that of all ranks, which takes all of them.
         world.bound_device_id = None
-    group = dist.new_group([*own], use_local_synchronization=True) if count > 1 else None
+        group = dist.new_group([*own], use_local_synchronization=True)
     return Replica(index, count, group, AxisComm(count, index, _new_group(tuple(same_place), local=True), dist))
 
 
@@ -313,7 +314,7 @@ def _build_one(
 
 
 def _new_group(ranks: tuple[int, ...], group: Any = None, is_own: bool = False, local: bool = False) -> Any:
-    """A process group of these ranks of `group`: `group` where it serves, None where none is needed (one rank).
+    """A process group of these ranks of `group`, which it is itself where it serves, or none is needed (one rank).
 
     Args:
         local: made by its ranks alone, as those of a replica are.

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 
 from alpa_strategy.errors import OptionError, SetupError
-from alpa_strategy.options import PlanOptions
 
 _OTHER_PRECISIONS = (
     precision.BitsandbytesPrecision,
@@ -73,19 +72,15 @@ def hook_owners(module: Any, callbacks: Iterable[Callback]) -> list[tuple[Any, t
     return [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
 
 
-def check_replicas(replicas: int | None, options: PlanOptions, capture: str, nodes: int, devices: int) -> None:
-    """OptionError where `nodes` of so many devices each cannot be divided into so many replicas, or other options
-    (`capture` among them) are against it."""
+def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: int) -> None:
+    """OptionError where `nodes` of so many devices each cannot be divided into so many replicas."""
     if replicas is None:
         return
-    if options.batch_scope != "replica" or capture == "never":
-        against = 'capture="never"' if capture == "never" else f"batch_scope={options.batch_scope!r}"
-        raise OptionError(
-            f"replicas={replicas} means captured steps, each replica's on its own batch, and {against} does not",
-            'give batch_scope="replica" with it, and leave capture out',
-        )
+    if batch_scope != "replica":
+        problem = f"replicas={replicas} means a step of each replica's own batch, batch_scope={batch_scope!r} does not"
+        raise OptionError(problem, 'give batch_scope="replica" with it')
     size = nodes * devices // replicas
-    if nodes * devices % replicas or (size < devices and devices % size) or (size > devices and size % devices):
+    if nodes * devices % replicas or max(size, devices) % min(size, devices):
         raise OptionError(
             f"replicas={replicas} does not divide {nodes} nodes of {devices} devices",
             "a replica is whole nodes, or an equal part of one: give another number",

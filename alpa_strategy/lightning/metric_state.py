@@ -24,7 +24,7 @@ class MetricStates:
     """
 
     def __init__(self, replica: Replica | None = None) -> None:
-        self._replica = replica
+        self._replica, self._group = replica, None if replica is None else replica.group
         # By id, as the hash of a metric changes with its state: the metric, its own `sync_on_compute` and group.
         self._global: dict[int, tuple[Metric, bool, Any]] = {}
 
@@ -35,9 +35,8 @@ class MetricStates:
             metric.values()  # metrics that share one state (compute groups) get one each
         for each in changed:
             self._global[id(each)] = each, each.sync_on_compute, each.process_group
-            own = None if self._replica is None else self._replica.group
-            if each.sync_on_compute and each.update_called and world_size(own) > 1:
-                each.process_group = own or each.process_group
+            if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
+                each.process_group = self._group or each.process_group
                 _keep_synced(each)
             if self._replica is None or self._replica.across.size == 1:
                 _set_sync(each, False)
@@ -46,8 +45,7 @@ class MetricStates:
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""
-        own = None if self._replica is None else self._replica.group
-        num_ranks, rank = world_size(own), rank_in(own)
+        num_ranks, rank = world_size(self._group), rank_in(self._group)
         for each, sync, group in self._global.values():
             _set_sync(each, sync)
             each.process_group = group

@@ -66,11 +66,11 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
     """Raises `why` where a captured step is demanded, with what demands it."""
     asked = job.limits.capture == "never" or job.options.batch_scope == "replica"
     against = against_written(job.options) or ("a plan file is given" if job.plan_file is not None else None)
-    if against is None and (asked or job.may_run_as_written):
-        return
     if job.replica is not None:
         against = f"replicas={job.replica.count}"
-    elif against is None:
+    if against is None and (asked or job.may_run_as_written):
+        return
+    if against is None:
         against = 'capture="require"' if job.limits.capture == "require" else f"batch_scope={job.options.batch_scope!r}"
     way_out = (
         'to run the step as it is written instead (each rank on its own batch, as under DDP), use capture="auto" and '

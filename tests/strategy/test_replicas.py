@@ -159,9 +159,9 @@ class Watch(pl.Callback):
 def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training under DDP (`options`: None) or by replicas, on this rank."""
     pl.seed_everything(3, workers=True, verbose=False)
-    module = Model(**model).double()
+    module = globals()[arguments.pop("module", "Model")](**model).double()
     watch = Watch(arguments.pop("save", None))
-    strategy: Any = "ddp"
+    strategy: Any = "ddp_find_unused_parameters_true" if arguments.pop("unused", False) else "ddp"
     if options is not None:
         given = {"batch_scope": "replica", "replicas": REPLICAS, "cluster": "pcie_8gpu", "verbose": False}
         strategy = AlpaStrategy(**{**given, **options})
@@ -308,7 +308,7 @@ def test_a_resumed_training_goes_on_bit_by_bit(pool, tmp_path):
     [
         ({"replicas": 3}, "replicas=3 does not divide"),
         ({"batch_scope": "global"}, "batch_scope='global' does not"),
-        ({"capture": "never"}, 'capture="never" does not'),
+        ({"capture": "never"}, "replicas=2"),
     ],
 )
 def test_what_contradicts_replicas_is_refused(pool, tmp_path, options, reason):
@@ -333,3 +333,38 @@ def test_workers_draw_alike_within_a_replica(pool, tmp_path):
     assert own[0] == own[1]
     assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_replica_and_one_for_each_device(pool, tmp_path, replicas):
+    """All devices are one device then, or each is one under DDP."""
+    found = pool.run(RANKS, train_replicas, str(tmp_path), {"replicas": replicas}, {}, {})
+    alone = pool.run(replicas, train_ddp, str(tmp_path), {}, {})
+    for rank, one in enumerate(found):
+        expected = alone[rank * replicas // RANKS]
+        assert one["last"] == pytest.approx(expected["last"], abs=1e-9)
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-9, msg=name)
+
+
+class Freezing(Model):
+    """Hooks that look at gradients, and change what trains and a number of the step."""
+
+    factor = 1.0
+
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.factor = 1.0 + 0.1 * batch_idx
+        if batch_idx == 2:
+            self.head.bias.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("norm", sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
+
+
+def test_hooks_see_the_mean_of_the_replicas_and_may_freeze(pool, tmp_path):
+    options = {"unused": True, "module": "Freezing"}
+    expected = pool.run(REPLICAS, train_ddp, str(tmp_path), {}, options)
+    check(pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["zero3"], {}, options), expected)
