@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_tensors
+from alpa_strategy.comm.mesh import Replica, divide
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
@@ -35,7 +37,7 @@ from alpa_strategy.lightning.job import Job, compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
-from alpa_strategy.lightning.step_effects import GLOBAL
+from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
 from alpa_strategy.options import (
     BUCKET_BYTES,
     CHECK_REPLICAS_EVERY,
@@ -76,6 +78,9 @@ class AlpaStrategy(ParallelJob):
         async_checkpoint: training goes on while a sharded checkpoint is written (as with AsyncCheckpointIO).
         check_replicas_every: steps between checks that what several ranks hold copies of (parameters, buffers) is the
             same in all of them, besides the first steps and checkpoints; 0: never.
+        replicas: with `batch_scope="replica"`: into how many replicas the devices are divided, neighbours together.
+            Each runs captured steps on its own batch, which all of its ranks load, planned for its devices; gradients
+            are averaged over the replicas. None: every device is one, and steps run as they are written.
         check_gradients: look at every step's gradients before and after they are summed over the ranks: a warning says
             where the first is not finite (one rank's own, a sum, or all ranks', as on one device), and gradients of
             which several ranks hold copies must be the same. A pass over them, and a wait for the device, a step.
@@ -114,6 +119,7 @@ class AlpaStrategy(ParallelJob):
         async_checkpoint: bool = False,
         check_replicas_every: int = CHECK_REPLICAS_EVERY,
         check_gradients: bool = False,
+        replicas: int | None = None,
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
@@ -195,6 +201,13 @@ class AlpaStrategy(ParallelJob):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    @property
+    def _share(self) -> Replica | None:
+        """The replica whose rows this rank loads now; None: its own."""
+        module = self.lightning_module
+        is_ours = self.limits.replicas is not None and module is not None and module.trainer.training
+        return divide(self.limits.replicas or 1) if is_ours else None
+
     def _job(self) -> Job:
         trainer = self._module.trainer
         folder = Path(trainer.default_root_dir) / ".alpa"
@@ -204,9 +217,14 @@ class AlpaStrategy(ParallelJob):
         options = replace(
             self.options, accumulate_grad_batches=trainer.accumulate_grad_batches, compile=compiled is not None
         )
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        replica = divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
+        if replica is not None:
+            options = replace(options, batch_scope="global")  # of a replica's batch, which each of its ranks has
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
+            replica=replica,
             device=self.root_device,
             options=options,
             compile=compiled,
@@ -227,7 +245,9 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._checkpoints.begin(self._module.trainer, self.run)
+        replicas = self.limits.replicas
+        checks.check_replicas(replicas, self.options.batch_scope, self.num_nodes, self.num_processes)
+        self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
     @override
@@ -285,7 +305,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_train_start(self) -> None:
-        if self.options.rows == "rank" and self._module.automatic_optimization and self.limits.capture != "never":
+        is_joint = self.options.rows == "rank" and self.limits.replicas is None
+        if is_joint and self._module.automatic_optimization and self.limits.capture != "never":
             self._hooks.watch(self._module)
 
     @override
@@ -358,6 +379,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._share is not None:  # else the Trainer lets workers draw by the rank's number
+            _auto_add_worker_init_fn(dataloader, self._share.index)
         return self._checkpoints.process_dataloader(watch(dataloader))
 
     @override
@@ -405,11 +428,22 @@ class AlpaStrategy(ParallelJob):
         """Whether the module has its whole parameters now."""
         return self._session.is_whole
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which rows a rank loads: those of its replica, where a training has such, else its own."""
+        if (share := self._share) is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": share.count, "rank": share.index}
+
     # Values between ranks
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same value already."""
+        if group == REPLICAS:
+            across = divide(self.limits.replicas or 1).across
+            return tensor if across.size == 1 else super().reduce(tensor, across.group, reduce_op)
         is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
         if is_global or not isinstance(tensor, Tensor):
             return tensor

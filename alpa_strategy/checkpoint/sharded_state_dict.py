@@ -33,7 +33,10 @@ class Sharing:
         """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
         shape = self.store.whole_shape(parameter)
         replica = self.store.replica(parameter)  # which of how many equal copies this rank holds; None: no part of it
-        is_mine = replica is not None and self._is_mine(*replica, shape.numel() * tensor.element_size())
+        which, of = self.store.copies
+        is_mine = replica is not None and self._is_mine(
+            replica[0] + which * replica[1], replica[1] * of, shape.numel() * tensor.element_size()
+        )
         boxes = self.store.chunks(parameter, tensor) if is_mine else []
         return LocalShards(shape, tensor.dtype, [Chunk(offsets, view.detach()) for offsets, view in boxes])
 

@@ -1,6 +1,6 @@
 """Agreement between the ranks of a job before anything is sharded: an error on one rank is raised on all of them.
 
-At the end: jobs beside the main thread.
+A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs beside the main thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 T = TypeVar("T")
 
 
-def world_size() -> int:
+def world_size(group: Any = None) -> int:
     """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def rank_in(group: Any) -> int:
+    """This process's place among the ranks; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def broadcast_object(value: Any) -> Any:
@@ -35,7 +40,7 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T, list[Any]]:
+def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any], group: Any = None) -> tuple[T, list[Any]]:
     """Run `work` on every rank; an AlpaError on any rank is raised on all. Collective.
 
     Returns this rank's result, and `summary(result)` (small, picklable) of every rank.
@@ -47,7 +52,7 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
         report = summary(result), None
     except AlpaError as error:
         report = None, error
-    reports = of_all_ranks(report)
+    reports = of_all_ranks(report, group)
     for _, first in reports:
         if first is not None:
             # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
@@ -56,38 +61,40 @@ def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any]) -> tuple[T,
 
 
 def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank, by rank (pickled). Collective over `group`, one of all ranks."""
-    if world_size() == 1:
+    """`value` of every rank, by rank (pickled). Collective."""
+    if world_size(group) == 1:
         return [value]
-    found: list[Any] = [None] * world_size()
+    found: list[Any] = [None] * world_size(group)
     dist.all_gather_object(found, value, group)
     return found
 
 
-@lru_cache(maxsize=1)  # the process may have another group later
-def _hosts_of(world: Any) -> Any:
-    return dist.new_group(backend="gloo")
+@lru_cache(maxsize=4)  # the process may have other groups later
+def _hosts_of(group: Any) -> Any:
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < world_size())
 
 
-def host_group() -> Any:
+def host_group(group: Any = None) -> Any:
     """The group in which hosts agree without waiting for what their GPUs still have to do, as NCCL's collectives would.
 
-    None, the job's own, unless that is NCCL's. Collective at its first call.
+    `group` itself unless that is NCCL's. Collective at its first call.
     """
-    return _hosts_of(dist.group.WORLD) if dist.get_backend() == "nccl" else None
+    return _hosts_of(group or dist.group.WORLD) if dist.get_backend(group) == "nccl" else group
 
 
 class RankZero:
     """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, group: Any = None) -> None:
         self._timeout_seconds = timeout_seconds
-        self._alone = world_size() == 1
+        self._size, self._rank = world_size(group), rank_in(group)
+        self._alone = self._size == 1
         if not self._alone:
             # A connection of its own: who waits in it holds up nobody else's calls.
             self._store = job_store().clone()
-            self._rank = dist.get_rank()
-            self._run = self._store.add(f"alpa/rank_zero/runs/{self._rank}", 1)
+            number = self._store.add(f"alpa/rank_zero/runs/{dist.get_rank()}", 1)
+            self._run = f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
             self._count = 0
 
     @property
@@ -135,7 +142,7 @@ class RankZero:
         """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""
         if self._alone:
             return {0: text}
-        keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(world_size())]
+        keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], text)
         with suppress(RuntimeError):  # some ranks do not come: the caller sees which
             self._store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -147,25 +154,26 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def any_rank(flags: Sequence[bool]) -> list[bool]:
+def any_rank(flags: Sequence[bool], group: Any = None) -> list[bool]:
     """Which flags are set on at least one rank. Collective."""
-    return [bool(largest) for largest in all_largest(flags)]
+    return [bool(largest) for largest in all_largest(flags, group)]
 
 
-def all_largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of each over all ranks; `group`: of all, with a CPU backend; None: the hosts' own. Collective."""
+def all_largest(numbers: Sequence[int], group: Any = None) -> list[int]:
+    """The largest of each over all ranks. Collective, over the hosts."""
     own = torch.tensor(numbers, dtype=torch.int64)
-    if world_size() > 1:
-        dist.all_reduce(own, dist.ReduceOp.MAX, group or host_group())
+    if world_size(group) > 1:
+        dist.all_reduce(own, dist.ReduceOp.MAX, host_group(group))
     return own.tolist()
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: Any = None) -> None:
     """Write rank `source`'s values into every rank's tensors, those of a dtype in one message, as DDP does; except
     those without memory. Collective."""
     held = [tensor.detach() for tensor in tensors if not tensor.is_meta]
-    if world_size() > 1 and held:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), held, 250 * 2**20, source)
+    if world_size(group) > 1 and held:
+        group = group or dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, held, 250 * 2**20, source)
 
 
 # --- Jobs beside the main thread, one after the other.

@@ -4,7 +4,8 @@ NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module th
 `proofs/thread_mesh.py` stands for it among threads.
 
 `new_group` is collective over the whole job: every rank makes every group of every mesh, in one order, with ascending
-ranks, and keeps its own.
+ranks, and keeps its own. Where a job is divided into replicas (`Replica`), meshes are of one of them, which makes its
+groups without the others; its ranks are counted from 0 there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 
@@ -199,7 +202,7 @@ class MeshComm:
     coordinate: tuple[int, ...]
     axes: tuple[AxisComm, ...]
     whole: AxisComm
-    ranks: tuple[int, ...]  # global ranks, row-major
+    ranks: tuple[int, ...]  # of the job (of the replica), row-major
 
     def exchange_rows(self, rows: Tensor) -> Tensor:
         """This rank's `rows`, the job's chunk of its number -> the chunk of its place; of equal size. Collective."""
@@ -212,60 +215,97 @@ class MeshComm:
         return self.whole.start_exchange(rows.reshape(-1), sent, received).wait().view(rows.shape)
 
 
-def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False) -> MeshComm:
-    """The logical mesh of `shape` on all ranks. Collective over the job.
+@dataclass(frozen=True)
+class Replica:
+    """Neighbouring ranks that run the steps of one batch together, as a job of their own would: number `index` of
+    `count` equal ones.
+
+    Attributes:
+        group: its ranks; None: all of the job's.
+        across: this rank and those at its place in the other replicas, which hold the same.
+    """
+
+    index: int
+    count: int
+    group: Any
+    across: AxisComm
+
+
+def divide(count: int) -> Replica:
+    """This rank's replica of `count`, which divides the job's ranks. Collective over the job at the first call."""
+    return _divide(dist.group.WORLD if dist.is_initialized() else None, count)
+
+
+@lru_cache(maxsize=1)  # the process may have another job later
+def _divide(world: Any, count: int) -> Replica:
+    size = world_size() // count
+    index, place = divmod(rank_in(world), size)
+    own, same_place = range(index * size, (index + 1) * size), range(place, world_size(), size)
+    group = None
+    if count > 1:
+        # With a device, NCCL's groups would be split from that of all ranks, which takes all of them.
+        world.bound_device_id = None
+        group = dist.new_group([*own], use_local_synchronization=True)
+    return Replica(index, count, group, AxisComm(count, index, _new_group(tuple(same_place), local=True), dist))
+
+
+def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False, group: Any = None) -> MeshComm:
+    """The logical mesh of `shape` on all ranks (of `group`). Collective over them.
 
     Args:
         backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
         own_group: whether its collectives may come in any order among those of others.
     """
-    ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
-    (mesh,) = build_stage_meshes([(shape, ranks)], backend, own_group)
+    (mesh,) = build_stage_meshes([(shape, range(world_size(group)))], backend, own_group, group)
     assert mesh is not None
     return mesh
 
 
 def build_stage_meshes(
-    meshes: Sequence[tuple[Sequence[int], Sequence[int]]], backend: str = "auto", own_groups: bool = False
+    meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    backend: str = "auto",
+    own_groups: bool = False,
+    group: Any = None,
 ) -> list[MeshComm | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
 
-    Collective over the whole job: every rank passes the same list. Stages may share ranks; equal meshes are made once.
+    Collective over the whole job, or over the replica whose `group` is given: every rank passes the same list. Stages
+    may share ranks; equal meshes are made once.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], MeshComm | None] = {}
     for shape, ranks in meshes:
         key = (tuple(shape), tuple(ranks))
         if key not in made:
-            made[key] = _build_one(*key, rank, chosen, own_groups)
+            made[key] = _build_one(*key, group, chosen, own_groups)
     return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
 
 
-def message_groups(channels: Sequence[Sequence[int]]) -> list[tuple[Any, Any]]:
-    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective over the whole job.
+def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list[tuple[Any, Any]]:
+    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective as meshes are.
 
     gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
     each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
     """
     if not channels or dist.get_backend() == "gloo":  # no channels: perhaps one device, and no group at all
         return [(None, None)] * len(channels)
-    return [(dist.new_group(list(ranks)), dist.new_group(list(ranks))) for ranks in channels]
+    return [(_new_group(tuple(ranks), group, True), _new_group(tuple(ranks), group, True)) for ranks in channels]
 
 
 def _build_one(
-    shape: tuple[int, ...], ranks: tuple[int, ...], rank: int, library: Any, own_groups: bool
+    shape: tuple[int, ...], ranks: tuple[int, ...], group: Any, library: Any, own_groups: bool
 ) -> MeshComm | None:
+    rank = rank_in(group)
     grid = np.array(ranks).reshape(shape)
-    whole_group = _new_group(ranks, own_groups)
+    whole_group = _new_group(ranks, group, own_groups)
     axes: list[AxisComm] = []
     for axis, size in enumerate(shape):
         for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
             members = tuple(line.tolist())
             # Every rank makes every group: `new_group` waits for the whole job.
-            group = whole_group if members == ranks else _new_group(members)
+            of_line = whole_group if members == ranks else _new_group(members, group)
             if rank in members:
-                axes.append(AxisComm(size, members.index(rank), group, library))
+                axes.append(AxisComm(size, members.index(rank), of_line, library))
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))
@@ -273,20 +313,27 @@ def _build_one(
     return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
 
 
-def _new_group(ranks: tuple[int, ...], is_own: bool = False) -> Any:
-    """A process group, or None where none is needed (one rank) or the default group (None too) serves."""
+def _new_group(ranks: tuple[int, ...], group: Any = None, is_own: bool = False, local: bool = False) -> Any:
+    """A process group of these ranks of `group`, which it is itself where it serves, or none is needed (one rank).
+
+    Args:
+        local: made by its ranks alone, as those of a replica are.
+    """
     ascending = ranks == tuple(sorted(ranks))
-    if len(ranks) == 1 or (len(ranks) == dist.get_world_size() and not is_own and ascending):
-        return None
+    if len(ranks) == 1 or (len(ranks) == world_size(group) and not is_own and ascending):
+        return group
+    if group is not None:
+        ranks, local = tuple(dist.get_process_group_ranks(group)[rank] for rank in ranks), True
     if ascending:
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks), use_local_synchronization=local)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise RuntimeMismatchError(
             f"the plan has devices in the order {list(ranks)}, for which this PyTorch ({torch.__version__}) has no "
             "process groups",
             "write `order: numbered` into the cluster file, or take PyTorch 2.13",
         )
-    return dist.new_group(list(ranks), sort_ranks=False)  # a place in the group is a place on the axis
+    # A place in the group is a place on the axis.
+    return dist.new_group(list(ranks), use_local_synchronization=local, sort_ranks=False)
 
 
 BACKEND_NAMES = ("auto", "torch", "deepspeed")

@@ -84,9 +84,10 @@ class Transfer:
     Args:
         plans: one per tensor; all between the same two meshes.
         dtypes: one per tensor.
-        rank: this process's global rank.
+        rank: this process's, as the plans count.
         mesh: the target's mesh where `rank` is on it and a plan gathers, else None.
         group: process group of the messages.
+        ranks: the job's number of each of the plans' ranks; None: the same.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class Transfer:
         device: torch.device,
         mesh: MeshComm | None = None,
         group: Any = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        self._numbers = ranks
         self._plans, self._dtypes = tuple(plans), tuple(dtypes)
         self._rank, self._device, self._group = rank, device, group
         self._outgoing = self._slots(lambda piece: piece.target if piece.source == rank else None)
@@ -145,15 +148,18 @@ class Transfer:
         ops = []
         for peer, slots in self._outgoing.items():
             parts = [self._part(local[slot.value], slot.value, slot.piece) for slot in slots]
-            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
+            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), self._number(peer), self._group, tag))
         return ops
+
+    def _number(self, rank: int) -> int:
+        return rank if self._numbers is None else self._numbers[rank]
 
     def receive(self, tag: int, start: bool = True) -> Receipt:
         """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
         ops = []
         for peer, slots in self._incoming.items():
             buffer = torch.empty(slots[-1].offset + slots[-1].num_bytes, dtype=torch.uint8, device=self._device)
-            ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
+            ops.append(dist.P2POp(dist.irecv, buffer, self._number(peer), self._group, tag))
         receipt = Receipt(self, ops, tag)
         if start:
             receipt.works = [_begin(op) for op in ops]

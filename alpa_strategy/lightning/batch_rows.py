@@ -411,9 +411,9 @@ def _loader_kinds(trainer: Any, batch: Any) -> tuple[Kind, ...] | None:
     return tuple(found)
 
 
-def agreed_kinds(kinds: tuple[Kind, ...] | None) -> tuple[Kind, ...] | None:
+def agreed_kinds(kinds: tuple[Kind, ...] | None, group: Any = None) -> tuple[Kind, ...] | None:
     """What all ranks say: None where one does not know, the least certain kind where they differ. Collective."""
-    found = of_all_ranks(kinds)
+    found = of_all_ranks(kinds, group)
     if any(each is None or len(each) != len(found[0] or ()) for each in found):
         return None
     return tuple(max(each, key=_KINDS.index) for each in zip(*(each or () for each in found), strict=True))

@@ -94,8 +94,9 @@ class Checkpoints:
         """A Trainer may be pickled when its job is over: without what connects this process to the others."""
         return {**vars(self), "_meeting": None, "_writer": None, "_group": None, "_world": None}
 
-    def begin(self, trainer: Any, run: Any) -> None:
+    def begin(self, trainer: Any, run: Any, replicas: int | None) -> None:
         """A run of the Trainer begins; `run`: a training that has left its module in shards. Collective."""
+        self._num_shares = replicas or world_size()
         self._trainer = trainer
         self._forget()
         self._run = run
@@ -116,7 +117,7 @@ class Checkpoints:
         if self._trainer.state.fn == TrainerFn.FITTING:
             rank = dist.get_rank() if world_size() > 1 else 0
             with reading(Path(path)):
-                self._resume = take_up(checkpoint, rank, world_size())
+                self._resume = take_up(checkpoint, rank, world_size(), self._num_shares)
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
@@ -255,7 +256,7 @@ class Checkpoints:
             return
         own = rank_state(self._trainer, self._run_state if self._run is None else self._run.state_dict())
         self._writer_now().wait()  # the group is its own while it writes
-        put_states(checkpoint, of_all_ranks(own, self._group))
+        put_states(checkpoint, of_all_ranks(own, self._group), self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         if self._form == "auto":

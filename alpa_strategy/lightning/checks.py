@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
-from alpa_strategy.errors import SetupError
+from alpa_strategy.errors import OptionError, SetupError
 
 _OTHER_PRECISIONS = (
     precision.BitsandbytesPrecision,
@@ -70,6 +70,21 @@ def is_overridden(owner: Any, name: str, base: type) -> bool:
 def hook_owners(module: Any, callbacks: Iterable[Callback]) -> list[tuple[Any, type]]:
     """(whoever may bring hooks, the class whose hooks do nothing)."""
     return [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
+
+
+def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: int) -> None:
+    """OptionError where `nodes` of so many devices each cannot be divided into so many replicas."""
+    if replicas is None:
+        return
+    if batch_scope != "replica":
+        problem = f"replicas={replicas} means a step of each replica's own batch, batch_scope={batch_scope!r} does not"
+        raise OptionError(problem, 'give batch_scope="replica" with it')
+    size = nodes * devices // replicas
+    if nodes * devices % replicas or max(size, devices) % min(size, devices):
+        raise OptionError(
+            f"replicas={replicas} does not divide {nodes} nodes of {devices} devices",
+            "a replica is whole nodes, or an equal part of one: give another number",
+        )
 
 
 def any_overridden(trainer: Any, module: Any, names: tuple[str, ...]) -> bool:

@@ -187,16 +187,17 @@ def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]]) -> None:
-    """Add all ranks' states to a Lightning checkpoint."""
-    checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = {"version": VERSION, "ranks": states}
+def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_shares: int) -> None:
+    """Add all ranks' states to a Lightning checkpoint; of the ranks, `num_shares` load rows that others do not."""
+    found = {"version": VERSION, "ranks": states, "num_shares": num_shares}
+    checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = found
 
 
-def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | None:
+def take_up(checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int) -> Resume | None:
     """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects the loop's counters.
 
-    On another number of ranks than the writing ones, the place in the data is the same number of samples, and random
-    states start anew.
+    On another number of ranks, or of shares of the rows, than the writing ones', the place in the data is the same
+    number of samples, and random states start anew.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     stored = loop.get("state_dict", {}).get(KEY)
@@ -208,7 +209,8 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
     epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
     if batches["current"]["ready"] and epochs:
         _open_epoch(loop["epoch_progress"], epochs[0], in_the_middle)
-    if len(states) == world_size:
+    shares_before = stored.get("num_shares", len(states))
+    if (len(states), shares_before) == (world_size, num_shares):
         own = states[rank]
         if own["loader_states"]:
             loop["state_dict"]["combined_loader"] = own["loader_states"]
@@ -216,9 +218,9 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int) -> Resume | 
         return Resume(tuple(passes), own["run"])
     passes = []
     if in_the_middle:
-        passes = [_rescaled(at, len(states), world_size) for at in states[0]["passes"]]
+        passes = [_rescaled(at, shares_before, num_shares) for at in states[0]["passes"]]
         current = batches["current"]
-        shift = _scaled(current["ready"], len(states), world_size) - current["ready"]
+        shift = _scaled(current["ready"], shares_before, num_shares) - current["ready"]
         for key in ("ready", "started", "processed", "completed"):
             current[key] += shift
     return Resume(tuple(passes), None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks, world_size
-from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
+from alpa_strategy.errors import AlpaError, NotRowsError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -45,31 +45,35 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 class LeafAgreement:
-    """Checks of every batch that its leaves that are no rows are the same on all ranks, as the step takes them to be.
+    """Checks of every batch that what the step takes to be the same on all ranks is: leaves that are no rows, or all.
 
     Args:
         step: says which leaves these are.
         batch: one of its batches, for the leaves' names.
+        group: the ranks; None: all.
     """
 
-    def __init__(self, step: StepGraph, batch: Any) -> None:
+    def __init__(self, step: StepGraph, batch: Any, group: Any = None) -> None:
         paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
         used = set(step.consumers)
-        self._leaves = [leaf.leaf for leaf in step.batch if leaf.batch_dim is None and leaf.value in used]
+        self._all = step.batch_scope == "global"
+        read = [leaf for leaf in step.batch if leaf.value in used]
+        self._leaves = [leaf.leaf for leaf in read if self._all or leaf.batch_dim is None]
         self.names = [pytree.keystr(paths[leaf]) or "the batch" for leaf in self._leaves]
         self._under_way: tuple[Tensor, Any] | None = None
+        self._group = group
 
     def begin(self, batch: Any) -> None:
         """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such leaves."""
-        if not self._leaves or world_size() == 1:
+        if not self._leaves or world_size(self._group) == 1:
             return
         leaves = pytree.tree_leaves(batch)
         own = torch.stack([digest(leaves[index]) for index in self._leaves])  # [leaves]
-        found = own.new_empty(world_size(), len(own))
-        self._under_way = found, dist.all_gather(list(found), own, async_op=True)
+        found = own.new_empty(world_size(self._group), len(own))
+        self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
     def finish(self) -> None:
-        """NotRowsError, on all ranks, where a leaf of the batch of `begin` differed."""
+        """See `check_leaves`, of the batch of `begin`; on all ranks."""
         if self._under_way is None:
             return
         (found, work), self._under_way = self._under_way, None
@@ -82,7 +86,7 @@ class LeafAgreement:
             values = found[:, first].tolist()
             most = max(values, key=values.count)
             ranks = [rank for rank, value in enumerate(values) if value != most]
-            raise _not_rows(self.names[first], f"ranks {ranks} have another than most")
+            raise _differs(self.names[first], f"ranks {ranks} have another than most", self._all)
 
     def described(self, batch: Any) -> dict[str, tuple[str, int]]:
         """Each leaf's shape and digest by its name, for `check_leaves`."""
@@ -91,16 +95,24 @@ class LeafAgreement:
         return {name: (str(list(x.shape)), int(digest(x))) for name, x in zip(self.names, found, strict=True)}
 
 
-def check_leaves(described: Sequence[dict[str, tuple[str, int]]]) -> None:
-    """NotRowsError where `LeafAgreement.described` of the ranks, one batch of each, differ."""
+def check_leaves(described: Sequence[dict[str, tuple[str, int]]], same_rows: bool) -> None:
+    """NotRowsError where `LeafAgreement.described` of the ranks, one batch of each, differ; RuntimeMismatchError where
+    the ranks are to have the same rows."""
     for name in described[0]:
         found = [each.get(name, ("another leaf", 0)) for each in described]
         if len(set(found)) > 1:
             shown = "; ".join(f"rank {rank}: {shape}" for rank, (shape, _) in enumerate(found))
-            raise _not_rows(name, shown if len({shape for shape, _ in found}) > 1 else "in its values")
+            how = shown if len({shape for shape, _ in found}) > 1 else "in its values"
+            raise _differs(name, how, same_rows)
 
 
-def _not_rows(name: str, how: str) -> NotRowsError:
+def _differs(name: str, how: str, same_rows: bool) -> AlpaError:
+    if same_rows:
+        return RuntimeMismatchError(
+            f'the batch\'s leaf {name} differs between the ranks of a replica, or of batch_scope="global" ({how}), '
+            "which are to load the same rows",
+            "call lightning.seed_everything(..., workers=True), and let samplers of your own give them the same",
+        )
     return NotRowsError(
         f"the batch's leaf {name} has no row per sample and differs between the ranks ({how}), while it is taken to be "
         "the same on all ranks, whose batches are one batch of the step",

@@ -15,6 +15,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import on_all_ranks
+from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
@@ -28,6 +29,7 @@ class Job:
 
     num_nodes: int
     devices_per_node: int
+    replica: Replica | None  # of this rank, where captured steps are run by replicas; None: by all ranks
     device: torch.device  # this rank's
     options: PlanOptions
     compile: dict[str, Any] | None  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
@@ -41,6 +43,18 @@ class Job:
     log_context: Callable[[], AbstractContextManager[None]]  # around logging instead, where a captured step ran
     hooks: BatchHooks  # what they make of a loader's batch
     progress: Progress  # shows phases, lines and tables, where this rank shows anything
+
+    @property
+    def group(self) -> Any:
+        """The ranks that run a captured step together; None: all."""
+        return None if self.replica is None else self.replica.group
+
+    @property
+    def step_devices(self) -> tuple[int, int]:
+        """Nodes, and devices on each, that run a captured step."""
+        count = 1 if self.replica is None else self.replica.count
+        nodes = max(1, self.num_nodes // count)
+        return nodes, self.num_nodes * self.devices_per_node // count // nodes
 
     @property
     def may_run_as_written(self) -> bool:

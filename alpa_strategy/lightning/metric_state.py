@@ -6,20 +6,27 @@ that run as they are written add their own rank's rows, and the metric sums over
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from typing import Any
+
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.collectives import rank_in, world_size
+from alpa_strategy.comm.mesh import Replica
 
 
 class MetricStates:
-    """The metrics of a module whose state stands for all ranks' rows at the moment. All methods are collective."""
+    """The metrics of a module whose state stands for all ranks' rows at the moment. All methods are collective.
 
-    def __init__(self) -> None:
-        # By id, as the hash of a metric changes with its state: the metric and its own `sync_on_compute`.
-        self._global: dict[int, tuple[Metric, bool]] = {}
+    Args:
+        replica: of which all ranks have the same rows, and other replicas others; None: captured steps have all rows.
+    """
+
+    def __init__(self, replica: Replica | None = None) -> None:
+        self._replica, self._group = replica, None if replica is None else replica.group
+        # By id, as the hash of a metric changes with its state: the metric, its own `sync_on_compute` and group.
+        self._global: dict[int, tuple[Metric, bool, Any]] = {}
 
     def make_global(self, metric: nn.Module) -> None:
         """Let the state stand for all ranks' rows, as a captured step updates it."""
@@ -27,16 +34,21 @@ class MetricStates:
         if changed and isinstance(metric, MetricCollection):
             metric.values()  # metrics that share one state (compute groups) get one each
         for each in changed:
-            self._global[id(each)] = each, each.sync_on_compute
-            if each.sync_on_compute and each.update_called and world_size() > 1:
+            self._global[id(each)] = each, each.sync_on_compute, each.process_group
+            if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
+                each.process_group = self._group or each.process_group
                 _keep_synced(each)
-            _set_sync(each, False)
+            if self._replica is None or self._replica.across.size == 1:
+                _set_sync(each, False)
+            else:
+                each.process_group = self._replica.across.group
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""
-        num_ranks, rank = (world_size(), dist.get_rank()) if world_size() > 1 else (1, 0)
-        for each, sync in self._global.values():
+        num_ranks, rank = world_size(self._group), rank_in(self._group)
+        for each, sync, group in self._global.values():
             _set_sync(each, sync)
+            each.process_group = group
             if num_ranks > 1 and sync:
                 _keep_part(each, num_ranks, rank)
         self._global.clear()

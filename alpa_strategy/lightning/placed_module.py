@@ -47,6 +47,7 @@ class PlacedModule(ABC):
 
     Attributes:
         on_use: gathers parameters in parts where a step that runs as it is written uses them.
+        syncs: what `sync` was last given.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class PlacedModule(ABC):
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
-        self.metrics = MetricStates()
+        self.syncs = True
+        self.metrics = MetricStates(job.replica)
         self._parameters = ParametersAsTheyWere(module)
         self.buffers_differ = False
         self._num_updates = 0
@@ -99,6 +101,7 @@ class PlacedModule(ABC):
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""
+        self.syncs = enabled
         if not self.plan.is_pipelined:  # it reduces the gradients of each of its steps
             self.store.sync(enabled)
 
@@ -161,6 +164,8 @@ class PlacedModule(ABC):
         """Where that is asked for, and they are complete. Collective."""
         if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
             return
+        if self._job.replica is not None and not self.syncs:
+            return
         if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
             gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
@@ -181,7 +186,7 @@ class PlacedModule(ABC):
 
     def start_evaluation(self) -> None:
         """Begin a loop over evaluation batches. Collective."""
-        if self._job.options.batch_scope == "global":  # every rank brings all rows
+        if self._job.options.batch_scope == "global" and self._job.replica is None:  # every rank brings all rows
             for _, metric in outermost_metrics(self.module):
                 self.metrics.make_global(metric)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -60,14 +60,14 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, batch, job.hooks))
+    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, batch, job.hooks), job.group)
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
 
     captured = partial(
         capture_step,
         module,
-        world_size=world_size(),
+        world_size=world_size(job.group),
         batch_scope=job.options.rows,
         batch_idx=batch_idx,
         context=job.context,
@@ -95,13 +95,13 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
 
-    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch))
-    check_leaves([summary[0] for summary in summaries])
+    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch), job.group)
+    check_leaves([summary[0] for summary in summaries], step.batch_scope == "global")
     for part, (what, fix, kind) in enumerate(_PARTS, start=1):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
             if what == _COMPUTES:
-                values = _first_that_differs(step)
+                values = _first_that_differs(step, job.group)
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise kind(f"the ranks differ in {what}: {shown}", fix)
     return step
@@ -119,14 +119,14 @@ def _with_numbers(
         return step
 
 
-def _first_that_differs(step: StepGraph) -> list[str]:
+def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
     """Of every rank the first op, log or constant that others have not. Collective."""
     own = [f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})" for op in step.ops]
     own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
     own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
     own += [f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"]
-    lines = zip_longest(*of_all_ranks(own), fillvalue="no more")
-    return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size()))
+    lines = zip_longest(*of_all_ranks(own, group), fillvalue="no more")
+    return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size(group)))
 
 
 _JOINT_ROWS = "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
@@ -139,38 +139,32 @@ _PARTS = (
     ),
     ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
     (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
-    (
-        'their global batches (hashes; batch_scope="global" wants the same rows on every rank)',
-        'seed the loader alike on all ranks, or leave batch_scope at "auto"',
-        RuntimeMismatchError,
-    ),
 )
 
 
-def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str, str]:
+def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str]:
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors)
-    content = hashlib.sha256()
-    for leaf in tensors if step.batch_scope == "global" else ():
-        content.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     leaves = LeafAgreement(step, batch).described(batch)
-    return leaves, shapes, step.parameter_digest, step.graph_digest, content.hexdigest()[:8]
+    return leaves, shapes, step.parameter_digest, step.graph_digest
 
 
 def job_cluster(job: Job) -> ClusterSpec:
     """The cluster that the plan is made for: declared costs on the job's devices, or measured ones. Collective."""
     if job.cluster is not None:
         spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-        return replace(spec, num_nodes=job.num_nodes, devices_per_node=job.devices_per_node)
-    with job.progress("cluster"):
-        return measure_cluster(
-            job.num_nodes,
-            job.devices_per_node,
-            build_mesh,
-            job.folder / "costs",
-            job.device,
-            backend="nccl" if job.device.type == "cuda" else "gloo",
-        )
+    else:
+        with job.progress("cluster"):
+            spec = measure_cluster(
+                job.num_nodes,
+                job.devices_per_node,
+                build_mesh,
+                job.folder / "costs",
+                job.device,
+                backend="nccl" if job.device.type == "cuda" else "gloo",
+            )
+    nodes, devices = job.step_devices
+    return replace(spec, num_nodes=nodes, devices_per_node=devices)
 
 
 def find_or_make_plan(
@@ -250,7 +244,7 @@ def _plan_on_rank_zero(
     if resumed is not None and _differs_in_shape(resumed, wanted):
         plan = Plan.from_dict(resumed)
         # Its devices alone: the rest is replanned, and checked, around it.
-        check_devices(plan.stages, job.num_nodes * job.devices_per_node)
+        check_devices(plan.stages, math.prod(job.step_devices))
         return plan
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
@@ -286,7 +280,7 @@ def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
     """PlanError where a plan would compute anything but the step."""
-    num_devices = job.num_nodes * job.devices_per_node
+    num_devices = math.prod(job.step_devices)
     if not plan.is_pipelined:
         return check_plan(plan, step, num_devices)
     micro = microbatch(step, plan.num_microbatches, num_devices)

@@ -21,7 +21,7 @@ from alpa_strategy.capture.changing_numbers import changed_numbers, numbers_now
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
 from alpa_strategy.display.table import measured_line
-from alpa_strategy.errors import CaptureError, PlanError
+from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning import step_effects
@@ -37,6 +37,7 @@ from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.states import rows_of_ranks
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 
 MEASURED_STEPS = range(5, 25)
@@ -72,12 +73,20 @@ class Run(PlacedModule):
         sharding: Sharding,
         resumed: Mapping[str, Any] | None,
     ) -> None:
-        seed, self._rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
+        seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
+        self._rank_zero, replica = rank_zero, job.replica
+        if replica is not None:  # others draw other numbers
+            seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
         self.module, self._job = module, job
         self._optimizer_info = info = inspect_optimizer(optimizers)
         step = capture(module, batch, batch_idx, job)
+        if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
+            raise RuntimeMismatchError(
+                "the replicas' first batches use other parameters of the module", "let their steps use the same ones"
+            )
         self._cluster = job_cluster(job)
-        self.plan = find_or_make_plan(step, job, self._cluster, info, self._rank_zero, resumed=resumed)
+        # That of the first replica's batch is for all, which are to hold the same.
+        self.plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
         check_optimizer(info, self.plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         with tuned(job.device), sharding(module) as whole, job.progress("lower"):
@@ -91,17 +100,18 @@ class Run(PlacedModule):
                 self._loss_scale,
                 job.backend,
                 job.compile,
+                replica,
             )
             check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
             program = self._program(step)
         if job.device.type == "cpu":
             hold_to_plan(self, self.plan, limit, module, optimizers)
         super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
-        self._same = SameSteps(self._rank_zero, MAX_SHAPES)
+        self._same = SameSteps(rank_zero, MAX_SHAPES, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
-        self.check_copies(step.buffers)
+        self.check_copies(step.buffers if replica is None else ())
         self._num_changes = 0
         self._numbers: list[Place] = []  # that change
         self._step_starts: list[float] = []
@@ -110,7 +120,9 @@ class Run(PlacedModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows."""
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows, or by those
+        of each replica on its own."""
+        self.take_buffers()
         self._measure()
         captured, counters = self._captured_step(batch, batch_idx)
         captured.leaves.begin(batch)
@@ -123,8 +135,11 @@ class Run(PlacedModule):
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
+            step_effects.update_metrics_and_log(
+                self.module, step, values, counters, self.metrics, self._job.replica is not None
+            )
         step_effects.append_to_lists(self.module, step, own, batch, counters)
+        self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.fill(step.output, own, pytree.tree_leaves(batch), counters)
 
     @override
@@ -132,6 +147,8 @@ class Run(PlacedModule):
         """After the Trainer's backward: complete gradients. Collective."""
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
             self.store.finish_backward()
+        if self._job.replica is not None and self.syncs:
+            average(self.store.parameters, self._job.replica.across, self.store.device, self._job.limits.bucket_bytes)
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
@@ -217,15 +234,15 @@ class Run(PlacedModule):
             found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
         places = sorted(found, key=str)
         values = numbers_now(places, self.module, batch)
-        everywhere = of_all_ranks(values)
+        everywhere = of_all_ranks(values, self._job.group)
         same = [p for p in places if len({repr(each.get(str(p))) for each in everywhere}) == 1]
         self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
         return tuple(self._numbers)
 
     def _keep(self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
         """A new step, which is used now; the oldest go where there are too many."""
-        steps = self._captured.setdefault(key, [])
-        steps.append(CapturedStep(step, program, LeafAgreement(step, batch), rows_of_ranks(step, world_size())))
+        steps, leaves = self._captured.setdefault(key, []), LeafAgreement(step, batch, self._job.group)
+        steps.append(CapturedStep(step, program, leaves, rows_of_ranks(step, world_size())))
         del steps[:-MAX_PROGRAMS]
         self._captured.move_to_end(key)
         while len(self._captured) > MAX_SHAPES:

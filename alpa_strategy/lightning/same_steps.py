@@ -34,11 +34,13 @@ class SameSteps:
     """What a training's ranks have seen together.
 
     Args:
+        rank_zero: of all ranks of the job.
         max_shapes: batch shapes of which programs are kept.
+        group: the ranks that run a step together; None: all.
     """
 
-    def __init__(self, rank_zero: RankZero, max_shapes: int) -> None:
-        self._rank_zero, self._max_shapes = rank_zero, max_shapes
+    def __init__(self, rank_zero: RankZero, max_shapes: int, group: Any = None) -> None:
+        self._rank_zero, self._max_shapes, self._group = rank_zero, max_shapes, group
         self._num_changes = 0
         self._digests: dict[Any, int] = {}
 
@@ -53,14 +55,14 @@ class SameSteps:
         Raises:
             UnlikeStepsError: the ranks' batches are of different kinds.
         """
-        if world_size() == 1:
+        if world_size(self._group) == 1:
             return index is not None
         if key not in self._digests:
             self._digests[key] = _digest(key)
         own = self._digests[key], -1 if index is None else _digest((index, numbers))
-        largest = all_largest([own[0], -own[0], own[1], -own[1]])
+        largest = all_largest([own[0], -own[0], own[1], -own[1]], self._group)
         if largest[0] != -largest[1]:
-            shapes = of_all_ranks(shapes_text(batch))
+            shapes = of_all_ranks(shapes_text(batch), self._group)
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
         return index is not None and largest[2] == -largest[3]

@@ -296,4 +296,6 @@ class Session:
 
 def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
+        if (replica := job.replica) is not None:
+            job.progress.say(f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP")
         job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

@@ -18,7 +18,8 @@ from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.microbatch.microstep import Cut, cut
 
-GLOBAL = "global"  # in the place of a group of ranks: the value is that of all of them already, nothing is reduced
+# In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or of each replica's.
+GLOBAL, REPLICAS = "global", "replicas"
 
 
 def fill(
@@ -92,6 +93,7 @@ def update_metrics_and_log(
     values: Mapping[int, Tensor],
     counters: Mapping[str, int],
     metrics: MetricStates,
+    by_replica: bool = False,
 ) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
@@ -100,6 +102,7 @@ def update_metrics_and_log(
 
     Args:
         counters: the values of `batch_idx`, `global_step` and `current_epoch`.
+        by_replica: whether they are those of a replica: they are reduced over replicas where the user asks for it.
     """
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
@@ -115,7 +118,10 @@ def update_metrics_and_log(
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
         kwargs = {key: fill(item, values, counters=counters) for key, item in log.kwargs}
         value = fill(value, values, counters=counters)
-        kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
+        if not by_replica:
+            kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
+        elif kwargs.get("sync_dist"):
+            kwargs |= {"sync_dist_group": REPLICAS}
         module.log(log.name, value, **kwargs)
 
 

@@ -66,6 +66,8 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
     """Raises `why` where a captured step is demanded, with what demands it."""
     asked = job.limits.capture == "never" or job.options.batch_scope == "replica"
     against = against_written(job.options) or ("a plan file is given" if job.plan_file is not None else None)
+    if job.replica is not None:
+        against = f"replicas={job.replica.count}"
     if against is None and (asked or job.may_run_as_written):
         return
     if against is None:
@@ -152,7 +154,6 @@ class WrittenRun(PlacedModule):
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
         super().__init__(module, optimizers, largest, plan, store, job, limit, check)
         self.buffers_differ = True  # perhaps
-        self._syncs = True
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
@@ -171,12 +172,12 @@ class WrittenRun(PlacedModule):
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
-        self.buffers_differ = self._syncs and self.module.automatic_optimization
+        self.buffers_differ = self.syncs and self.module.automatic_optimization
         return output
 
     @override
     def sync(self, enabled: bool) -> None:
-        self._syncs = enabled
+        self.syncs = enabled
         if self.on_use is None:  # what parameters in parts keep of a gradient is its part
             self.store.sync(enabled)
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ class StagePlaces:
     device: torch.device  # this rank's
     cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
     compiler: Compiler | None = None  # of the stages, None: they are not compiled
+    group: Any = None  # the ranks that run them; None: all of the job
 
 
 def build_pipeline(
@@ -88,7 +90,7 @@ def build_pipeline(
             buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
             per_step=per_step,
         )
-    return Pipeline(spec, own, places.device)
+    return Pipeline(spec, own, places.device, places.group)
 
 
 def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:

@@ -6,9 +6,9 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import permutations
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import broadcast_tensors, world_size
+from alpa_strategy.comm.collectives import broadcast_tensors, rank_in, world_size
 from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError
@@ -99,15 +99,20 @@ class Pipeline:
         spec: the same on all ranks.
         own: stage index -> what this rank brings for it.
         device: of this rank's tensors.
+        group: the ranks that run it; None: all of the job.
 
     Raises:
         PlanError: the schedule cannot run so many micro-batches on so many meshes.
     """
 
-    def __init__(self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device) -> None:
-        self.spec, self._own, self._device = spec, dict(own), device
+    def __init__(
+        self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device, group: Any = None
+    ) -> None:
+        self.spec, self._own, self._device, self._group = spec, dict(own), device, group
         micro = spec.micro
-        self._rank, self._world = dist.get_rank() if dist.is_initialized() else 0, world_size()
+        self._rank, self._world = rank_in(group), world_size(group)
+        numbers = None if group is None else dist.get_process_group_ranks(group)
+        self._transfer = partial(Transfer, rank=self._rank, device=device, ranks=numbers)
         # How many ranks bring rows of their own, which follow each other in whole tensors.
         self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
@@ -124,22 +129,23 @@ class Pipeline:
         self._order = _Order.of(orders, mesh, {index: own[index].store for index in self._workers})
         self._num_steps = 0
         self._connect()
-        self._deliveries = [Delivery(spec, ranks, self._rank, self._world, device) for ranks in meshes]
+        self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
         parameters = {index: o.parameters for index, o in own.items()}
-        self._sums = [SharedSum(shared, spec, parameters, self._rank, device) for shared in spec.shared]
+        self._sums = [SharedSum(shared, spec, parameters, self._rank, self._transfer) for shared in spec.shared]
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
-        groups = message_groups([tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels])
+        channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
+        groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
             ends = [index for index in (channel.source, channel.target) if index in self._workers]
             if not ends:
                 continue
             there = self._own[channel.target].mesh if channel.target in self._own else None
             here = self._own[channel.source].mesh if channel.source in self._own else None
-            forward = Transfer(channel.forward, channel.dtypes, self._rank, self._device, there, ahead)
-            backward = Transfer(channel.backward, channel.grad_dtypes, self._rank, self._device, here, back)
+            forward = self._transfer(channel.forward, channel.dtypes, mesh=there, group=ahead)
+            backward = self._transfer(channel.backward, channel.grad_dtypes, mesh=here, group=back)
             for index in ends:
                 self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
 
@@ -288,7 +294,7 @@ class Pipeline:
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
             results[value] = tensor.contiguous()
         try:
-            broadcast_tensors(results.values(), stage.ranks[0])
+            broadcast_tensors(results.values(), stage.ranks[0], self._group)
         except RuntimeError as error:
             raise LostRankError(
                 f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
@@ -304,7 +310,9 @@ class Pipeline:
 class Delivery:
     """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per pair of ranks."""
 
-    def __init__(self, spec: PipelineSpec, ranks: tuple[int, ...], rank: int, world: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: PipelineSpec, ranks: tuple[int, ...], world: int, transfer: Callable[..., Transfer]
+    ) -> None:
         self.ranks = ranks
         self._spec = spec
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
@@ -325,7 +333,7 @@ class Delivery:
                 plans += [plan] * count
                 self._tensors += [position] * count
         dtypes = [graph.batch[position].meta.dtype for position in self._tensors]
-        self.transfer = Transfer(plans, dtypes, rank, device)
+        self.transfer = transfer(plans, dtypes)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
@@ -354,16 +362,14 @@ class SharedSum:
         spec: PipelineSpec,
         own: Mapping[int, Mapping[str, nn.Parameter]],
         rank: int,
-        device: torch.device,
+        transfer: Callable[..., Transfer],
     ) -> None:
         uses = list({spec.stages[use[0]].ranks: use for use in shared.uses}.values())
         sides = [spec.stages[stage].side(layout) for stage, _, layout in uses]
         # Few meshes share a parameter (two, where embeddings are tied): all to all is one message each way.
         self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
         self.transfers = [
-            Transfer(
-                [plan_transfer(shared.shape, shared.dtype.itemsize, sides[i], sides[j])], [shared.dtype], rank, device
-            )
+            transfer([plan_transfer(shared.shape, shared.dtype.itemsize, sides[i], sides[j])], [shared.dtype])
             for i, j in self._order
         ]
         # This rank's use, its parameter, and the local shape in the dims of the storage layout.

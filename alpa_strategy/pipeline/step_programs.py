@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
-from alpa_strategy.comm.mesh import MeshComm, build_mesh, build_stage_meshes
+from alpa_strategy.comm.mesh import MeshComm, Replica, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -71,6 +71,7 @@ class PlacedPlan:
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         seed: the job's, the same on all ranks.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
+        replica: runs the plan, beside others that hold the same; None: all of the job runs it.
 
     Attributes:
         num_steps: training steps that were run.
@@ -87,24 +88,28 @@ class PlacedPlan:
         loss_scale: Callable[[], float],
         backend: str,
         compile: Mapping[str, Any] | None = None,
+        replica: Replica | None = None,
     ) -> None:
+        self._group = group = None if replica is None else replica.group
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
         self._seed, self.num_steps = seed, 0  # both go into checkpoints
         stages = plan.stages
-        meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend)
+        meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group)
         self._places = StagePlaces(
             meshes,
             stage_randoms(stages, meshes, seed),
             device,
             cluster,
             None if compile is None else Compiler(compile),
+            group,
         )
-        job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(),), backend=backend)
+        job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(group),), backend, group=group)
         assert job_mesh is not None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
             held = {name for stage in stages for name in stage.parameter_plans}
             parameters = [given for given in parameters if not held.isdisjoint(given.names)]
-        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh)
+        copies = (0, 1) if replica is None else (replica.index, replica.count)
+        self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, copies=copies)
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
         """What runs a training step under its plan, which has the parameters where they lie."""
@@ -125,7 +130,7 @@ class PlacedPlan:
 
             return StepProgram(direct, makes_gradients=False)
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
-        micro = microbatch(step, plan.num_microbatches, world_size())
+        micro = microbatch(step, plan.num_microbatches, world_size(self._group))
         for index, held in of_stage.items():
             held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
         held_plans = [stage.parameter_plans for stage in self._plan.stages]

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.collectives import all_largest
+from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
@@ -247,6 +249,39 @@ class ReplicaReducer(GradientReducer):
                 bucket.needed = needed
                 bucket.start()
         return running
+
+
+def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int) -> None:
+    """Let complete gradients become their mean over `axis`, whose devices hold the same parts. Collective over it.
+
+    As DDP has it, one that some lack is zero there, and what none has a gradient for keeps none.
+
+    Args:
+        device: of the collectives; some gradients may lie in host memory.
+    """
+    here = list(parameters)
+    there = all_largest([p.grad is not None for p in here], axis.group) if axis.size > 1 else [0] * len(here)
+    buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
+    total = 0
+    for p in (p for p, is_there in zip(here, there, strict=True) if is_there and p.numel()):
+        buckets.setdefault((p.dtype, total // bucket_bytes), []).append(p)
+        total += p.numel() * p.element_size()
+    begun: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
+    for bucket in buckets.values():
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size).to(device)
+        sizes = chunk_sizes(flat.numel(), axis.size)
+        begun.append((bucket, sizes, axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)))
+        for p in bucket:  # it is in what is under way: not twice in memory
+            p.grad = None
+    gathered: list[tuple[list[nn.Parameter], Pending]] = []
+    for bucket, sizes, pending in begun:
+        # In one order, where an all_reduce's depends on the place in the bucket: copies of a parameter on several ranks
+        # of a replica, which lie at other places there, stay the same bit by bit.
+        own = reduce(torch.add, pending.wait().view(axis.size, sizes[axis.index]))
+        gathered.append((bucket, axis.start_all_gather(own, 0, sum(sizes))))
+    for bucket, pending in gathered:
+        for p, part in zip(bucket, pending.wait().split([p.numel() for p in bucket]), strict=True):
+            p.grad = part.view(p.shape).to(p.device)
 
 
 def _run(buckets: list[_Bucket]) -> None:

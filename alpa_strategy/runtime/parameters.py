@@ -226,6 +226,7 @@ class ParameterStore:
         meshes: per stage this rank's mesh, None for stages of others.
         mesh: of the whole job.
         replicas: each rank runs a step of its own on whole parameters, and gradients are averaged.
+        copies: which of how many stores of the job, on as many ranks each, that hold the same.
 
     Attributes:
         of_stage: this rank's stages -> their parameters; stages on one mesh share them.
@@ -242,8 +243,9 @@ class ParameterStore:
         meshes: Sequence[MeshComm | None],
         mesh: MeshComm,
         replicas: Replicas | None = None,
+        copies: tuple[int, int] = (0, 1),
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.copies = mesh, copies
         self.of_stage: dict[int, MeshParameters] = {}
         self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
         self._known: dict[nn.Parameter, _Known] = {}
@@ -423,7 +425,7 @@ class ParameterStore:
             whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=self.device)
         if self._is_split:
             whole = whole.contiguous()
-            dist.broadcast(whole, src=known.source)
+            dist.broadcast(whole, group=self.mesh.whole.group, group_src=known.source)
         return whole
 
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
@@ -464,7 +466,8 @@ class ParameterStore:
         if not self._is_split:
             return dict(own)
         known = self._known.items()
-        everyone = of_all_ranks({each.name: own[p] for p, each in known if each.owned is not None and p in own})
+        here = {each.name: own[p] for p, each in known if each.owned is not None and p in own}
+        everyone = of_all_ranks(here, self.mesh.whole.group)
         said = {p: everyone[each.source][each.name] for p, each in known if each.name in everyone[each.source]}
         return {p: text for p, text in own.items() if p not in self} | said
 
