@@ -46,7 +46,7 @@ from alpa_strategy.intra_op.offload import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,10 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices.
+
+    places: of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none.
+    """
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -93,6 +96,7 @@ class CostJob:
     memory_limit: float
     remat: bool | None = None
     is_whole_batch: bool = False
+    places: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -171,7 +175,8 @@ def stage_costs(
     for a bound."""
     found = []
     for submesh in candidates:
-        prices = () if submesh in unlikely else PRICES
+        # Layouts that are propagated are not chosen for the memory that they spare.
+        prices = () if submesh in unlikely or job.options.solver == PROPAGATION else PRICES
         key = _key(job, submesh, prices)
         runs = store.get(key) if store else None
         if runs is None:
@@ -204,6 +209,13 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
     return _prune(shapes, stacked, job, least, each)
 
 
+def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
+    """All runs that the options allow on a submesh, as if they took no time and no memory."""
+    shapes, zero = allowed_shapes(job, submesh), np.zeros((job.num_layers, job.num_layers + 1, 1))
+    seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
+    return RunCosts(shapes, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero[:, 0, 0], zero[:, 0, 0])
+
+
 def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     """Logical shapes of a submesh that the options allow."""
     return tuple(s for s in job.cluster.logical_shapes(submesh) if is_allowed(s, job.options))
@@ -230,7 +242,8 @@ def run_parts(
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
     def solve(prices: Sequence[Price]) -> list[LayerMatrix]:
-        return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
+        count, propagates = job.num_microbatches, job.options.solver == PROPAGATION
+        return [layer_matrix(p, prices, count, own, propagates) for p, own in zip(problems, passing, strict=True)]
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)

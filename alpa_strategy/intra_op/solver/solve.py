@@ -7,6 +7,7 @@ the LP with the memory row, rounding and local search for an incumbent, then the
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,7 @@ from alpa_strategy.intra_op.solver.lagrangian import (
 )
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
 from alpa_strategy.intra_op.solver.presolve import presolve
+from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
@@ -93,6 +95,51 @@ def solve(
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
     solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
+
+
+def propagate(problem: Problem) -> Solution:
+    """Layouts as they follow from op to op, nothing optimised and no memory limit.
+
+    Each op takes the strategy that is cheapest as its operands lie, resharding included. What consumes nothing (a
+    parameter, what a stage receives) takes what is cheapest for its first consumer.
+
+    Raises:
+        PlanError: an op has no strategy for its operands as they lie.
+    """
+    consumed: dict[int, list[int]] = defaultdict(list)  # choice -> transfers
+    for index, transfer in enumerate(problem.transfers):
+        for c in dict.fromkeys(use.choice for use in transfer.uses):
+            consumed[c].append(index)
+    costs = [np.array(transfer.cost) for transfer in problem.transfers]  # 0 for targets that are there already
+    taken: dict[int, int] = {}
+    for c in sorted(consumed):
+        choice = problem.choices[c]
+        every, operands = np.arange(len(choice.cost)), dict[int, np.ndarray]()  # producer -> [its strategy, k]
+        for index in consumed[c]:
+            transfer, p = problem.transfers[index], problem.transfers[index].producer
+            asked = np.zeros((len(every), costs[index].shape[1]), dtype=bool)  # [k, target]
+            for use in transfer.uses:
+                if use.choice == c:
+                    asked[every, use.layout] = True
+            source = transfer.source[[taken[p]]] if p in taken else transfer.source
+            alone = np.zeros(1) if p in taken else problem.choices[p].cost
+            seconds = np.where(asked, costs[index][source][:, None], 0.0).sum(axis=2)
+            operands[p] = operands.get(p, alone[:, None]) + seconds
+        total = choice.cost + sum(table.min(axis=0) for table in operands.values())
+        taken[c] = k = int(total.argmin())
+        if np.isinf(total[k]):
+            raise PlanError(
+                f"layouts cannot be propagated to {choice.name}: no strategy of it takes its operands as they lie",
+                'pin fewer layouts, or use solver="ilp"',
+            )
+        for p, table in operands.items():
+            taken.setdefault(p, int(table[:, k].argmin()))
+        for index in consumed[c]:
+            for use in problem.transfers[index].uses:
+                if use.choice == c:
+                    costs[index][:, use.layout[k]] = 0.0
+    assignment = tuple(taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices))
+    return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
