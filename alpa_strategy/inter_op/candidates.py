@@ -112,7 +112,8 @@ class StageSpace:
             others = np.ones(found.shape[:2], dtype=bool)
             others[self.pinned[:-1], self.pinned[1:]] = False
             found[others] = False
-        found[0, -1] &= self.job.options.schedule is None  # one is of several stages (`pins.py`)
+        # A schedule that the user asks for is one of several stages (`pins.py`).
+        found[0, -1] &= self.job.options.schedule is None and self.job.options.num_stages in (None, 1)
         return found
 
     @cached_property
@@ -299,11 +300,6 @@ class EqualMeshes:
         return tuple(pairs[holder] for holder in self.holders)
 
     @cached_property
-    def left(self) -> list[int]:
-        """Per stage, the stages from it on."""
-        return list(range(len(self.holders), 0, -1))
-
-    @cached_property
     def tables(self) -> StageTables:
         """With the messages between these stages, by the stages left."""
         size = self.space.sizes[self.submesh]
@@ -324,12 +320,13 @@ class EqualMeshes:
     def cheapest(self, cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
         """See `StageSpace.cheapest`: stages between cuts."""
         stages = [(first, last, 0) for first, last in pairwise(cuts)]
-        return self.space.cheapest(self.alone, stages, self.left, self.alive)
+        return self.space.cheapest(self.alone, stages, range(len(stages), 0, -1), self.alive)
 
     def candidates(self, choices: Sequence[StageChoice]) -> list[Candidate]:
         """What was chosen in tables of this submesh alone, simulated."""
         own = [replace(c, stages=tuple(replace(s, submesh=self.submesh) for s in c.stages)) for c in choices]
-        return self.space.candidates(self.tables, self.left, self.schedule, self.stages_per_mesh, own, self.alive)
+        left = list(range(len(self.alive), 0, -1))
+        return self.space.candidates(self.tables, left, self.schedule, self.stages_per_mesh, own, self.alive)
 
     def climbed(self, cuts: list[int], known: Callable[[], float]) -> Iterable[Candidate]:
         """Stages between `cuts`, and better ones: cuts are moved by a layer while that helps.

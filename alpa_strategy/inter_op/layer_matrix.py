@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_shared_arrays
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, order_within
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
-from alpa_strategy.intra_op.solver.solve import propagate, solve
+from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 
@@ -85,12 +85,8 @@ def layer_matrix(
     prices: Sequence[Price],
     num_microbatches: int,
     passing: tuple[np.ndarray, np.ndarray] | None = None,
-    propagates: bool = False,
 ) -> LayerMatrix:
-    """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`.
-
-    propagates: layouts inside are propagated, not solved.
-    """
+    """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))  # [price, p, q], [price, p, q, part]
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
@@ -100,8 +96,7 @@ def layer_matrix(
     if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
         problems = [restrict(problem, live) for problem in problems]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
-    pairs = None if propagates else _by_elimination(problems, kept)
-    for k, (found, values) in enumerate(pairs or dense_layer_costs(problems, kept, propagates)):
+    for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
@@ -287,7 +282,7 @@ SECONDS_PER_SOLVE = 5.0
 Pairs = tuple[np.ndarray, list[np.ndarray]]  # [p, q] objective, per choice [p, q] what it takes
 
 
-def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int], propagates: bool = False) -> list[Pairs]:
+def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
     """For every problem, an assignment for each pair of values of the two choices `ends`, and its objective.
 
     The problems are one problem at several prices of memory; `inf` where nothing was found.
@@ -295,7 +290,7 @@ def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int], propag
     starts: list[tuple[int, ...]] = []  # at the lowest and the highest price of memory
     for problem in (problems[0], problems[-1])[: len(problems)]:
         with suppress(PlanError):  # impossible whatever the ends
-            starts.append((propagate(problem) if propagates else solve(problem, SECONDS_PER_SOLVE)).assignment)
+            starts.append(solve(problem, SECONDS_PER_SOLVE).assignment)
     return [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
 
 

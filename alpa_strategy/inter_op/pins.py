@@ -141,9 +141,8 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
         sizes = [math.prod(mesh) for mesh, may_begin in zip(meshes, fits[D - first], strict=True) if may_begin]
         if places[-1] - first + 1 != count or count not in sizes:
             raise PlanError(
-                f"device_map[{pattern!r}]={list(ranks)} is no mesh of {D} devices: a stage has neighbours, which are a "
-                "part of a node or whole nodes",
-                f"name {_short(sizes)} neighbours from {ranks[0]} on" if sizes else f"name devices from 0 to {D - 1}",
+                f"device_map[{pattern!r}]={list(ranks)} is no mesh that a stage can have on devices 0 to {D - 1}",
+                f"name {_short(sizes) or 'some'} neighbours from one on: a part of a node, or whole nodes",
             )
         found |= dict.fromkeys(matching(pattern, names, "device_map"), (first, count))
     return found

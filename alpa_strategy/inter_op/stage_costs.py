@@ -242,8 +242,7 @@ def run_parts(
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
     def solve(prices: Sequence[Price]) -> list[LayerMatrix]:
-        count, propagates = job.num_microbatches, job.options.solver == PROPAGATION
-        return [layer_matrix(p, prices, count, own, propagates) for p, own in zip(problems, passing, strict=True)]
+        return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)

@@ -176,9 +176,7 @@ class StageSolver:
         if not found:
             assert failure is not None
             if self.job.options.solver == PROPAGATION and self.job.remat is None and not wish.remat:
-                return self.solve(
-                    replace(wish, remat=True)
-                )  # what layers keep alone is less than what they do together
+                return self.solve(replace(wish, remat=True))  # priced with layouts that were solved
             raise failure
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 

@@ -214,8 +214,6 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     The tables in which changes are priced are made outside of `seconds`, as those of the other searches are.
     """
     job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
-    if job.options.num_stages not in (None, 1):
-        return watch.trace
     whole = len(space.meshes) - 1
     if not space.may_be[0, -1, whole]:
         return watch.trace

@@ -276,13 +276,13 @@ def test_named_devices_keep_their_order_where_links_differ():
     [
         ({"device_map": {"nothing.*": "0-1"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
         ({"device_map": {"nothing.*": "0-3"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
-        ({"device_map": {"wte.*": [0, 2]}}, "device_map['wte.*']=[0, 2] is no mesh", "1, 2, 3, 4 neighbours from 0 on"),
-        ({"device_map": {"wte.*": "0-7"}}, "is no mesh of 4 devices", "neighbours"),
-        ({"device_map": {"wte.*": 9}}, "device_map['wte.*']=[9] is no mesh of 4 devices", "from 0 to 3"),
+        ({"device_map": {"wte.*": [0, 2]}}, "device_map['wte.*']=[0, 2] is no mesh", "name 1, 2, 3, 4 neighbours"),
+        ({"device_map": {"wte.*": "0-7"}}, "is no mesh that a stage can have on devices 0 to 3", "neighbours"),
+        ({"device_map": {"wte.*": 9}}, "device_map['wte.*']=[9] is no mesh", "some neighbours"),
         (
             {"device_map": {"wte.*": "4-11"}, "devices": 8, "nodes": 2},
-            "is no mesh of 16 devices",
-            "1, 2, 4 neighbours from 4",
+            "is no mesh that a stage can have on devices 0 to 15",
+            "1, 2, 4 neighbours",
         ),
         (
             {"device_map": {"wte.*": "2-3", "head.*": "0-1"}},

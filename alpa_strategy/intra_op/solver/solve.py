@@ -7,7 +7,6 @@ the LP with the memory row, rounding and local search for an incumbent, then the
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,38 +105,34 @@ def propagate(problem: Problem) -> Solution:
     Raises:
         PlanError: an op has no strategy for its operands as they lie.
     """
-    consumed: dict[int, list[int]] = defaultdict(list)  # choice -> transfers
+    consumed: dict[int, dict[int, list[np.ndarray]]] = {}  # choice -> transfer -> the layouts that it asks for, [k]
     for index, transfer in enumerate(problem.transfers):
-        for c in dict.fromkeys(use.choice for use in transfer.uses):
-            consumed[c].append(index)
+        for use in transfer.uses:
+            consumed.setdefault(use.choice, {}).setdefault(index, []).append(use.layout)
     costs = [np.array(transfer.cost) for transfer in problem.transfers]  # 0 for targets that are there already
     taken: dict[int, int] = {}
-    for c in sorted(consumed):
-        choice = problem.choices[c]
-        every, operands = np.arange(len(choice.cost)), dict[int, np.ndarray]()  # producer -> [its strategy, k]
-        for index in consumed[c]:
-            transfer, p = problem.transfers[index], problem.transfers[index].producer
+    for c, reads in sorted(consumed.items()):
+        every, operands = np.arange(len(problem.choices[c].cost)), dict[int, np.ndarray]()  # [producer's strategy, k]
+        for index, layouts in reads.items():
+            p, source = problem.transfers[index].producer, problem.transfers[index].source
             asked = np.zeros((len(every), costs[index].shape[1]), dtype=bool)  # [k, target]
-            for use in transfer.uses:
-                if use.choice == c:
-                    asked[every, use.layout] = True
-            source = transfer.source[[taken[p]]] if p in taken else transfer.source
+            for layout in layouts:
+                asked[every, layout] = True
             alone = np.zeros(1) if p in taken else problem.choices[p].cost
-            seconds = np.where(asked, costs[index][source][:, None], 0.0).sum(axis=2)
-            operands[p] = operands.get(p, alone[:, None]) + seconds
-        total = choice.cost + sum(table.min(axis=0) for table in operands.values())
-        taken[c] = k = int(total.argmin())
-        if np.isinf(total[k]):
+            sources = source[[taken[p]]] if p in taken else source
+            brought = np.where(asked, costs[index][sources][:, None], 0.0).sum(axis=2)
+            operands[p] = operands.get(p, alone[:, None]) + brought
+        seconds = problem.choices[c].cost + sum(table.min(axis=0) for table in operands.values())
+        taken[c] = k = int(seconds.argmin())
+        if np.isinf(seconds[k]):
             raise PlanError(
-                f"layouts cannot be propagated to {choice.name}: no strategy of it takes its operands as they lie",
+                f"layouts cannot be propagated to {problem.choices[c].name}: it takes none of its operands as they lie",
                 'pin fewer layouts, or use solver="ilp"',
             )
         for p, table in operands.items():
             taken.setdefault(p, int(table[:, k].argmin()))
-        for index in consumed[c]:
-            for use in problem.transfers[index].uses:
-                if use.choice == c:
-                    costs[index][:, use.layout[k]] = 0.0
+        for index, layouts in reads.items():
+            costs[index][:, [layout[k] for layout in layouts]] = 0.0
     assignment = tuple(taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices))
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
