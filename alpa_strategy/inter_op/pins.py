@@ -112,11 +112,11 @@ def layers_of(
     places, names = pinned_places(step, cluster, options), {p.value: p.names for p in step.parameters}
     readers: list[tuple[int, frozenset[Place]]] = []  # ops
     for index, op in enumerate(step.ops if places else ()):
-        for own in (names[value] for value in op.operands if value in names):
-            used = [name for name in own if name.rpartition(".")[0] == op.module] or own
-            readers.append((index, frozenset(places[name] for name in used if name in places)))
+        if read := [names[value] for value in op.operands if value in names]:
+            used = [[name for name in own if name.rpartition(".")[0] == op.module] or own for own in read]
+            readers.append((index, frozenset(places[name] for own in used for name in own if name in places)))
     for (end, place), (start, other) in pairwise(readers):
-        if place != other and start > end:
+        if place != other:
             cuts.add(min(range(start, end, -1), key=bytes_at.__getitem__))
     found = tuple(sorted(cuts))
     return found, tuple(
