@@ -163,10 +163,8 @@ def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
     """One error of all reasons: of memory where one of them is."""
     fixes = {error.fix for _, error in failures if error.fix}
     kind = DoesNotFitError if any(isinstance(error, DoesNotFitError) for _, error in failures) else PlanError
-    first: dict[str, str] = {}  # problem -> what was tried when it came up
-    for label, error in failures:
-        first.setdefault(error.problem, label)
-    reasons = (f"\n    {label}{': ' if label else ''}{problem}" for problem, label in first.items())
+    first = {error.problem: label for label, error in reversed(failures)}  # each problem once
+    reasons = (f"\n    {label}{': ' if label else ''}{problem}" for problem, label in reversed(first.items()))
     return kind(f"{what}:{''.join(reasons)}", fixes.pop() if len(fixes) == 1 else fix)
 
 
