@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("batch_size",),
         help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
     )
+    plan.add_argument(
+        "--around", metavar="PLAN.json", help="a plan for other batches: parameters stay where and as they lie there"
+    )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
 
     show = commands.add_parser("show", help="show a stored plan")
@@ -181,7 +184,8 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     if arguments.search:
         choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
     with _rare_collections():
-        return make_plan(model, batch, cluster, options, optimizer, progress, context, choose=choose)
+        around = Plan.load(arguments.around) if arguments.around else None
+        return make_plan(model, batch, cluster, options, optimizer, progress, context, None, choose, around)
 
 
 def _search(name: str) -> Callable[..., Plan]:

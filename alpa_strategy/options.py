@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 SELECTIVE = "selective"  # a value of `remat`
+ILP, PROPAGATION = SOLVERS = ("ilp", "propagation")
 BATCH_SCOPES = ("auto", "rank", "global", "replica")
 CAPTURES = ("auto", "require", "never")
 COMPILE_NAMES = ("backend", "mode", "options")  # of torch.compile's arguments; the others follow from what is compiled
@@ -37,6 +38,10 @@ class PlanOptions:
         logical_mesh: shape of the device grid, or None to try all.
         placements: glob pattern of parameter names -> modes on the mesh axes such as `"S0"` or `"R S1"`
             (see `ParameterPlan`). Later patterns win.
+        device_map: glob pattern of parameter names -> ranks: every stage that uses such a parameter lies on exactly
+            these devices. Later patterns win. Where links differ, devices are then in the order of their numbers.
+        solver: of layouts: `ilp`, or `propagation`: op by op, the cheapest strategy as its operands lie; a parameter
+            that nothing pins lies as is cheapest for its first use.
         memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches the limit off.
         memory_fraction: share of the device's memory that a plan may use when `memory_limit` is None.
         batch_scope: whose batch a step computes. `rank`: every rank loads its own rows (as under DDP), and the step is
@@ -67,6 +72,8 @@ class PlanOptions:
     parallel: str | tuple[str, ...] = "auto"
     logical_mesh: tuple[int, ...] | None = None
     placements: tuple[tuple[str, str], ...] = ()
+    device_map: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    solver: str = ILP
     memory_limit: float | None = None
     memory_fraction: float = 0.9
     batch_scope: str = "auto"
@@ -224,6 +231,19 @@ def _placements(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple((pattern, " ".join(modes)) for pattern, modes in given.items())
 
 
+def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return () if value is None else tuple((str(pattern), _ranks(given)) for pattern, given in value.items())
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """Of a number, several numbers, or a text such as `0-3, 8-11`; ascending."""
+    if isinstance(value, str):
+        ends = [(int(first), int(last or first)) for first, _, last in (p.partition("-") for p in value.split(","))]
+        value = [rank for first, last in ends for rank in range(first, _if(last <= MAX_RANK, last) + 1)]
+    ranks = {_whole(rank, 0) for rank in ([value] if isinstance(value, int) else value)}
+    return _if(bool(ranks), tuple(sorted(ranks)))
+
+
 def _memory_limit(value: Any) -> float:
     if not isinstance(value, str):
         return _number(value, 0.0, float("inf"))
@@ -264,6 +284,7 @@ def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
 
 # One mode of a parameter on a mesh axis, as in plan files; ir/stage_plan.py says what they mean.
 _MODE = re.compile(r"R\*?|[SG]\d+")
+MAX_RANK = 1 << 20
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)
 _UNITS = {"b": 1} | {
     f"{letter}{suffix}": base**power
@@ -277,6 +298,12 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "parallel": (_parallel, "is not known", f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis"),
     "logical_mesh": (_mesh, "is not a mesh shape", "give one or two whole numbers, such as [2, 4]"),
     "placements": (_placements, "is not a mapping", """write {"pattern": "modes"}, as in {"*.bias": "R*"}"""),
+    "device_map": (
+        _device_map,
+        "is no mapping of parameters to devices",
+        """write {"pattern": devices}, as in {"embed.*": "0-3", "head.*": [4, 5]}""",
+    ),
+    "solver": _name_in(SOLVERS),
     "memory_limit": (_memory_limit, "is not a size", "give bytes, a text such as '16GB' or '80GiB', or inf for none"),
     "memory_fraction": (partial(_number, low=0.0, high=1.0), "cannot be", "give a number above 0 and at most 1"),
     "batch_scope": _name_in(BATCH_SCOPES),

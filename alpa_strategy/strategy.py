@@ -63,8 +63,9 @@ class AlpaStrategy(ParallelJob):
         plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
-        parallel, logical_mesh, placements, memory_limit, memory_fraction, batch_scope, solver_seconds, baselines,
-            num_microbatches, schedule, num_stages, stages, remat, offload, costs: see `PlanOptions`.
+        parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction, batch_scope,
+            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat, offload, costs: see
+            `PlanOptions`.
         capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
             averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
@@ -98,6 +99,8 @@ class AlpaStrategy(ParallelJob):
         parallel: str | Sequence[str] = "auto",
         logical_mesh: Sequence[int] | None = None,
         placements: Mapping[str, str] | None = None,
+        device_map: Mapping[str, str | int | Sequence[int]] | None = None,
+        solver: str = "ilp",
         memory_limit: float | str | None = None,
         memory_fraction: float = 0.9,
         batch_scope: str = "auto",

@@ -91,8 +91,6 @@ class Space(StageSpace):
         is_pinned = job.options.num_stages in (None, len(sizes))
         if rest or not is_pinned or sum(sizes) != v * job.cluster.num_devices or (v > 1 and len(set(sizes)) > 1):
             return None
-        if job.options.schedule is not None and len(sizes) == 1:  # one stage has none
-            return None
         if why_not(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
             return None
         cuts = list(accumulate(counts, initial=0))
@@ -102,12 +100,9 @@ class Space(StageSpace):
             choice, seconds = equal.cheapest(cuts)
             return equal.candidates([choice])[0] if math.isfinite(sum(seconds)) else None
         left = [sum(sizes[i:]) for i in range(len(sizes))]
-        fits = self.tables.fits
-        if fits is not None and not all(fits[d, mesh] for d, mesh in zip(left, meshes, strict=True)):
-            return None
         alive = in_flight(schedule, ranks, job.num_microbatches)
         stages = [(first, last, mesh) for (first, last), mesh in zip(pairwise(cuts), meshes, strict=True)]
-        choice, seconds = self.cheapest(self.tables_for(schedule, ranks, 1), stages, alive)
+        choice, seconds = self.cheapest(self.tables_for(schedule, ranks, 1), stages, left, alive)
         if not math.isfinite(sum(seconds)):
             return None
         return self.candidates(self.tables, left, schedule, 1, [choice], alive)[0]
@@ -224,9 +219,9 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     The tables in which changes are priced are made outside of `seconds`, as those of the other searches are.
     """
     job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
-    if job.options.num_stages not in (None, 1) or job.options.schedule is not None:
-        return watch.trace
     whole = len(space.meshes) - 1
+    if not space.may_be[0, -1, whole]:
+        return watch.trace
     ways = [again for again in (False, True) if job.remat in (None, again)]
     starts = list(product(ways, allowed_shapes(job, space.meshes[whole])))
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):

@@ -360,6 +360,8 @@ def proof_of(plan: Plan) -> str:
     among = f" for {count} micro-batch{'es' * (count != 1)}" if plan.is_pipelined else " of one stage" * of_many
     if plan.gap <= 1e-6:
         return f"proved optimal{among}"
+    if plan.gap >= 1.0:
+        return "without a bound"
     return f"within {max(plan.gap, 1e-4):.2%} of a bound{among}"
 
 

@@ -45,7 +45,7 @@ def step_bound(space: StageSpace) -> float:
     names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
     if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
         return _work_alone(costs)
-    best = math.inf if pinned else float(costs.work[0, -1, costs.sizes == D].min(initial=math.inf))
+    best = float(costs.work[0, -1, costs.may_be[0, -1] & (costs.sizes == D)].min(initial=math.inf))
     for name in names:
         if SCHEDULES[name].has_one_stage_per_mesh:
             best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))
@@ -70,6 +70,7 @@ class _Costs:
         wires: [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one.
         near: [cut, submesh] likewise, to a stage on an equal mesh, or on the same.
         overhead: seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`.
+        may_be: which stages pins leave; the rest holds for all.
     """
 
     job: CostJob
@@ -79,6 +80,7 @@ class _Costs:
     wires: np.ndarray
     near: np.ndarray
     overhead: float
+    may_be: np.ndarray
 
 
 def _costs(space: StageSpace) -> _Costs:
@@ -98,7 +100,8 @@ def _costs(space: StageSpace) -> _Costs:
         near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
         if not job.cluster.is_uniform:  # from the last mesh to the first: on links that no neighbours have
             near = np.zeros_like(wires)
-    return _Costs(job, sizes, _of_runs(work, B * overhead), _of_runs(each, overhead), wires, near, overhead)
+    runs = _of_runs(work, B * overhead), _of_runs(each, overhead)
+    return _Costs(job, sizes, *runs, wires, near, overhead, space.may_be)
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:
@@ -157,7 +160,8 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
     for s in range(1, min(L, costs.job.cluster.num_devices) + 1):
         now = np.full_like(after, np.inf)
         for index, size in enumerate(costs.sizes // unit):
-            seconds, work = costs.seconds[..., index], costs.work[..., index]
+            every = costs.seconds[..., index], costs.work[..., index]
+            seconds, work = (np.where(costs.may_be[..., index], each, np.inf) for each in every)
             rest = after[:, : total + 1 - size] + (costs.wires[:, index, None] if s > 1 else 0.0)
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
             with np.errstate(invalid="ignore"):  # where there is no such stage
@@ -213,6 +217,10 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
         return 0.0
     inner = np.array(list(combinations(range(1, L), stages - 1)))  # [pipeline, stage]
     first, last = np.pad(inner, ((0, 0), (1, 0))), np.pad(inner, ((0, 0), (0, 1)), constant_values=L)
+    left = costs.may_be[first, last, index].all(axis=1)
+    if not left.any():
+        return math.inf
+    inner, first, last = inner[left], first[left], last[left]
     seconds, work = costs.seconds[first, last, index], costs.work[first, last, index]
     wires = costs.wires[inner, index]
     if not costs.job.cluster.is_uniform:

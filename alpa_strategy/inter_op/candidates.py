@@ -9,16 +9,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise, product
+from itertools import combinations, groupby, pairwise, product
 
 import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
+from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, free_runs
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.stage_solve import SolvedStage
+from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.schedules import (
     SCHEDULES,
     in_flight,
@@ -91,6 +93,30 @@ class StageSpace:
         return [self.job.cuts.index(cut) for cut in stage_cuts(self.job.graph, self.job.options.stages)]
 
     @cached_property
+    def places(self) -> np.ndarray:
+        """[first layer, last + 1, 2] first place and number of the devices on which `options.device_map` wants such a
+        stage: -1 where it does not say, and no devices where it says two things."""
+        L = self.job.num_layers
+        found = np.full((L, L + 1, 2), -1)
+        for first, last in combinations(range(L + 1), 2):
+            if inside := set().union(*self.job.places[first:last]):
+                found[first, last] = inside.pop() if len(inside) == 1 else (-1, 0)
+        return found
+
+    @cached_property
+    def may_be(self) -> np.ndarray:
+        """[first layer, last + 1, submesh] which stages the user's pins leave."""
+        devices = self.places[..., 1, None]
+        found = (devices < 0) | (devices == self.sizes)
+        if self.pinned:
+            others = np.ones(found.shape[:2], dtype=bool)
+            others[self.pinned[:-1], self.pinned[1:]] = False
+            found[others] = False
+        # A schedule that the user asks for is one of several stages (`pins.py`).
+        found[0, -1] &= self.job.options.schedule is None and self.job.options.num_stages in (None, 1)
+        return found
+
+    @cached_property
     def tables(self) -> StageTables:
         """The runs of all submeshes side by side."""
         width = max(r.seconds.shape[2] for r in self.runs)  # of different numbers of candidates: filled up with inf
@@ -101,17 +127,15 @@ class StageSpace:
             return np.stack(padded, axis=2).astype(float)
 
         seconds = stack("seconds", np.inf) + self.overhead
+        seconds[~self.may_be] = np.inf
         if self.allowed is not None:
             seconds[~self.allowed] = np.inf
-        if self.pinned:
-            others = np.ones(seconds.shape[:2], dtype=bool)
-            others[self.pinned[:-1], self.pinned[1:]] = False
-            seconds[others] = np.inf
         fits = stage_fits(self.job.cluster, tuple(self.meshes))
         once, always, in_flight = (stack(name, 0.0) for name in ("once", "always", "in_flight"))
-        tables = StageTables(np.array(self.sizes), seconds, once, always, in_flight, fits=fits)
         # Stages take devices in order: where one ends the next one starts.
         D, some = self.job.cluster.num_devices, range(len(self.meshes))
+        starts = (self.places[..., 0], np.arange(D, -1, -1)) if any(self.job.places) else None
+        tables = StageTables(np.array(self.sizes), seconds, once, always, in_flight, fits=fits, starts=starts)
         joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
         return _wired(self, tables, joints, list(product(some, some)))
 
@@ -128,15 +152,15 @@ class StageSpace:
         return self._without_recomputation if splits and not self.job.remat else self.tables
 
     def cheapest(
-        self, tables: StageTables, stages: Sequence[tuple[int, int, int]], alive: Sequence[int]
+        self, tables: StageTables, stages: Sequence[tuple[int, int, int]], left: Sequence[int], alive: Sequence[int]
     ) -> tuple[StageChoice, list[float]]:
         """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the seconds of each in a
-        step: inf where none does."""
+        step: inf where none does. `left`: per stage, devices (or stages: what `tables` count) from it on."""
         chosen, seconds = [], []
-        for at, pairs in zip(stages, alive, strict=True):
+        for at, devices, pairs in zip(stages, left, alive, strict=True):
             need = tables.bytes_always[at] + pairs * tables.bytes_in_flight[at]
             every = self.job.num_microbatches * tables.seconds[at] + tables.once_seconds[at]
-            fitting = np.where(need <= self.job.memory_limit, every, np.inf)
+            fitting = np.where((need <= self.job.memory_limit) & tables.may_begin(*at, devices), every, np.inf)
             chosen.append(StageRange(*at, int(fitting.argmin())))
             seconds.append(float(fitting.min()))
         return StageChoice(tuple(chosen), 0.0, 0.0), seconds
@@ -196,6 +220,26 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)
     return sorted(found, key=lambda c: c.seconds)
+
+
+def check_places(job: CostJob, meshes: Sequence[tuple[int, int]]) -> None:
+    """PlanError where no stages lie as `options.device_map` wants them to, whatever they take."""
+    runs = [free_runs(job, mesh) for mesh in meshes]
+    if solve_schedules(StageSpace(replace(job, memory_limit=math.inf), meshes, runs), math.inf):
+        return
+    wanted, first = [], 0
+    for places, run in groupby(job.places):
+        last = first + len(list(run))
+        ranks = [job.cluster.ranks_of(*place) or range(place[0], sum(place)) for place in sorted(places)]
+        where = " and ".join(f"on {own[0]}-{own[-1]}" for own in ranks) or "anywhere"
+        wanted.append(f"{span_name(job.graph, job.cuts[first], job.cuts[last])} {where}")
+        first = last
+    raise PlanError(
+        f"device_map: no stages, one after the other on all {job.cluster.num_devices} devices, lie so: "
+        f"{'; '.join(wanted)}",
+        "stages take devices in the order in which training_step uses their parameters: give others, fewer pins, or "
+        "leave num_stages, stages and schedule to be solved",
+    )
 
 
 def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> Iterable[Candidate]:
@@ -268,12 +312,15 @@ class EqualMeshes:
         """Only this submesh, counted as one device each; a mesh holds all of its stages' lasting bytes."""
         one = _in_units(self.tables, np.array([self.submesh]), self.space.sizes[self.submesh])
         always = self.stages_per_mesh * one.bytes_always
-        return replace(one, bytes_always=always, fits=None, link_at=self.tables.link_at)
+        starts = self.tables.starts
+        if starts is not None:
+            starts = starts[0], np.array([-1, *reversed(self.holders)]) * self.space.sizes[self.submesh]
+        return replace(one, bytes_always=always, fits=None, link_at=self.tables.link_at, starts=starts)
 
     def cheapest(self, cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
         """See `StageSpace.cheapest`: stages between cuts."""
         stages = [(first, last, 0) for first, last in pairwise(cuts)]
-        return self.space.cheapest(self.alone, stages, self.alive)
+        return self.space.cheapest(self.alone, stages, range(len(stages), 0, -1), self.alive)
 
     def candidates(self, choices: Sequence[StageChoice]) -> list[Candidate]:
         """What was chosen in tables of this submesh alone, simulated."""
@@ -319,8 +366,10 @@ def _any_meshes(space: StageSpace, schedule: str, known: Callable[[], float], us
     sizes, near, unit = some.num_devices, np.arange(len(some.num_devices)), 1
     if D > EVERY_SIZE:
         middle = D / min(job.options.num_stages or L, D) if usual is None else float(sizes[usual])
-        near = np.flatnonzero((sizes <= 2 * middle) & (sizes >= middle / 2) | (sizes == D))
-        near = near if near.size else np.arange(len(sizes))
+        near = (sizes <= 2 * middle) & (sizes >= middle / 2) | (sizes == D)
+        # And what fills the room beside meshes that are pinned.
+        near |= sizes % math.gcd(D, *space.places[space.places > 0].tolist()) == 0
+        near = np.flatnonzero(near if near.any() else sizes)
         unit = math.gcd(D, *map(int, sizes[near]))
         some = _in_units(some, near, unit)
     for most, counts in _lengths(schedule, min(L, D), B, job.options.num_stages):
@@ -353,6 +402,7 @@ def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
         None if tables.boundary is None else tables.boundary[:, :, kept][..., kept],
         None if tables.fits is None else tables.fits[::unit, kept],
         None if tables.link_at is None else tables.link_at[::unit],
+        None if tables.starts is None else (tables.starts[0], tables.starts[1][::unit]),
     )
 
 

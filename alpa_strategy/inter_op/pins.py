@@ -13,12 +13,13 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.inter_op.stage_costs import axis_counts, is_allowed
-from alpa_strategy.inter_op.subgraph import boundary_bytes
+from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, default_num_layers
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import SCHEDULES, why_not
 
+Place = tuple[int, int]  # of a mesh: its first device's place, and how many there are
 _Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
 
@@ -28,7 +29,7 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     Raises:
         OptionError: a pattern of `placements` matches no parameter of the step, a name of `stages` no module.
     """
-    check_placements(step, options)
+    check_placements(step, cluster, options)
     stage_cuts(step, options.stages)
     wanted, schedule, count = options.num_stages, options.schedule, options.num_microbatches
     if wanted == 1:
@@ -94,8 +95,57 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
                 f"comes before {step.ops[end - 1].name} of {step.ops[end - 1].module}",
                 "name modules in the order in which training_step calls them, each in one stage",
             )
-        cuts.append(min(range(start, end - 1, -1), key=lambda at: bytes_at[at]))
+        cuts.append(min(range(start, end - 1, -1), key=bytes_at.__getitem__))
     return (*cuts, len(step.ops))
+
+
+def layers_of(
+    step: StepGraph, cluster: ClusterSpec, options: PlanOptions
+) -> tuple[tuple[int, ...], tuple[frozenset[Place], ...]]:
+    """Where the step is cut into layers: as many as there may be stages, and wherever a pin needs a cut. And the meshes
+    to which `options.device_map` pins what each of them reads.
+
+    What several modules share is pinned where it is used under the name that a pin has.
+    """
+    count = max(least_stages(cluster, options), min(default_num_layers(step), len(step.ops)))
+    cuts, bytes_at = {*cluster_layers(step, count), *stage_cuts(step, options.stages)}, boundary_bytes(step)
+    places, names = pinned_places(step, cluster, options), {p.value: p.names for p in step.parameters}
+    readers: list[tuple[int, frozenset[Place]]] = []  # ops
+    for index, op in enumerate(step.ops if places else ()):
+        if read := [names[value] for value in op.operands if value in names]:
+            used = [[name for name in own if name.rpartition(".")[0] == op.module] or own for own in read]
+            readers.append((index, frozenset(places[name] for own in used for name in own if name in places)))
+    for (end, place), (start, other) in pairwise(readers):
+        if place != other:
+            cuts.add(min(range(start, end, -1), key=bytes_at.__getitem__))
+    found = tuple(sorted(cuts))
+    return found, tuple(
+        frozenset().union(*(own for op, own in readers if first <= op < last)) for first, last in pairwise(found)
+    )
+
+
+def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> dict[str, Place]:
+    """Names of parameters that `options.device_map` has, and their meshes.
+
+    Raises:
+        OptionError: a pattern matches no parameter.
+        PlanError: the devices are no mesh that a stage can have.
+    """
+    names = {name: name for parameter in step.parameters for name in parameter.names}
+    D, meshes, found = cluster.num_devices, submeshes(cluster), dict[str, Place]()
+    order = {rank: place for place, rank in enumerate(cluster.ranks_of(0, D) or range(D))}
+    fits = stage_fits(cluster, meshes)
+    for pattern, ranks in options.device_map:
+        places = sorted(order.get(rank, D) for rank in ranks)
+        first, count = places[0], len(places)
+        sizes = [math.prod(mesh) for mesh, may_begin in zip(meshes, fits[D - first], strict=True) if may_begin]
+        if places[-1] - first + 1 != count or count not in sizes:
+            raise PlanError(
+                f"device_map[{pattern!r}]={list(ranks)} is no mesh that a stage can have on devices 0 to {D - 1}",
+                f"name {_short(sizes) or 'some'} neighbours from one on: a part of a node, or whole nodes",
+            )
+        found |= dict.fromkeys(matching(pattern, names, "device_map"), (first, count))
+    return found
 
 
 def _module_names(text: str) -> list[str]:
@@ -122,8 +172,9 @@ def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
     )
 
 
-def check_placements(step: StepGraph, options: PlanOptions) -> None:
-    """OptionError where a pattern of `placements` matches no parameter of the step."""
+def check_placements(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
+    """OptionError where a pattern of `placements` or `device_map` matches no parameter; see `pinned_places`."""
+    pinned_places(step, cluster, options)
     names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
     for pattern, _ in options.placements:
         matching(pattern, names)

@@ -45,7 +45,7 @@ from alpa_strategy.intra_op.offload import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
@@ -77,7 +77,10 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices.
+
+    places: of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none.
+    """
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -89,6 +92,7 @@ class CostJob:
     memory_limit: float
     remat: bool | None = None
     is_whole_batch: bool = False
+    places: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -128,7 +132,8 @@ def stage_costs(
     known = {} if known is None else known
     found = []
     for submesh in candidates:
-        prices = () if submesh in unlikely else PRICES
+        # Layouts that are propagated are not chosen for the memory that they spare.
+        prices = () if submesh in unlikely or job.options.solver == PROPAGATION else PRICES
         key = job.num_microbatches, submesh, prices
         if key not in known:
             known[key] = run_costs(job, submesh, prices)
@@ -157,6 +162,13 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
     return _prune(shapes, stacked, job, least, each)
+
+
+def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
+    """All runs that the options allow on a submesh, as if they took no time and no memory."""
+    shapes, zero = allowed_shapes(job, submesh), np.zeros((job.num_layers, job.num_layers + 1, 1))
+    seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
+    return RunCosts(shapes, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero[:, 0, 0], zero[:, 0, 0])
 
 
 def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:

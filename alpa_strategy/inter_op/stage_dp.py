@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class StageTables:
         fits: [devices left, m] whether a stage may start where so many devices are left (its own included).
         link_at: [devices left] which of the links a stage has to the one before it that starts where so many devices
             are left; None: the first.
+        starts: [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not, and
+            [devices left] that at which a stage does; None: nothing is pinned.
     """
 
     num_devices: np.ndarray
@@ -54,6 +57,19 @@ class StageTables:
     boundary: np.ndarray | None = None
     fits: np.ndarray | None = None
     link_at: np.ndarray | None = None
+    starts: tuple[np.ndarray, np.ndarray] | None = None
+
+    def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
+        """Whether layers [first, last) may be a stage on a submesh where so many devices are left."""
+        fits = self.fits is None or self.fits[left, submesh]
+        return bool(fits and not self.misplaced((first, last), left))
+
+    def misplaced(self, layers: Any, left: Any) -> np.ndarray:
+        """Whether layers at (first, last) are pinned to start elsewhere than where so many devices are left."""
+        if self.starts is None:
+            return np.array(False)
+        pinned = self.starts[0][layers]
+        return (pinned >= 0) & (pinned != self.starts[1][left])
 
     def wire(self, cut: int, source: int, target: int, left: int) -> float:
         """Seconds of the transfer at a cut between stages on two submeshes, the second with `left` devices left."""
@@ -246,6 +262,7 @@ class _Search:
                 if s == 1:
                     if self.fits[size, a]:
                         now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[:, :, L].min(axis=0)
+                        now[:L, size, a][self.tables.misplaced((slice(L), L), size)] = np.inf
                     continue
                 starts = self.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(axis=(0, 2))
                 for way, terms in zip(self.ways[a], below[a], strict=True):
@@ -261,6 +278,7 @@ class _Search:
                     which = rest.argmin(axis=2)  # [l, d left] the next stage's submesh
                     rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
                     joined = cost[np.ix_(rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
+                    joined[self.tables.misplaced((rows[:, None, None], live[:, None]), left + size)] = np.inf
                     cut = joined.argmin(axis=1)
                     value = np.take_along_axis(joined, cut[:, None, :], axis=1)[:, 0]
                     target = np.ix_(rows, left + size)

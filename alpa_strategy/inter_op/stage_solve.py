@@ -30,9 +30,9 @@ from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
-from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, solve
+from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 # Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
@@ -175,6 +175,8 @@ class StageSolver:
                 break
         if not found:
             assert failure is not None
+            if self.job.options.solver == PROPAGATION and self.job.remat is None and not wish.remat:
+                return self.solve(replace(wish, remat=True))  # priced with layouts that were solved
             raise failure
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
@@ -192,7 +194,7 @@ class StageSolver:
             whole = self._whole[wish.shape]
             intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
             whole, intra = self._pinned(whole, tables), self._pinned(intra, tables)
-            free = solve(intra.problem, job.options.solver_seconds)
+            free = self._free_layouts(intra.problem)
             return PricedStage(wish, tables, whole, intra, free, derives_again)  # most are not looked at again
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
@@ -208,8 +210,14 @@ class StageSolver:
         finest = take_apart(intra, tables, wish.starts)
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
-            self._free[key] = solve(problem, job.options.solver_seconds)
+            self._free[key] = self._free_layouts(problem)
         return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
+
+    def _free_layouts(self, problem: Problem) -> Solution:
+        """Without a memory limit."""
+        if self.job.options.solver == PROPAGATION:
+            return propagate(problem)
+        return solve(problem, self.job.options.solver_seconds)
 
     def _pinned(self, intra: IntraOp, tables: OptionTables) -> IntraOp:
         """With what the user wants to be made again, and in host memory."""
@@ -226,10 +234,11 @@ class StageSolver:
             NotCheaper: than `cutoff`. PlanError: none fit.
         """
         wish, stage = priced.wish, priced.finest
-        if self.job.keeps_by_tensor and not self._fits(stage, priced.free, wish):
+        propagates = self.job.options.solver == PROPAGATION
+        if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
             priced = priced.recomputing()
         mesh, is_open = priced.tables.mesh, self._on_host is None and self.job.is_whole_batch
-        may_offload = is_open and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
+        may_offload = is_open and not propagates and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
         try:
             found = self._solve(priced, cutoff)
             if may_offload and found.solution is not priced.free:
@@ -291,6 +300,12 @@ class StageSolver:
         cost = cost_of(stage, solution.assignment, working)
         if cost.num_bytes(alive, wish.remat) <= limit:
             return _Solved(starts, solution, working)
+        if job.options.solver == PROPAGATION:
+            raise DoesNotFitError(
+                f"layouts that are propagated need {format_bytes(cost.num_bytes(alive, wish.remat))} of "
+                f"{format_bytes(limit)} on {math.prod(wish.submesh)} devices",
+                'pin more parameters to shards, or use solver="ilp", which looks for layouts that fit',
+            )
         # Of a whole batch, memory weighs in no other way than in the problem that was priced.
         free = solution if job.is_whole_batch else None
         return self._solve_within(stage, cost, wish, starts, limit, alive, free, cutoff)

@@ -139,8 +139,8 @@ def pinned_modes(
     return found
 
 
-def matching(pattern: str, names: Mapping[str, str]) -> list[str]:
-    """Names of the parameters that a pattern of `placements` is for; `names`: alias -> name.
+def matching(pattern: str, names: Mapping[str, str], option: str = "placements") -> list[str]:
+    """Names of the parameters that a pattern of an option is for; `names`: alias -> name.
 
     Raises:
         OptionError: there are none.
@@ -148,7 +148,7 @@ def matching(pattern: str, names: Mapping[str, str]) -> list[str]:
     matched = [name for alias, name in names.items() if fnmatchcase(alias, pattern)]
     if not matched:
         raise OptionError(
-            f"placements[{pattern!r}] matches no parameter",
+            f"{option}[{pattern!r}] matches no parameter",
             "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
         )
     return matched

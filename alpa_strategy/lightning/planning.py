@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,11 +22,10 @@ from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
-from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
@@ -37,7 +35,7 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
-from alpa_strategy.planner.replan import replan, replan_fingerprint
+from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.sharding import localize, op_strategies
@@ -186,15 +184,10 @@ def find_or_make_plan(
     Raises:
         PlanError: nothing fits, or the running stages cannot run the step.
     """
-    task, pinned = PlanTask(step, cluster, job.options, optimizer), None
+    task = PlanTask(step, cluster, job.options, optimizer)
+    pinned: Mapping[str, ParameterPlan] | None = None
     if running is not None and not running.is_pipelined:
-        stage = running.stages[0]
-        pinned = stage.parameter_plans
-        # As pins, so that plans under different ones have different fingerprints.
-        placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in pinned.items())
-        options = replace(job.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
-        options = replace(options, offload=offload_of(pinned))
-        task = PlanTask(step, cluster.in_order(job_ranks(running.stages)), options, optimizer)
+        task, pinned = pinned_task(task, running)
 
     def work() -> Plan:
         if running is not None and running.is_pipelined:

@@ -24,6 +24,8 @@ from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
+from alpa_strategy.planner.plan_check import check_devices
+from alpa_strategy.planner.replan import pinned_task, replan
 from alpa_strategy.planner.search import microbatch_counts, plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
 
@@ -43,6 +45,7 @@ def make_plan(
     context: Callable[[], AbstractContextManager] | None = None,
     costs: OpCosts | None = None,
     choose: Callable[[PlanTask], Plan] | None = None,
+    around: Plan | None = None,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
@@ -54,6 +57,7 @@ def make_plan(
         context: what surrounds the step, such as autocast (see `capture_step`).
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
+        around: a plan for another step of the same module: parameters lie as there, the rest is solved around them.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -66,7 +70,8 @@ def make_plan(
         step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.rows, context=context)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    plan = (choose or choose_plan)(PlanTask(step, cluster, options, optimizer, progress=progress))
+    task = PlanTask(step, cluster, options, optimizer, progress=progress)
+    plan = (choose or choose_plan)(task) if around is None else plan_around(task, around)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
@@ -91,7 +96,10 @@ def choose_plan(
     """
     plans: list[Plan] = []
     failure: PlanError | None = None
-    for cluster in task.cluster.orders():
+    given = task.cluster
+    if task.options.device_map and given.order == "searched":  # devices that a user names stay in their order
+        given = replace(given, order="numbered")
+    for cluster in given.orders():
         try:
             plans.append(_choose(replace(task, cluster=cluster), pinned, stage_costs))
         except PlanError as error:
@@ -101,6 +109,16 @@ def choose_plan(
         raise failure
     plan = min(plans, key=lambda plan: plan.predicted.step_seconds)
     return replace(plan, fingerprint=replace(plan.fingerprint, cluster=task.cluster.digest()))
+
+
+def plan_around(task: PlanTask, running: Plan) -> Plan:
+    """The plan of another step on the stages of `running`, whose parameters stay where and as they lie.
+
+    Raises:
+        PlanError: the devices are others, or the stages cannot run the step (see `replan`).
+    """
+    check_devices(running.stages, task.cluster.num_devices)
+    return replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
 
 
 def _choose(
@@ -113,8 +131,8 @@ def _choose(
 
     if pinned is not None:
         return plan_one_stage(task, pinned)
-    if task.options.asks_for_pipeline:
-        asked = task.options
+    asked = task.options
+    if asked.asks_for_pipeline or any(len(ranks) < task.cluster.num_devices for _, ranks in asked.device_map):
         if task.cluster.num_devices == 1 and ((asked.num_stages or 1) > 1 or asked.schedule is not None):
             raise PlanError(
                 "num_stages and schedule need at least 2 devices",
@@ -256,7 +274,7 @@ def _with_note(plan: Plan, note: str) -> Plan:
 def _may_be_pipelined(task: PlanTask) -> bool:
     """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
     step, cluster, options = task.step, task.cluster, task.options
-    pins_mesh = options.parallel != "auto" or options.logical_mesh is not None
+    pins_mesh = options.parallel != "auto" or options.logical_mesh is not None or options.device_map
     if pins_mesh or 1 in (options.num_stages, options.num_microbatches):
         return False
     counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]

@@ -6,6 +6,7 @@ parameters. Needs no process groups.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import math
 from collections import Counter
@@ -21,7 +22,7 @@ from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stag
 from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, StagePlan, job_ranks, stage_ranks
+from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text, stage_ranks
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
@@ -37,6 +38,24 @@ def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
     pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
     options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
     return replace(task, options=options).fingerprint
+
+
+def pinned_task(task: PlanTask, running: Plan) -> tuple[PlanTask, dict[str, ParameterPlan]]:
+    """The task of another step on the only stage of `running`, and the parameters that stay as they lie.
+
+    They are pins, so that plans under different ones have different fingerprints.
+
+    Raises:
+        PlanError: there are none.
+    """
+    stage, names = running.stages[0], {name for parameter in task.step.parameters for name in parameter.names}
+    held = {name: plan for name, plan in stage.parameter_plans.items() if name in names}
+    if not held:
+        raise PlanError("the plan has none of the step's parameters", "give one that was made for this model")
+    placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in held.items())
+    options = replace(task.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
+    options = replace(options, offload=offload_of(held), device_map=())
+    return replace(task, cluster=task.cluster.in_order(job_ranks(running.stages)), options=options), held
 
 
 def replan(task: PlanTask, running: Plan) -> Plan:

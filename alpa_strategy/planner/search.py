@@ -27,28 +27,22 @@ from alpa_strategy.inter_op.candidates import (
     Candidate,
     Pipeline,
     StageSpace,
+    check_places,
     runtime_seconds,
     simulated_seconds,
     solve_schedules,
 )
 from alpa_strategy.inter_op.layer_matrix import WORKING
-from alpa_strategy.inter_op.pins import (
-    check_pins,
-    check_placements,
-    least_stages,
-    logical_shapes,
-    stage_cuts,
-    submeshes,
-)
+from alpa_strategy.inter_op.pins import check_pins, check_placements, layers_of, logical_shapes, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
-from alpa_strategy.inter_op.subgraph import MAX_LAYERS, cluster_layers, default_num_layers, span_name
+from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import PlanOptions
+from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
@@ -78,7 +72,7 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
     if task.options.remat is None and not by_tensor:
         task = replace(task, options=replace(task.options, remat=False))
     task = replace(task, costs=task.op_costs)
-    check_placements(task.step, task.options)
+    check_placements(task.step, task.cluster, task.options)
     solver = StageSolver(_whole_batch(task))
     spent: dict[str, float] = defaultdict(float)
     failures: Failures = []
@@ -169,7 +163,8 @@ def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
     """One error of all reasons: of memory where one of them is."""
     fixes = {error.fix for _, error in failures if error.fix}
     kind = DoesNotFitError if any(isinstance(error, DoesNotFitError) for _, error in failures) else PlanError
-    reasons = (f"\n    {label}{': ' if label else ''}{error.problem}" for label, error in failures)
+    first = {error.problem: label for label, error in reversed(failures)}  # each problem once
+    reasons = (f"\n    {label}{': ' if label else ''}{problem}" for problem, label in reversed(first.items()))
     return kind(f"{what}:{''.join(reasons)}", fixes.pop() if len(fixes) == 1 else fix)
 
 
@@ -220,7 +215,8 @@ class _Search:
             lambda n, used: self._look(n, used if self.task.cluster.num_devices > EVERY_SIZE else None, known),
             known,
         )
-        is_free = not self.several and self.task.options.schedule is None and self.task.options.num_stages is None
+        options = self.task.options
+        is_free = not (self.several or options.schedule or options.num_stages or options.device_map)
         if self.best and is_free and self.task.cluster.num_devices <= EVERY_SIZE:
             self._look_at_one_stage(counts, known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)
@@ -278,14 +274,16 @@ class _Search:
         with _timed(self.spent, "micro-batches and layers"):
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
-            num_stages = least_stages(task.cluster, task.options)
-            cuts = cluster_layers(graph, max(num_stages, min(default_num_layers(graph), len(graph.ops))))
-            cuts = tuple(sorted({*cuts, *stage_cuts(graph, task.options.stages)}))
+            cuts, places = layers_of(graph, task.cluster, task.options)
             remat = task.options.remat
-            return CostJob(
+            job = CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
                 False if isinstance(remat, tuple) else remat,  # names: no spans, but single results
+                places=places,
             )  # fmt: skip
+            if any(places):
+                check_places(job, self.meshes)
+            return job
 
     def _bound(self, count: int) -> float:
         """Seconds if all devices were always busy: an op on several devices takes at least as much of their time."""
@@ -308,11 +306,10 @@ class _Search:
                 runs = stage_costs(job, meshes, self._runs, unlikely=self._unlikely)
             # [first layer, last + 1, submesh]
             allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
-            # A schedule that the user asks for is one of several stages (`pins.py`).
-            allowed[0, job.num_layers] = not self.several and job.options.schedule is None
+            allowed[0, job.num_layers] = not self.several
             space = StageSpace(job, meshes, runs, allowed)
-            if used is None:
-                self._bounds[count] = step_bound(space)
+            if used is None:  # layouts that are propagated are never called optimal
+                self._bounds[count] = 0.0 if job.options.solver == PROPAGATION else step_bound(space)
             with _timed(self.spent, "stage DP"):
                 found = self._solve(space, ceiling)
         if used is not None:
@@ -467,6 +464,9 @@ def plan_of(
     listed = ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
     gap = max(s.gap for s in solved)
     method = next(s.method for s in solved if s.gap == gap)
+    layouts = f"layouts not proved optimal: within {gap:.2%} of the best ({method})"
+    if method == PROPAGATION:
+        layouts = "layouts propagated from op to op, not optimised"
     return Plan(
         fingerprint=fingerprint,
         stages=stages,
@@ -481,7 +481,7 @@ def plan_of(
         schedule=schedule if len(stages) > 1 else "none",
         gap=gap,
         notes=(
-            *((f"layouts not proved optimal: within {gap:.2%} of the best ({method})",) if gap > 0 else ()),
+            *((layouts,) if gap > 0 else ()),
             *((f"devices in the order {listed}: their links differ",) if order != sorted(order) else ()),
         ),
         cluster_name=job.cluster.name,

@@ -25,6 +25,8 @@ def against_written(options: PlanOptions) -> str | None:
         return f"parallel={options.parallel!r} is asked for"
     if options.placements:
         return "placements are asked for"
+    if options.device_map:
+        return "a device_map is asked for"
     if isinstance(options.remat, tuple):
         return f"remat={list(options.remat)} is asked for"
     if options.offload:

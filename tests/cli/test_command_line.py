@@ -31,6 +31,20 @@ def test_plan_is_stored_and_obeys_its_overrides(plan_file):
     assert plan.predicted.step_seconds > 0
 
 
+def test_another_batch_is_planned_around_a_plan_and_by_hand(plan_file, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    command = ["plan", TINY, "--cluster", P3, "-o", str(path), "model.num_layers=1", "cluster.num_nodes=1"]
+    around = [*command, "cluster.devices_per_node=2", "--around", str(plan_file), "data.batch_size=2"]
+    assert main([*around, "plan.solver=propagation"]) == 0
+    first, other = Plan.load(plan_file), Plan.load(path)
+    assert other.stages[0].parameter_plans == first.stages[0].parameter_plans
+    assert other.fingerprint.batch != first.fingerprint.batch
+    assert "layouts propagated from op to op, not optimised" in capsys.readouterr().out
+    assert main([*command, "cluster.devices_per_node=4", 'plan.device_map={"embed.*": "0-1", "head.*": [2, 3]}']) == 0
+    stages = Plan.load(path).stages
+    assert (stages[0].first_device, stages[-1].first_device) == (0, 2)
+
+
 def test_show_prints_and_draws(plan_file, tmp_path, capsys):
     html, svg = tmp_path / "plan.html", tmp_path / "plan.svg"
     assert main(["show", str(plan_file), "--html", str(html), "--svg", str(svg)]) == 0

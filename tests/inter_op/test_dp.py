@@ -37,6 +37,14 @@ def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) ->
     return replace(tables, boundary=boundary, link_at=rng.integers(0, kinds, num_devices + 1))
 
 
+def pinned(rng: np.random.Generator, tables: StageTables, num_devices: int) -> StageTables:
+    """The same with some runs of layers that start at a place of their own."""
+    num_layers = tables.seconds.shape[0]
+    starts = rng.integers(0, num_devices, (num_layers, num_layers + 1))
+    starts[rng.random(starts.shape) < 0.5] = -1
+    return replace(tables, starts=(starts, np.arange(num_devices, -1, -1)))
+
+
 def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
@@ -49,6 +57,11 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                     continue
                 options = []
                 sizes = [int(tables.num_devices[a]) for a in meshes]
+                places = [sum(sizes[:i]) for i in range(count)]
+                if tables.starts is not None and any(
+                    tables.starts[0][run] not in (-1, place) for run, place in zip(runs, places, strict=True)
+                ):
+                    continue
                 for i, ((k, l), a) in enumerate(zip(runs, meshes, strict=True)):  # noqa: E741
                     wire = 0.0
                     if tables.boundary is not None and i + 1 < count:
@@ -81,6 +94,8 @@ def test_equals_brute_force_on_200_random_cases(block):
         tables = random_tables(rng, num_layers, submeshes, int(rng.integers(1, 3)), bool(rng.random() < 0.5))
         if tables.boundary is not None and case % 2:
             tables = on_nodes(rng, tables, num_devices)
+        if case % 3 == 0:
+            tables = pinned(rng, tables, num_devices)
         num_microbatches = int(rng.integers(1, 9))
         schedule = str(rng.choice(["1F1B", "GPipe"]))
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
@@ -136,6 +151,7 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
         assert stage.first == position
         position = stage.last
         t = tables.seconds[at]
+        assert tables.starts is None or tables.starts[0][stage.first, stage.last] in (-1, num_devices - left)
         left -= int(tables.num_devices[stage.submesh])
         if tables.boundary is not None and i + 1 < len(found.stages):
             t += tables.wire(stage.last, stage.submesh, found.stages[i + 1].submesh, left)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,8 @@ from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_plan import stage_ranks
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.recipe import resolve_target
@@ -155,8 +159,12 @@ def test_stages_hold_the_modules_that_are_named():
     assert names_of(found.stages) == ["wte, wpe", "blocks.0-blocks.1", "ln_f, head"]
 
 
+def search_of(name: str, seconds: float) -> Callable[..., Plan]:
+    return partial(resolve_target(f"searches.{name}", ROOT / "recipes"), seconds=seconds)
+
+
 def test_other_searches_keep_to_the_stages_that_are_pinned():
-    search = partial(resolve_target("searches.plan_megatron", ROOT / "recipes"), seconds=1.0)
+    search = search_of("plan_megatron", 1.0)
     found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
     assert "blocks.0.qkv" not in found.stages[1].layers
     assert found.stages[0].ops[1] == found.stages[1].ops[0]
@@ -180,4 +188,142 @@ def test_stages_that_cannot_be_met_are_one_error(options, problem, fix):
     with pytest.raises((PlanError, OptionError)) as error:
         plan("gpt", **options)
     assert problem in error.value.problem
+    assert fix in error.value.fix
+
+
+def places_of(found):
+    return [(stage.layers, f"{stage.first_device}-{stage.first_device + math.prod(stage.submesh) - 1}")
+            for stage in found.stages]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"device_map": {"wte.*": "0-1"}}, [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")]),
+        (  # the embedding is the head's weight too: each use is pinned by its own name
+            {"device_map": {"wte.*": [0], "head.*": 3}},
+            [("wte", "0-0"), ("wpe, blocks.0-blocks.1, ln_f", "1-2"), ("head", "3-3")],
+        ),
+        ({"device_map": {"blocks.*": "0-2"}}, [("wte, wpe, blocks.0-blocks.1", "0-2"), ("ln_f, head", "3-3")]),
+        (
+            {"device_map": {"blocks.*": "0-1", "blocks.1.*": "2-3"}},
+            [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
+        ),
+        (
+            {"device_map": {"blocks.0.*": "0-1"}, "stages": ["wte, blocks.0", "blocks.1, head"]},
+            [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
+        ),
+        (
+            {"device_map": {"wte.*": "0-1"}, "schedule": "Interleaved1F1B", "num_microbatches": 4, "num_stages": 4},
+            ["0-1", "2-3", "0-1", "2-3"],
+        ),
+        (
+            {"device_map": {"wte.*": "0-1", "head.*": "0-1"}, "schedule": "ZBVZeroBubble", "num_microbatches": 4},
+            ["0-1", "2-3", "2-3", "0-1"],
+        ),
+        (
+            {"device_map": {"wte.*": "0-7", "head.*": "8-15"}, "cluster": {"num_nodes": 2, "devices_per_node": 8}},
+            ["0-7", "8-15"],
+        ),
+    ],
+)
+def test_parameters_lie_on_the_devices_that_are_named(options, wanted):
+    cluster = ClusterSpec.load("pcie_8gpu", options.pop("cluster", {"num_nodes": 1, "devices_per_node": 4}))
+    found = plan("gpt", cluster=cluster, **options)
+    assert places_of(found) == wanted or [place for _, place in places_of(found)] == wanted
+
+
+def test_all_devices_are_one_stage():
+    assert plan("gpt", device_map={"*": "0-3"}).stages == plan("gpt", num_stages=1).stages
+    assert len(plan("gpt", device_map={"wte.*": "0-3"}, num_microbatches=4).stages) == 1
+
+
+def test_pins_of_devices_cost_what_they_forbid():
+    """No better than free stages; and what was solved freely is found again when it is pinned."""
+    options = {"num_microbatches": 4, "num_stages": 2}
+    free = plan("gpt", **options)
+    again = {
+        name: [*range(stage.first_device, stage.first_device + math.prod(stage.submesh))]
+        for stage in reversed(free.stages)  # what both use counts by the names of the first
+        for name in stage.parameter_plans
+    }
+    pinned = plan("gpt", device_map=again, **options)
+    assert places_of(pinned) == places_of(free)
+    assert pinned.predicted.step_seconds == pytest.approx(free.predicted.step_seconds)
+    other = plan("gpt", device_map={"wte.*": 0}, **options)
+    assert places_of(other)[0][1] == "0-0"
+    assert other.predicted.step_seconds >= free.predicted.step_seconds * (1 - 1e-9)
+    assert other.predicted.step_seconds * (1 - other.gap) <= other.predicted.step_seconds
+
+
+def test_other_searches_keep_to_the_devices_that_are_pinned():
+    for name in ("greedy", "mcmc"):
+        found = plan("gpt", device_map={"head.*": "2-3"}, num_microbatches=4, choose=search_of(f"plan_{name}", 1.0))
+        assert [place for layers, place in places_of(found) if "head" in layers] == ["2-3"]
+    with pytest.raises(PlanError):
+        plan(
+            "gpt",
+            device_map={"head.*": "2-3"},
+            num_microbatches=4,
+            choose=search_of("plan_flexflow_like", 0.1),
+        )
+
+
+def test_named_devices_keep_their_order_where_links_differ():
+    cube = ClusterSpec.load("p3_16xlarge_cube", {"num_nodes": 1})
+    found = plan("gpt", cluster=cube, device_map={"wte.*": "0-3"}, num_microbatches=4)
+    assert stage_ranks(found.stages[0]) == (0, 1, 2, 3)
+    listed = replace(cube, order=(4, 5, 6, 7, 0, 1, 2, 3))
+    found = plan("gpt", cluster=listed, device_map={"wte.*": "4-7"}, num_microbatches=4)
+    assert set(stage_ranks(found.stages[0])) == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "fix"),
+    [
+        ({"device_map": {"nothing.*": "0-1"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
+        ({"device_map": {"nothing.*": "0-3"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
+        ({"device_map": {"wte.*": [0, 2]}}, "device_map['wte.*']=[0, 2] is no mesh", "name 1, 2, 3, 4 neighbours"),
+        ({"device_map": {"wte.*": "0-7"}}, "is no mesh that a stage can have on devices 0 to 3", "neighbours"),
+        ({"device_map": {"wte.*": 9}}, "device_map['wte.*']=[9] is no mesh", "some neighbours"),
+        (
+            {"device_map": {"wte.*": "4-11"}, "devices": 8, "nodes": 2},
+            "is no mesh that a stage can have on devices 0 to 15",
+            "1, 2, 4 neighbours",
+        ),
+        (
+            {"device_map": {"wte.*": "2-3", "head.*": "0-1"}},
+            "lie so: wte on 2-3; wpe, blocks.0-blocks.1, ln_f anywhere; head on 0-1",
+            "in the order",
+        ),
+        (
+            {"device_map": {"wte.*": "0-2", "head.*": "2-3"}},
+            "wte on 0-2; wpe, blocks.0-blocks.1, ln_f anywhere; head on 2-3",
+            "",
+        ),
+        ({"device_map": {"*": "0-1"}}, "on all 4 devices, lie so: wte to head on 0-1", "fewer pins"),
+        ({"device_map": {"wte.*": "0-1"}, "num_stages": 1}, "wte on 0-1; wpe", "num_stages"),
+        ({"device_map": {"wte.*": 0, "head.*": 3}, "num_stages": 2}, "wte on 0-0; wpe", "num_stages"),
+        ({"device_map": {"wte.*": "0-3"}, "schedule": "1F1B"}, "wte on 0-3; wpe", "schedule"),
+        ({"device_map": {"wte.*": "0-3"}, "num_stages": 2}, "wte on 0-3; wpe", "num_stages"),
+        (
+            {"device_map": {"blocks.0.qkv.weight": 0, "blocks.0.qkv.bias": 1}},
+            "blocks.0 on 0-0 and on 1-1",
+            "fewer pins",
+        ),
+        (
+            {"device_map": {"wte.*": "0-1", "blocks.1.qkv.*": "0-1"}, "stages": ["blocks.0", "blocks.1"]},
+            "wte on 0-1; wpe, blocks.0-blocks.1 anywhere; blocks.1 on 0-1",
+            "stages",
+        ),
+        ({"device_map": {"wte.*": "0-1"}, "memory_limit": "4KiB"}, "no stages fit into 4.00 KiB", "raise memory_limit"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_one_error(options, problem, fix):
+    nodes, devices = options.pop("nodes", 1), options.pop("devices", 4)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": nodes, "devices_per_node": devices})
+    with pytest.raises((PlanError, OptionError)) as error:
+        plan("gpt", cluster=cluster, **options)
+    assert problem in error.value.problem
+    assert error.value.problem.count("device_map") <= 1
     assert fix in error.value.fix

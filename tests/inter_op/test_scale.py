@@ -72,14 +72,17 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, clus
     assert tried > 1
 
 
-def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None):
+def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None):
     runs = [RunCosts((), *[np.zeros(0)] * 6, least=least[:, a], least_each=each[:, a]) for a in range(len(meshes))]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
     sizes = np.array([math.prod(mesh) for mesh in meshes])
     tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=None, link_at=None)
-    space = SimpleNamespace(job=job, sizes=list(sizes), runs=runs, tables=tables, overhead=overhead)
+    if may_be is None:
+        may_be = np.ones((len(least), len(least) + 1, len(meshes)), dtype=bool)
+        may_be[0, -1] = schedule is None
+    space = SimpleNamespace(job=job, sizes=list(sizes), runs=runs, tables=tables, overhead=overhead, may_be=may_be)
     return step_bound(space)
 
 
@@ -93,29 +96,33 @@ def simulated(schedule, seconds, once, count, v=1, wires=()):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_simulated_pipeline_is_below_the_bound(seed):
-    """Every cut into stages on meshes of every size, waiting and messages included; costs grow where layers are
-    divided."""
+    """Every cut into stages on meshes of every size that pins leave, waiting and messages included; costs grow where
+    layers are divided."""
     rng = np.random.default_rng(seed)
     L, D, count = int(rng.integers(3, 6)), 8, int(rng.integers(2, 24))
     sizes = np.array([1, 2, 4, 8])
     each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
     once = rng.uniform(0, 2.0, (L, 1)) / sizes
     boundary = rng.uniform(0, rng.choice([1e-9, 0.3, 1.5]), (1, L + 1, 4, 4))
-    bound = bound_of(count * each + once, each, count, D, [(1, n) for n in sizes], boundary=boundary)
-    best = count * each[:, 3].sum() + once[:, 3].sum()
+    may_be = rng.random((L, L + 1, 4)) < rng.choice([0.6, 1.0])
+    every = [(1, n) for n in sizes]
+    bound = bound_of(count * each + once, each, count, D, every, boundary=boundary, may_be=may_be)
+    best = count * each[:, 3].sum() + once[:, 3].sum() if may_be[0, L, 3] else math.inf
     for p in range(2, L + 1):
         for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(4), repeat=p)):
             ends = list(zip(pairwise((0, *cuts, L)), meshes, strict=True))
+            if not all(may_be[a, b, m] for (a, b), m in ends):
+                continue
             seconds, per_step = ([float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once))
             wires = [float(boundary[0, cut, a, b]) for cut, (a, b) in zip(cuts, pairwise(meshes), strict=True)]
             if sizes[list(meshes)].sum() == D:
                 best = min(best, simulated("1F1B", seconds, per_step, count, 1, wires))
             for name, v in product(("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)):
-                fits = v in SCHEDULES[name].stages_per_mesh and p % v == 0 and len(set(meshes)) == 1
+                fits = v in SCHEDULES[name].stages_per_mesh and p % v == 0 and len(set(meshes)) == 1 and p > v
                 if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
                     best = min(best, simulated(name, seconds, per_step, count, v, wires))
     assert bound <= best * (1 + 1e-9)
-    assert bound >= best / 2, "it says something"
+    assert bound >= best / 2 or not may_be.all(), "it says something"
 
 
 @settings(max_examples=100, deadline=None)

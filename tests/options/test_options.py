@@ -23,6 +23,8 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
     assert options.placements == (("*.bias", "R* R"), ("head.*", "S0 R*"))
     assert options.memory_limit == 16 * 2**30
     assert PlanOptions.from_user(memory_limit="16 GB").memory_limit == 16e9
+    devices = PlanOptions.from_user(device_map={"embed.*": "0-2, 7", "head.*": [5, 4], "norm.*": 3}).device_map
+    assert devices == (("embed.*", (0, 1, 2, 7)), ("head.*", (4, 5)), ("norm.*", (3,)))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,13 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
         ({"placements": {"a": "Q0"}}, "Q0"),
         ({"placements": {"a": "S0"}, "logical_mesh": [2, 2]}, "1 modes"),
         ({"placements": "S0"}, "mapping"),
+        ({"device_map": "0-3"}, "device_map='0-3' is no mapping"),
+        ({"device_map": {"a": "3-1"}}, "device_map={'a': '3-1'}"),
+        ({"device_map": {"a": "0-x"}}, "device_map={'a': '0-x'}"),
+        ({"device_map": {"a": "0-99999999999"}}, "device_map=.*99999999999"),
+        ({"device_map": {"a": [-1]}}, "device_map={'a'"),
+        ({"device_map": {"a": []}}, "device_map={'a'"),
+        ({"solver": "lp"}, "ilp, propagation"),
         ({"memory_limit": -1}, "memory_limit=-1"),
         ({"memory_limit": "16 bananas"}, "16 bananas"),
         ({"memory_fraction": 1.5}, "at most 1"),

@@ -105,6 +105,25 @@ def test_micro_batches_without_stages(pool, plain, tmp_path):
     assert run["pipeline"][:2] == (1, 4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"parallel": "tensor"},
+        {"parallel": "zero3", "placements": {"*.weight": "S0"}},
+        {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"},
+    ],
+    ids=str,
+)
+def test_layouts_that_are_propagated(pool, plain, tmp_path, options):
+    run_case(pool, plain, tmp_path, "gpt", 2, {"solver": "propagation", **options})
+
+
+def test_parameters_on_the_devices_that_are_named(pool, plain, tmp_path):
+    options = {"device_map": {"wte.*": 0, "head.*": 1}, "num_microbatches": 2, "schedule": "1F1B"}
+    assert run_case(pool, plain, tmp_path, "gpt", 2, options)["pipeline"] == (2, 2, "1F1B")
+
+
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 

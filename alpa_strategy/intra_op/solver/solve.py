@@ -27,6 +27,7 @@ from alpa_strategy.intra_op.solver.lagrangian import (
 )
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
 from alpa_strategy.intra_op.solver.presolve import presolve
+from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
@@ -93,6 +94,47 @@ def solve(
         raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
     solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
+
+
+def propagate(problem: Problem) -> Solution:
+    """Layouts as they follow from op to op, nothing optimised and no memory limit.
+
+    Each op takes the strategy that is cheapest as its operands lie, resharding included. What consumes nothing (a
+    parameter, what a stage receives) takes what is cheapest for its first consumer.
+
+    Raises:
+        PlanError: an op has no strategy for its operands as they lie.
+    """
+    consumed: dict[int, dict[int, list[np.ndarray]]] = {}  # choice -> transfer -> the layouts that it asks for, [k]
+    for index, transfer in enumerate(problem.transfers):
+        for use in transfer.uses:
+            consumed.setdefault(use.choice, {}).setdefault(index, []).append(use.layout)
+    costs = [np.array(transfer.cost) for transfer in problem.transfers]  # 0 for targets that are there already
+    taken: dict[int, int] = {}
+    for c, reads in sorted(consumed.items()):
+        every, operands = np.arange(len(problem.choices[c].cost)), dict[int, np.ndarray]()  # [producer's strategy, k]
+        for index, layouts in reads.items():
+            p, source = problem.transfers[index].producer, problem.transfers[index].source
+            asked = np.zeros((len(every), costs[index].shape[1]), dtype=bool)  # [k, target]
+            for layout in layouts:
+                asked[every, layout] = True
+            alone = np.zeros(1) if p in taken else problem.choices[p].cost
+            sources = source[[taken[p]]] if p in taken else source
+            brought = np.where(asked, costs[index][sources][:, None], 0.0).sum(axis=2)
+            operands[p] = operands.get(p, alone[:, None]) + brought
+        seconds = problem.choices[c].cost + sum(table.min(axis=0) for table in operands.values())
+        taken[c] = k = int(seconds.argmin())
+        if np.isinf(seconds[k]):
+            raise PlanError(
+                f"layouts cannot be propagated to {problem.choices[c].name}: it takes none of its operands as they lie",
+                'pin fewer layouts, or use solver="ilp"',
+            )
+        for p, table in operands.items():
+            taken.setdefault(p, int(table[:, k].argmin()))
+        for index, layouts in reads.items():
+            costs[index][:, [layout[k] for layout in layouts]] = 0.0
+    assignment = tuple(taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices))
+    return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
