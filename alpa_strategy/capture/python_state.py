@@ -69,7 +69,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return Same(value, _version)
+        return Same(value, version_of)
     if isinstance(value, np.ndarray):
         return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
@@ -102,7 +102,7 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
 
@@ -372,7 +372,7 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
             namespace.pop(name, None)
 
 
-def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
+def kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Kept]:
     """What is to be kept of an attribute: its fields, its containers, its generators of random numbers, and those
     inside them, each once. `seen` gets their ids, and those of iterators, whose state cannot be kept."""
     place = ListPlace(module, name)
@@ -407,7 +407,7 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
 @contextmanager
 def fields_kept(owner: Any) -> Iterator[None]:
     """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", "", set()))
+    kept = list(kept_in(getattr(owner, "__dict__", {}), "", "", set()))
     try:
         yield
     finally:
@@ -448,7 +448,7 @@ def attributes_kept(
             before = {name: value for name, value in vars(child).items() if name not in skipped}
             owners.append((path, child, before))
             for name, value in {**_class_containers(type(child)), **before}.items():
-                kept += [(each, _is_torch_module(child)) for each in _kept_in(value, path, name, seen)]
+                kept += [(each, _is_torch_module(child)) for each in kept_in(value, path, name, seen)]
     changed: list[str] = []
     plain: list[SetAttribute] = []
     try:
@@ -527,7 +527,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for where, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
-            kept += _kept_in(value, where, name, seen)
+            kept += kept_in(value, where, name, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: list[str] = []
     try:
@@ -568,7 +568,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", "", set())]
+        kept = [each.items for v in attributes.values() for each in kept_in(v, "", "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)

@@ -20,6 +20,7 @@ from typing_extensions import override
 from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import all_largest, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.display.table import collapse_indices
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
@@ -32,6 +33,7 @@ from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse
 from alpa_strategy.planner.written_plan import against_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
+from alpa_strategy.runtime.made_again import MadeAgain, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -85,7 +87,7 @@ def _say_why(why: CaptureError) -> None:
     rank_zero_info(
         f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
         f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and its ops "
-        "could be divided (tensor, sequence and pipeline parallelism, recomputation)"
+        "could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
     )
 
 
@@ -160,13 +162,19 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile))
+        modules = modules_to_make_again(module, job.options.remat) if optimizers else {}
+        self._made_again = MadeAgain(modules, None if self.on_use is None else self.on_use.around)
+        self._adapted.enter_context(self._made_again.installed())
+        if modules and say:
+            names = ", ".join(dict.fromkeys(map(collapse_indices, modules)))
+            rank_zero_info(f"alpa: of the forwards of {names} the inputs are kept, and they run again in the backward")
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
-        with self.in_step():
+        with self.in_step(), self._made_again.in_use():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()

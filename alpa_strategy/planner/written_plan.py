@@ -6,12 +6,13 @@ Nothing is captured and nothing solved: every rank runs the user's own step on i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import AS_WRITTEN, Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, SELECTIVE, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
@@ -19,14 +20,14 @@ KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gat
 
 def against_written(options: PlanOptions) -> str | None:
     """The option that only a captured step can meet, None where there is none."""
-    if options.asks_for_pipeline:
+    if replace(options, remat=None).asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
     if options.placements:
         return "placements are asked for"
-    if isinstance(options.remat, tuple):
-        return f"remat={list(options.remat)} is asked for"
+    if isinstance(options.remat, tuple) and SELECTIVE in options.remat:
+        return f"remat={SELECTIVE!r} is asked for"
     if options.offload:
         return f"offload={options.offload!r} is asked for"
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:

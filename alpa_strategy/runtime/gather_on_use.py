@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -154,6 +154,7 @@ class GatherOnUse:
         self._users: Counter[int] = Counter()  # modules that run, by unit
         self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         self._regather: Regather | None = None
         self._depth = 0
@@ -245,6 +246,16 @@ class GatherOnUse:
         if self._depth and not self._keeps:
             self.rounds.finish()
 
+    @contextmanager
+    def around(self, module: nn.Module) -> Iterator[None]:
+        """Context of a forward that is called past the module's hooks."""
+        before, after = self._watched.get(module, (nullcontext, nullcontext))
+        before()
+        try:
+            yield
+        finally:
+            after()
+
     def drop(self) -> None:
         """Parts have new values: whole copies are old. Not within `in_use`."""
         self._whole.clear()
@@ -334,6 +345,7 @@ class GatherOnUse:
                     del self._whole[parameter]
                     set_data([(parameter, self._nothing(parameter))])
 
+        self._watched[module] = before, after
         self._hooks.append(module.register_forward_pre_hook(before))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
