@@ -6,6 +6,7 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import all_largest, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
-from alpa_strategy.display.table import collapse_indices
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
@@ -33,7 +33,7 @@ from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse
 from alpa_strategy.planner.written_plan import against_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.made_again import MadeAgain, modules_to_make_again
+from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -162,19 +162,24 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile))
-        modules = modules_to_make_again(module, job.options.remat) if optimizers else {}
-        self._made_again = MadeAgain(modules, None if self.on_use is None else self.on_use.around)
-        self._adapted.enter_context(self._made_again.installed())
-        if modules and say:
-            names = ", ".join(dict.fromkeys(map(collapse_indices, modules)))
-            rank_zero_info(f"alpa: of the forwards of {names} the inputs are kept, and they run again in the backward")
+        remat = job.options.remat
+        chooses = remat is None and math.isfinite(limit) and job.compile is None
+        modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
+        self._room = Room(modules, limit - plan.predicted.peak_bytes) if chooses else None
+        self._adapted.enter_context(MadeAgain(module, modules, self._room).installed())
+
+    @override
+    def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
+        super().begin_check(batch, loss)
+        if loss is not None and self._room is not None and (line := self._room.ends_in(loss)) is not None:
+            rank_zero_info(f"alpa: {line}")
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
-        with self.in_step(), self._made_again.in_use():
+        with self.in_step():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()

@@ -8,11 +8,10 @@ changed in between) is an error. Works on steps as they are written, which nobod
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from alpa_strategy.capture.python_state import (
     KeptGenerator,
@@ -31,6 +31,7 @@ from alpa_strategy.capture.python_state import (
     version_of,
 )
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
+from alpa_strategy.units import format_bytes
 
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
@@ -38,133 +39,201 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None) -> dict[str, nn.Module]:
     """By name, the outermost modules that `PlanOptions.remat` means in a step as it is written.
 
-    Names are those of modules; `True` means the items of the outermost lists of modules, and sequences of layers.
+    `True` and None mean the items of lists of modules, those of inner lists instead of these.
 
     Raises:
-        OptionError: there are none.
+        OptionError: what is asked for is not there.
     """
-    if remat is True:
-        found = dict(_repeated("", root))
-        if not found:
-            raise OptionError(
-                f"remat=True makes the items of ModuleLists and Sequentials again where a step runs as it is written, "
-                f"and {type(root).__name__} has none",
-                'name modules, as in remat=["encoder"], or leave remat out',
-            )
-        return found
-    found = {}
-    for name in remat or ():
-        own = {k: m for path, each in root.named_modules() if fnmatchcase(path, name) for k, m in _callable(path, each)}
-        if not own:
-            raise OptionError(
-                f"remat={name!r} names no module, and a step that runs as it is written has no other names",
-                'name modules as named_modules() does, such as "blocks.*"',
-            )
-        found |= own
-    return {k: m for k, m in found.items() if k and not any(k.startswith(f"{other}.") for other in found)}
+    called = {k: m for k, m in root.named_modules() if k and not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    if isinstance(remat, tuple):
+        matching = {name: [k for k in called if fnmatchcase(k, name)] for name in remat}
+        names, unmet = [k for own in matching.values() for k in own], [repr(n) for n in remat if not matching[n]]
+    else:
+        items = (k for k in called if isinstance(root.get_submodule(k.rpartition(".")[0]), _LISTS))
+        names = [k for k in items if _has_parts(called[k]) and not _holds_others(called[k])]
+        unmet = ["True"] if remat and not names else []
+    if unmet:
+        raise OptionError(
+            f"remat={unmet[0]} names no module, and a step that runs as it is written has nothing else to make again",
+            'name modules that are called, such as "blocks.*" (True names the items of ModuleLists and Sequentials)',
+        )
+    return {k: called[k] for k in names if not any(k.startswith(f"{other}.") for other in names)}
 
 
-def _callable(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module; in place of a list, which nobody calls, its items."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _callable(f"{path}.{name}", child)
+def _has_parts(module: nn.Module) -> bool:
+    """Whether it is more than a layer, which keeps no more than what it is given."""
+    return next(module.children(), None) is not None
 
 
-def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Items of the outermost lists below a module, and sequences of nothing but layers."""
-    is_list = isinstance(module, _LISTS)
-    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
-    if is_list and all(_is_layer(child) for _, child in children):
-        if isinstance(module, nn.Sequential) and len(children) > 1:
-            yield path, module
-        return
-    for name, child in children:
-        if is_list and not isinstance(child, _LISTS):
-            if not _is_layer(child):
-                yield name, child
-        else:
-            yield from _repeated(name, child)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """One of PyTorch's without parts: it keeps what it is given, which making it again would keep as well."""
-    return next(module.children(), None) is None and type(module).__module__.startswith("torch.nn.")
+def _holds_others(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and any(map(_has_parts, module))
 
 
 class MadeAgain:
-    """See the file's docstring. Modules run as they do until `in_use`, and where autograd does not watch.
+    """See the file's docstring. Modules run as they do in evaluation, and where autograd does not watch.
 
     Args:
-        modules: by name.
-        around: context around a module's forward without its hooks, in which its parameters are whole.
+        root: what is trained; None: nothing is.
+        modules: of it, by name.
+        room: says which of them run again; None: all.
     """
 
     def __init__(
         self,
+        root: nn.Module | None = None,
         modules: Mapping[str, nn.Module] | None = None,
-        around: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+        room: Room | None = None,
     ) -> None:
-        self.modules, self._around = dict(modules or {}), around or (lambda _module: nullcontext())
-        self._is_active = False
+        self._root, self._modules, self._room = root, dict(modules or {}), room
 
     def installed(self) -> AbstractContextManager[None]:
         """Context in which the modules' forwards are ours."""
-        return patched((m, "forward", partial(self._forward, name, m, m.forward)) for name, m in self.modules.items())
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Context of a step, and of forwards that run again for it."""
-        was_active, self._is_active = self._is_active, True
-        try:
-            yield
-        finally:
-            self._is_active = was_active
+        return patched((m, "forward", partial(self._forward, name, m, m.forward)) for name, m in self._modules.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy of the module is nobody's
 
     @torch.compiler.disable
-    def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_function = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors are no one's to keep
-        if not self._is_active or is_function or not torch.is_grad_enabled():
+        if self._root is None or not self._root.training or not torch.is_grad_enabled() or is_function:
             return forward(*args, **kwargs)
         given = (*args, *kwargs.values())
+        if self._room is not None and not self._room.is_short_for(name, given):
+            output = forward(*args, **kwargs)
+            self._room.learn(name, output, given)
+            return output
         start = _Start(name, module, given)
         unique = list({id(value): value for value in given}.values())  # code asks whether `query is key`
         places = [next(i for i, value in enumerate(unique) if value is each) for each in given]
 
         def run(*unique: Any) -> Any:
             again = [unique[place] for place in places]
-            with self.in_use(), start.entered(), self._around(module):
+            with start.entered():
                 return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
 
         return checkpoint(run, *unique, use_reentrant=False)
 
 
-class _Python:
-    """What a module's tree and the arguments of a call hold beside tensors, and the random numbers to come."""
+class Room:
+    """Which modules run again so that what a pass (a forward and its backward) keeps fits: the first, as few as do.
 
-    def __init__(self, module: nn.Module, arguments: Iterable[Any]) -> None:
-        own, seen, skipped = [vars(each) for each in module.modules()], set[int](), framework_attributes()
-        self._names = [(names, dict(names)) for names in (*own, *(each._buffers for each in module.modules()))]
-        attributes = (value for names in own for key, value in names.items() if key not in skipped)
-        values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
-        self._kept = [each for value in values for each in kept_in(value, "", "", seen)]
-        for each in (random.random.__self__, np.random.rand.__self__):  # type: ignore[attr-defined]
-            self._kept.append(KeptGenerator("", each, each.__getstate__()))
-        self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    What a module keeps is in proportion to what it is given, as in the first of its kind, which did not run again. What
+    the pass keeps outside of the modules is known from the first backward on; until then half the room is left for it.
 
-    def restore(self) -> None:
-        """Let all of it be as it was."""
-        for names, before in self._names:
-            put_back(names, before, changed_names(names, before))
-        for each in self._kept:
-            each.restore()
-        for generator, state in self._generators:
-            generator.set_state(state)
+    Args:
+        num_bytes: for what autograd keeps.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], num_bytes: float) -> None:
+        self._num_bytes, self._has_told = num_bytes, False
+        self._kinds = {k: (type(m), *(p.shape for p in m.parameters())) for k, m in modules.items()}
+        self._tensors = [t for m in modules.values() for t in (*m.parameters(), *m.buffers())]
+        self._shares: dict[Any, float] = {}  # by kind: bytes kept for each byte given
+        self._given: dict[str, int] = {}  # bytes, at the last call
+        self._outside: tuple[float, int] | None = None  # bytes, and those that the modules were given then
+        self._begin()
+
+    def _begin(self) -> None:
+        self._to_come, self._again = set(self._kinds), dict[str, float]()  # with the bytes that are made again
+        self._kept = self._kept_inside = 0.0
+
+    def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
+        """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
+        leaves = tree_leaves(given)
+        if name not in self._to_come or not all(isinstance(each, Tensor | float | int | str) for each in leaves):
+            return name in self._again  # what else it is given, it may change: a cache
+        self._to_come.remove(name)
+        size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
+        if (share := self._shares.get(self._kinds[name])) is None:
+            return False
+        to_come = ((self._given.get(k, size), self._shares.get(self._kinds[k], share)) for k in self._to_come)
+        needed = self._kept + size * (1 + share) + sum(given * (1 + share) for given, share in to_come)
+        is_short = needed > (self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0])
+        if is_short:
+            self._again[name] = size * share
+        self._kept += size * (1 if is_short else 1 + share)
+        return is_short
+
+    def learn(self, name: str, output: Any, given: Iterable[Any]) -> None:
+        """A module did not run again."""
+        kind, size = self._kinds[name], self._given.get(name, 0)
+        if kind not in self._shares and size:
+            self._shares[kind] = kept_bytes(output, given, self._tensors) / size
+            self._kept += size * (1 + self._shares[kind])
+        self._kept_inside += size * (1 + self._shares.get(kind, 0.0))
+
+    def ends_in(self, loss: Tensor) -> str | None:
+        """The pass ends in the backward of a loss. What is to be said of it, once."""
+        was_known, given = self._outside is not None, sum(self._given.values())
+        if self._outside is None or given > self._outside[1]:
+            self._outside = max(0.0, kept_bytes(loss, (), self._tensors) - self._kept_inside), given
+        again, making = self._again, self._kept - self._kept_inside + max(self._again.values(), default=0)
+        needed = self._outside[0] + max(self._kept, making)
+        self._begin()
+        if not (was_known and again) or self._has_told:
+            return None
+        self._has_told = True
+        return (
+            f"a step's backward needs {format_bytes(needed)}, parameters leave {format_bytes(self._num_bytes)} for it: "
+            f"{len(again)} of {len(self._kinds)} modules run again in it ({', '.join(again)})"
+        )
+
+
+def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps for the backward of `results` down to `until`, beside these and the memory of `apart`.
+
+    What hooks have put in the place of tensors (what runs again, parameters in parts) does not count.
+    """
+    ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
+    seen: set[Any] = {None, *(each.grad_fn for each in ends)}
+    waiting: list[Any] = [each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)]
+    found: dict[int, int] = {}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        for name in _names_of_kept(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
+            with suppress(RuntimeError):  # an earlier backward has dropped it
+                saved = (getattr(each, "data", None) for each in tree_leaves(getattr(node, name)))
+                storages = [t.untyped_storage() for t in saved if isinstance(t, Tensor) and t.layout is torch.strided]
+                found |= {storage._cdata: storage.nbytes() for storage in storages}
+    known = {each.untyped_storage()._cdata for each in (*ends, *apart) if each.layout is torch.strided}
+    return sum(size for storage, size in found.items() if storage not in known)
+
+
+@cache
+def _names_of_kept(node: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+
+
+def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for each in module.modules():
+        yield from (vars(each), each._buffers)
+
+
+def _put_back_calls(module: nn.Module, arguments: Iterable[Any]) -> list[Callable[[], Any]]:
+    """Calls that let what a module's tree and other objects hold, and the random numbers to come, be as they are now.
+
+    Values of tensors are left alone.
+    """
+    skipped, seen = framework_attributes(), set[int]()
+    attributes = (value for space in _spaces(module) for key, value in space.items() if key not in skipped)
+    values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
+    kept = [each for value in values for each in kept_in(value, "", "", seen)]
+    for each in (random.random.__self__, np.random.rand.__self__):  # type: ignore[attr-defined]
+        kept.append(KeptGenerator("", each, each.__getstate__()))
+    return [
+        *(partial(_put_back_all, space, dict(space)) for space in _spaces(module)),
+        *(each.restore for each in kept),
+        *(partial(value.set_state, value.get_state()) for value in values if isinstance(value, torch.Generator)),
+    ]
+
+
+def _put_back_all(space: dict[str, Any], before: dict[str, Any]) -> None:
+    put_back(space, before, changed_names(space, before))
 
 
 class _Start:
@@ -172,23 +241,21 @@ class _Start:
 
     Args:
         name: of the module, for messages.
-        arguments: of the call.
+        given: to the call.
     """
 
-    def __init__(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._name, self._module, self._has_begun = name, module, False
-        self._arguments = [each for each in arguments if not isinstance(each, Tensor)]
-        self._python = _Python(module, self._arguments)
+        self._given = [each for each in given if not isinstance(each, Tensor)]
+        self._put_back = _put_back_calls(module, self._given)
         self._values = {t: t.detach().clone() for t in self._own_tensors()}
-        self._versions = {t: version_of(t) for t in self._values}
-        # A user's own checkpoint around this one does not keep what it is given.
-        leaves = (each for each in tree_leaves(arguments) if isinstance(each, Tensor))
-        self._given = [(weakref.ref(each), version_of(each)) for each in leaves]
+        leaves = (each for each in tree_leaves(given) if isinstance(each, Tensor))
+        self._versions = WeakIdKeyDictionary({t: version_of(t) for t in (*self._values, *leaves)})
 
-    def _own_tensors(self) -> Iterator[Tensor]:
+    def _own_tensors(self) -> list[Tensor]:
         """Buffers, and attributes that are tensors of no graph."""
-        for names in (names for each in self._module.modules() for names in (each._buffers, vars(each))):
-            yield from (t for t in names.values() if isinstance(t, Tensor) and not t.requires_grad)
+        values = (value for space in _spaces(self._module) for value in space.values())
+        return [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -202,26 +269,29 @@ class _Start:
             yield
             self._keep_changed()
             return
-        given = ((tensor, version) for ref, version in self._given if (tensor := ref()) is not None)
-        if any(version_of(tensor) != version for tensor, version in (*given, *self._versions.items())):
+        if any(version_of(tensor) != version for tensor, version in self._versions.items()):
             raise RuntimeMismatchError(
                 f"what {self._name} computed with was changed in place before its backward, for which it runs again",
-                "change it after the backward, or leave the module out of remat",
+                "change it after the backward, or let all be kept (remat=False)",
             )
-        now = _Python(self._module, self._arguments)
-        self._python.restore()
+        now = _put_back_calls(self._module, self._given)
+        for call in self._put_back:
+            call()
         again = {id(t): self._values.get(t, t).clone() for t in self._own_tensors()}
-        for names in (names for each in self._module.modules() for names in (each._buffers, vars(each))):
-            names.update({key: again[id(value)] for key, value in names.items() if id(value) in again})
+        for space in _spaces(self._module):
+            space.update({key: again[id(value)] for key, value in space.items() if id(value) in again})
         try:
             yield
         finally:
-            now.restore()
+            for call in now:
+                call()
 
     def _keep_changed(self) -> None:
         """Values are kept of what the first run has changed, and of vectors: norms update their statistics unseen."""
-        changed = {t for t in self._values if version_of(t) != self._versions[t]}
-        self._values = {t: value for t, value in self._values.items() if t in changed or t.ndim < 2}
-        self._versions = {t: v for t, v in self._versions.items() if t not in self._values}
+        for tensor in list(self._values):
+            unneeded = (
+                self._values if version_of(tensor) == self._versions[tensor] and tensor.ndim > 1 else self._versions
+            )
+            del unneeded[tensor]
         for each in self._module.modules():  # not `parameters()`: these may have to be gathered for it
-            self._versions |= {p: p._version for p in dict.values(each._parameters) if p is not None}
+            self._versions.update({p: p._version for p in dict.values(each._parameters) if p is not None})
