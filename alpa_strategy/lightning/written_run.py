@@ -165,8 +165,8 @@ class WrittenRun(PlacedModule):
         remat = job.options.remat
         chooses = remat is None and math.isfinite(limit) and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
-        self._room = Room(modules, limit - plan.predicted.peak_bytes) if chooses else None
-        self._adapted.enter_context(MadeAgain(module, modules, self._room).installed())
+        self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
+        self._adapted.enter_context(MadeAgain(module, self._room).installed(modules))
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:

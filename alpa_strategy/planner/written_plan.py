@@ -12,7 +12,7 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import AS_WRITTEN, Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import BUCKET_BYTES, SELECTIVE, OptimizerInfo, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
@@ -26,8 +26,6 @@ def against_written(options: PlanOptions) -> str | None:
         return f"parallel={options.parallel!r} is asked for"
     if options.placements:
         return "placements are asked for"
-    if isinstance(options.remat, tuple) and SELECTIVE in options.remat:
-        return f"remat={SELECTIVE!r} is asked for"
     if options.offload:
         return f"offload={options.offload!r} is asked for"
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:

@@ -155,7 +155,6 @@ class GatherOnUse:
         self._users: Counter[int] = Counter()  # modules that run, by unit
         self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
         self._installed = ExitStack()
-        self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         self._regather: Regather | None = None
         self._depth = 0
         self._stays_whole = False  # what is whole, for the backward of functions
@@ -254,9 +253,6 @@ class GatherOnUse:
     def remove(self) -> None:
         """Give the module back as it was."""
         self._installed.close()
-        for owner, plain in self._plain:
-            owner.__dict__["_parameters"] = plain
-        self._plain.clear()
 
     # While it is active
 
@@ -296,8 +292,8 @@ class GatherOnUse:
             own = [p for p in owner._parameters.values() if p is not None and p in known]
             if not own:
                 continue
-            self._plain.append((owner, owner._parameters))
-            owner.__dict__["_parameters"] = _NeedOnAccess(owner._parameters, self)
+            ours = _NeedOnAccess(owner._parameters, self)
+            self._installed.enter_context(patched([(vars(owner), "_parameters", ours)]))
             block = block_of.get(owner, owner)
             for parameter in own:
                 if parameter not in self._unit_of:

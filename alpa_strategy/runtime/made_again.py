@@ -49,8 +49,9 @@ def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None)
         matching = {name: [k for k in called if fnmatchcase(k, name)] for name in remat}
         names, unmet = [k for own in matching.values() for k in own], [repr(n) for n in remat if not matching[n]]
     else:
-        items = (k for k in called if isinstance(root.get_submodule(k.rpartition(".")[0]), _LISTS))
-        names = [k for k in items if _has_parts(called[k]) and not _holds_others(called[k])]
+        items = {k: m for k, m in called.items() if isinstance(root.get_submodule(k.rpartition(".")[0]), _LISTS)}
+        holders = [k for k, m in items.items() if isinstance(m, nn.Sequential) and any(map(_has_parts, m))]
+        names = [k for k, m in items.items() if _has_parts(m) and k not in holders]
         unmet = ["True"] if remat and not names else []
     if unmet:
         raise OptionError(
@@ -65,30 +66,20 @@ def _has_parts(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _holds_others(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and any(map(_has_parts, module))
-
-
 class MadeAgain:
     """See the file's docstring. Modules run as they do in evaluation, and where autograd does not watch.
 
     Args:
         root: what is trained; None: nothing is.
-        modules: of it, by name.
-        room: says which of them run again; None: all.
+        room: says which modules run again; None: all.
     """
 
-    def __init__(
-        self,
-        root: nn.Module | None = None,
-        modules: Mapping[str, nn.Module] | None = None,
-        room: Room | None = None,
-    ) -> None:
-        self._root, self._modules, self._room = root, dict(modules or {}), room
+    def __init__(self, root: nn.Module | None = None, room: Room | None = None) -> None:
+        self._root, self._room = root, room
 
-    def installed(self) -> AbstractContextManager[None]:
-        """Context in which the modules' forwards are ours."""
-        return patched((m, "forward", partial(self._forward, name, m, m.forward)) for name, m in self._modules.items())
+    def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
+        """Context in which the forwards of modules, by name, are ours."""
+        return patched((m, "forward", partial(self._forward, name, m, m.forward)) for name, m in modules.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy of the module is nobody's
@@ -100,9 +91,7 @@ class MadeAgain:
             return forward(*args, **kwargs)
         given = (*args, *kwargs.values())
         if self._room is not None and not self._room.is_short_for(name, given):
-            output = forward(*args, **kwargs)
-            self._room.learn(name, output, given)
-            return output
+            return self._room.learn(name, forward(*args, **kwargs), given)
         start = _Start(name, module, given)
         unique = list({id(value): value for value in given}.values())  # code asks whether `query is key`
         places = [next(i for i, value in enumerate(unique) if value is each) for each in given]
@@ -125,10 +114,10 @@ class Room:
         num_bytes: for what autograd keeps.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], num_bytes: float) -> None:
+    def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module], num_bytes: float) -> None:
         self._num_bytes, self._has_told = num_bytes, False
         self._kinds = {k: (type(m), *(p.shape for p in m.parameters())) for k, m in modules.items()}
-        self._tensors = [t for m in modules.values() for t in (*m.parameters(), *m.buffers())]
+        self._tensors = [*root.parameters(), *root.buffers()]
         self._shares: dict[Any, float] = {}  # by kind: bytes kept for each byte given
         self._given: dict[str, int] = {}  # bytes, at the last call
         self._outside: tuple[float, int] | None = None  # bytes, and those that the modules were given then
@@ -141,7 +130,7 @@ class Room:
     def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
         """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
         leaves = tree_leaves(given)
-        if name not in self._to_come or not all(isinstance(each, Tensor | float | int | str) for each in leaves):
+        if name not in self._to_come or not all(isinstance(each, Tensor | float | int | str | None) for each in leaves):
             return name in self._again  # what else it is given, it may change: a cache
         self._to_come.remove(name)
         size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
@@ -155,20 +144,21 @@ class Room:
         self._kept += size * (1 if is_short else 1 + share)
         return is_short
 
-    def learn(self, name: str, output: Any, given: Iterable[Any]) -> None:
-        """A module did not run again."""
+    def learn(self, name: str, output: Any, given: Iterable[Any]) -> Any:
+        """The output of a module that does not run again, looked at."""
         kind, size = self._kinds[name], self._given.get(name, 0)
         if kind not in self._shares and size:
             self._shares[kind] = kept_bytes(output, given, self._tensors) / size
             self._kept += size * (1 + self._shares[kind])
         self._kept_inside += size * (1 + self._shares.get(kind, 0.0))
+        return output
 
     def ends_in(self, loss: Tensor) -> str | None:
         """The pass ends in the backward of a loss. What is to be said of it, once."""
         was_known, given = self._outside is not None, sum(self._given.values())
         if self._outside is None or given > self._outside[1]:
             self._outside = max(0.0, kept_bytes(loss, (), self._tensors) - self._kept_inside), given
-        again, making = self._again, self._kept - self._kept_inside + max(self._again.values(), default=0)
+        again, making = list(self._again), self._kept - self._kept_inside + max(self._again.values(), default=0)
         needed = self._outside[0] + max(self._kept, making)
         self._begin()
         if not (was_known and again) or self._has_told:
@@ -176,7 +166,7 @@ class Room:
         self._has_told = True
         return (
             f"a step's backward needs {format_bytes(needed)}, parameters leave {format_bytes(self._num_bytes)} for it: "
-            f"{len(again)} of {len(self._kinds)} modules run again in it ({', '.join(again)})"
+            f"{len(again)} of {len(self._kinds)} modules run again in it, from {again[0]} to {again[-1]}"
         )
 
 
@@ -187,14 +177,12 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
     """
     ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
     seen: set[Any] = {None, *(each.grad_fn for each in ends)}
-    waiting: list[Any] = [each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)]
+    waiting: set[Any] = {each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)} - seen
     found: dict[int, int] = {}
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
         seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+        waiting |= {before for before, _ in node.next_functions} - seen
         for name in _names_of_kept(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
             with suppress(RuntimeError):  # an earlier backward has dropped it
                 saved = (getattr(each, "data", None) for each in tree_leaves(getattr(node, name)))
@@ -214,40 +202,35 @@ def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield from (vars(each), each._buffers)
 
 
-def _put_back_calls(module: nn.Module, arguments: Iterable[Any]) -> list[Callable[[], Any]]:
-    """Calls that let what a module's tree and other objects hold, and the random numbers to come, be as they are now.
-
-    Values of tensors are left alone.
-    """
+def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
+    """What lets all that a module's tree and other objects hold, and random numbers to come, be as now; no tensors."""
     skipped, seen = framework_attributes(), set[int]()
     attributes = (value for space in _spaces(module) for key, value in space.items() if key not in skipped)
     values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
     kept = [each for value in values for each in kept_in(value, "", "", seen)]
     for each in (random.random.__self__, np.random.rand.__self__):  # type: ignore[attr-defined]
         kept.append(KeptGenerator("", each, each.__getstate__()))
-    return [
-        *(partial(_put_back_all, space, dict(space)) for space in _spaces(module)),
-        *(each.restore for each in kept),
-        *(partial(value.set_state, value.get_state()) for value in values if isinstance(value, torch.Generator)),
-    ]
+    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    spaces = [(space, dict(space)) for space in _spaces(module)]
 
+    def put_all_back() -> None:
+        for space, before in spaces:
+            put_back(space, before, changed_names(space, before))
+        for each in kept:
+            each.restore()
+        for generator, state in generators:
+            generator.set_state(state)
 
-def _put_back_all(space: dict[str, Any], before: dict[str, Any]) -> None:
-    put_back(space, before, changed_names(space, before))
+    return put_all_back
 
 
 class _Start:
-    """Where a forward of a module began, to begin there again.
-
-    Args:
-        name: of the module, for messages.
-        given: to the call.
-    """
+    """Where a forward of a module began, to begin there again."""
 
     def __init__(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._name, self._module, self._has_begun = name, module, False
         self._given = [each for each in given if not isinstance(each, Tensor)]
-        self._put_back = _put_back_calls(module, self._given)
+        self._put_back = _as_it_is(module, self._given)
         self._values = {t: t.detach().clone() for t in self._own_tensors()}
         leaves = (each for each in tree_leaves(given) if isinstance(each, Tensor))
         self._versions = WeakIdKeyDictionary({t: version_of(t) for t in (*self._values, *leaves)})
@@ -274,24 +257,20 @@ class _Start:
                 f"what {self._name} computed with was changed in place before its backward, for which it runs again",
                 "change it after the backward, or let all be kept (remat=False)",
             )
-        now = _put_back_calls(self._module, self._given)
-        for call in self._put_back:
-            call()
+        put_back_now = _as_it_is(self._module, self._given)
+        self._put_back()
         again = {id(t): self._values.get(t, t).clone() for t in self._own_tensors()}
         for space in _spaces(self._module):
             space.update({key: again[id(value)] for key, value in space.items() if id(value) in again})
         try:
             yield
         finally:
-            for call in now:
-                call()
+            put_back_now()
 
     def _keep_changed(self) -> None:
         """Values are kept of what the first run has changed, and of vectors: norms update their statistics unseen."""
         for tensor in list(self._values):
-            unneeded = (
-                self._values if version_of(tensor) == self._versions[tensor] and tensor.ndim > 1 else self._versions
-            )
-            del unneeded[tensor]
+            is_kept = tensor.ndim < 2 or version_of(tensor) != self._versions[tensor]
+            del (self._versions if is_kept else self._values)[tensor]
         for each in self._module.modules():  # not `parameters()`: these may have to be gathered for it
             self._versions.update({p: p._version for p in dict.values(each._parameters) if p is not None})

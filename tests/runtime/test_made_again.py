@@ -120,10 +120,9 @@ def outcome(kind: type[nn.Module], again: bool, before: Callable[[nn.Module], No
     np.random.seed(1)
     torch.manual_seed(1)
     net = Net(kind).double()
-    made_again = MadeAgain(net, modules_to_make_again(net, True) if again else {})
     given = torch.randn(5, WIDTH, dtype=torch.float64)
 
-    with made_again.installed():
+    with MadeAgain(net).installed(modules_to_make_again(net, True) if again else {}):
         for _ in range(2):
             with kept_tensors() as kept:
                 loss = net(given).square().mean()
@@ -165,8 +164,7 @@ def test_what_was_changed_before_the_backward_is_an_error() -> None:
 
 def test_copies_and_evaluation_run_as_they_do() -> None:
     net = Net(Residual)
-    again = MadeAgain(net, modules_to_make_again(net, True))
-    with again.installed():
+    with MadeAgain(net).installed(modules_to_make_again(net, True)):
         twin = copy.deepcopy(net)
         with kept_tensors() as kept:
             twin(torch.ones(2, WIDTH))
@@ -181,8 +179,7 @@ def test_half_precision_is_kept() -> None:
     for remat in (False, True):
         torch.manual_seed(0)
         net = Net(Residual)
-        again = MadeAgain(net, modules_to_make_again(net, remat) if remat else {})
-        with again.installed():
+        with MadeAgain(net).installed(modules_to_make_again(net, True) if remat else {}):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = net(torch.ones(2, WIDTH)).sum()
             loss.backward()
@@ -198,8 +195,7 @@ def test_compiled_modules_too(which: str) -> None:
         net = Net(Residual)
         if which == "blocks":
             net.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in net.blocks)
-        again = MadeAgain(net, modules_to_make_again(net, remat) if remat else {})
-        with again.installed():
+        with MadeAgain(net).installed(modules_to_make_again(net, True) if remat else {}):
             if which == "net":
                 net.compile(backend="aot_eager")
             with kept_tensors() as kept:
