@@ -178,7 +178,7 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
     ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
     seen: set[Any] = {None, *(each.grad_fn for each in ends)}
     waiting: set[Any] = {each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)} - seen
-    found: dict[int, int] = {}
+    own, found = set(apart), dict[int, int]()
     while waiting:
         node = waiting.pop()
         seen.add(node)
@@ -186,10 +186,15 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
         for name in _names_of_kept(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
             with suppress(RuntimeError):  # an earlier backward has dropped it
                 saved = (getattr(each, "data", None) for each in tree_leaves(getattr(node, name)))
-                storages = [t.untyped_storage() for t in saved if isinstance(t, Tensor) and t.layout is torch.strided]
-                found |= {storage._cdata: storage.nbytes() for storage in storages}
-    known = {each.untyped_storage()._cdata for each in (*ends, *apart) if each.layout is torch.strided}
+                kept = (t for t in saved if isinstance(t, Tensor) and t.layout is torch.strided)
+                # A parameter whose data was exchanged since then (ZeRO-2) is known by itself.
+                found |= {_storage(t): t.untyped_storage().nbytes() for t in kept if own.isdisjoint((t, t._base))}
+    known = {_storage(each) for each in (*ends, *own) if each.layout is torch.strided}
     return sum(size for storage, size in found.items() if storage not in known)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @cache
