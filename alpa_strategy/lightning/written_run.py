@@ -6,7 +6,6 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,7 +162,7 @@ class WrittenRun(PlacedModule):
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile))
         remat = job.options.remat
-        chooses = remat is None and math.isfinite(limit) and job.compile is None
+        chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
         self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
         self._adapted.enter_context(MadeAgain(module, self._room).installed(modules))

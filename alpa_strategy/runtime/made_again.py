@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,6 @@ from alpa_strategy.capture.python_state import (
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 
-_LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
-
 
 def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None) -> dict[str, nn.Module]:
     """By name, the outermost modules that `PlanOptions.remat` means in a step as it is written.
@@ -44,14 +42,16 @@ def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None)
     Raises:
         OptionError: what is asked for is not there.
     """
-    called = {k: m for k, m in root.named_modules() if k and not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    called = {k: m for k, m in root.named_modules() if k and not isinstance(m, lists)}
     if isinstance(remat, tuple):
         matching = {name: [k for k in called if fnmatchcase(k, name)] for name in remat}
         names, unmet = [k for own in matching.values() for k in own], [repr(n) for n in remat if not matching[n]]
     else:
-        items = {k: m for k, m in called.items() if isinstance(root.get_submodule(k.rpartition(".")[0]), _LISTS)}
-        holders = [k for k, m in items.items() if isinstance(m, nn.Sequential) and any(map(_has_parts, m))]
-        names = [k for k, m in items.items() if _has_parts(m) and k not in holders]
+        owners = (m for m in root.modules() if isinstance(m, (*lists, nn.Sequential)))
+        # A layer without parts keeps no more than what it is given.
+        items = {m for owner in owners for m in owner.children() if next(m.children(), None) is not None}
+        names = [k for k, m in called.items() if m in items and items.isdisjoint(m.children())]
         unmet = ["True"] if remat and not names else []
     if unmet:
         raise OptionError(
@@ -59,11 +59,6 @@ def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None)
             'name modules that are called, such as "blocks.*" (True names the items of ModuleLists and Sequentials)',
         )
     return {k: called[k] for k in names if not any(k.startswith(f"{other}.") for other in names)}
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Whether it is more than a layer, which keeps no more than what it is given."""
-    return next(module.children(), None) is not None
 
 
 class MadeAgain:
@@ -126,6 +121,7 @@ class Room:
     def _begin(self) -> None:
         self._to_come, self._again = set(self._kinds), dict[str, float]()  # with the bytes that are made again
         self._kept = self._kept_inside = 0.0
+        self._before: list[tuple[Tensor, int]] = []  # what the module is given that runs now
 
     def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
         """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
@@ -135,19 +131,21 @@ class Room:
         self._to_come.remove(name)
         size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
         if (share := self._shares.get(self._kinds[name])) is None:
+            self._before = [(each, version_of(each)) for each in leaves if isinstance(each, Tensor)]
             return False
         to_come = ((self._given.get(k, size), self._shares.get(self._kinds[k], share)) for k in self._to_come)
         needed = self._kept + size * (1 + share) + sum(given * (1 + share) for given, share in to_come)
-        is_short = needed > (self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0])
-        if is_short:
+        room = self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0]
+        if is_short := needed > room:
             self._again[name] = size * share
         self._kept += size * (1 if is_short else 1 + share)
         return is_short
 
     def learn(self, name: str, output: Any, given: Iterable[Any]) -> Any:
         """The output of a module that does not run again, looked at."""
-        kind, size = self._kinds[name], self._given.get(name, 0)
-        if kind not in self._shares and size:
+        kind, size, before, self._before = self._kinds[name], self._given.get(name, 0), self._before, []
+        keeps_them = all(version_of(each) == version for each, version in before)  # else it cannot run again
+        if kind not in self._shares and size and keeps_them:
             self._shares[kind] = kept_bytes(output, given, self._tensors) / size
             self._kept += size * (1 + self._shares[kind])
         self._kept_inside += size * (1 + self._shares.get(kind, 0.0))
@@ -183,23 +181,15 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
         node = waiting.pop()
         seen.add(node)
         waiting |= {before for before, _ in node.next_functions} - seen
-        for name in _names_of_kept(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
+        for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
             with suppress(RuntimeError):  # an earlier backward has dropped it
                 saved = (getattr(each, "data", None) for each in tree_leaves(getattr(node, name)))
                 kept = (t for t in saved if isinstance(t, Tensor) and t.layout is torch.strided)
                 # A parameter whose data was exchanged since then (ZeRO-2) is known by itself.
-                found |= {_storage(t): t.untyped_storage().nbytes() for t in kept if own.isdisjoint((t, t._base))}
-    known = {_storage(each) for each in (*ends, *own) if each.layout is torch.strided}
+                storages = [t.untyped_storage() for t in kept if own.isdisjoint((t, t._base))]
+                found |= {storage._cdata: storage.nbytes() for storage in storages}
+    known = {each.untyped_storage()._cdata for each in (*ends, *own) if each.layout is torch.strided}
     return sum(size for storage, size in found.items() if storage not in known)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@cache
-def _names_of_kept(node: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
 
 
 def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -256,12 +246,9 @@ class _Start:
             self._has_begun = True
             yield
             self._keep_changed()
+            self._check()
             return
-        if any(version_of(tensor) != version for tensor, version in self._versions.items()):
-            raise RuntimeMismatchError(
-                f"what {self._name} computed with was changed in place before its backward, for which it runs again",
-                "change it after the backward, or let all be kept (remat=False)",
-            )
+        self._check()
         put_back_now = _as_it_is(self._module, self._given)
         self._put_back()
         again = {id(t): self._values.get(t, t).clone() for t in self._own_tensors()}
@@ -271,6 +258,13 @@ class _Start:
             yield
         finally:
             put_back_now()
+
+    def _check(self) -> None:
+        if any(version_of(tensor) != version for tensor, version in self._versions.items()):
+            raise RuntimeMismatchError(
+                f"what {self._name} computes with is changed in place before its backward, for which it runs again",
+                "change a copy, or change it after the backward, or let all be kept (remat=False)",
+            )
 
     def _keep_changed(self) -> None:
         """Values are kept of what the first run has changed, and of vectors: norms update their statistics unseen."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.runtime.made_again import MadeAgain, modules_to_make_again
+from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 
 WIDTH = 8
 
@@ -158,8 +158,26 @@ def test_what_was_changed_before_the_backward_is_an_error() -> None:
         with torch.no_grad():
             net.blocks[1].fc.weight.add_(1)
 
-    with pytest.raises(RuntimeMismatchError, match=r"blocks\.1 computed with was changed"):
+    with pytest.raises(RuntimeMismatchError, match=r"blocks\.1 computes with is changed"):
         outcome(Residual, True, step)
+
+
+class InPlace(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_what_changes_its_arguments_is_never_chosen() -> None:
+    with pytest.raises(RuntimeMismatchError, match=r"blocks\.0 computes with is changed"):
+        outcome(InPlace, True)
+    net = Net(InPlace)
+    modules = modules_to_make_again(net, None)
+    room = Room(net, modules, 0.0)
+    with MadeAgain(net, room).installed(modules):
+        for _ in range(3):
+            loss = net(torch.ones(2, WIDTH)).sum()
+            assert room.ends_in(loss) is None
+            loss.backward()
 
 
 def test_copies_and_evaluation_run_as_they_do() -> None:
