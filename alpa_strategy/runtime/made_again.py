@@ -120,25 +120,26 @@ class Room:
 
     def _begin(self) -> None:
         self._to_come, self._again = set(self._kinds), dict[str, float]()  # with the bytes that are made again
-        self._kept = self._kept_inside = 0.0
+        self._kept = self._inputs = 0.0  # bytes, of modules that do not run again, and of those that do
         self._before: list[tuple[Tensor, int]] = []  # what the module is given that runs now
 
     def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
         """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
         leaves = tree_leaves(given)
         if name not in self._to_come or not all(isinstance(each, Tensor | float | int | str | None) for each in leaves):
-            return name in self._again  # what else it is given, it may change: a cache
+            return name in self._again  # the first call decided; what else than tensors it is given, it may change
         self._to_come.remove(name)
         size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
         if (share := self._shares.get(self._kinds[name])) is None:
             self._before = [(each, version_of(each)) for each in leaves if isinstance(each, Tensor)]
             return False
         to_come = ((self._given.get(k, size), self._shares.get(self._kinds[k], share)) for k in self._to_come)
-        needed = self._kept + size * (1 + share) + sum(given * (1 + share) for given, share in to_come)
+        needed = self._kept + self._inputs + size * (1 + share) + sum(given * (1 + share) for given, share in to_come)
         room = self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0]
         if is_short := needed > room:
-            self._again[name] = size * share
-        self._kept += size * (1 if is_short else 1 + share)
+            self._again[name], self._inputs = size * share, self._inputs + size
+        else:
+            self._kept += size * (1 + share)
         return is_short
 
     def learn(self, name: str, output: Any, given: Iterable[Any]) -> Any:
@@ -148,16 +149,15 @@ class Room:
         if kind not in self._shares and size and keeps_them:
             self._shares[kind] = kept_bytes(output, given, self._tensors) / size
             self._kept += size * (1 + self._shares[kind])
-        self._kept_inside += size * (1 + self._shares.get(kind, 0.0))
         return output
 
     def ends_in(self, loss: Tensor) -> str | None:
         """The pass ends in the backward of a loss. What is to be said of it, once."""
         was_known, given = self._outside is not None, sum(self._given.values())
         if self._outside is None or given > self._outside[1]:
-            self._outside = max(0.0, kept_bytes(loss, (), self._tensors) - self._kept_inside), given
-        again, making = list(self._again), self._kept - self._kept_inside + max(self._again.values(), default=0)
-        needed = self._outside[0] + max(self._kept, making)
+            self._outside = max(0.0, kept_bytes(loss, (), self._tensors) - self._kept), given
+        again, largest = list(self._again), max(self._again.values(), default=0.0)
+        needed = self._outside[0] + self._inputs + max(self._kept, largest)
         self._begin()
         if not (was_known and again) or self._has_told:
             return None

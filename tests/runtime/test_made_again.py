@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
+from alpa_strategy.runtime.made_again import MadeAgain, Room, kept_bytes, modules_to_make_again
 
 WIDTH = 8
 
@@ -178,6 +178,30 @@ def test_what_changes_its_arguments_is_never_chosen() -> None:
             loss = net(torch.ones(2, WIDTH)).sum()
             assert room.ends_in(loss) is None
             loss.backward()
+
+
+def test_a_module_that_is_called_often_is_counted_often() -> None:
+    net = Net(Residual)
+    net.blocks = nn.ModuleList([net.blocks[0]])
+    modules, own = modules_to_make_again(net, None), list(net.parameters())
+
+    def step() -> Tensor:
+        x = net.embed(torch.ones(64, WIDTH))
+        for _ in range(6):
+            x = net.blocks[0](x)
+        return x.square().mean()
+
+    every = kept_bytes(step(), (), own)
+    for share, is_short in ((0.9, True), (2.5, False)):
+        room, found = Room(net, modules, share * every), []
+        with MadeAgain(net, room).installed(modules):
+            for _ in range(3):
+                loss = step()
+                found.append(kept_bytes(loss, (), own))
+                room.ends_in(loss)
+                loss.backward()
+        assert found[0] == every
+        assert all(kept < every / 2 if is_short else kept == every for kept in found[1:])
 
 
 def test_copies_and_evaluation_run_as_they_do() -> None:
