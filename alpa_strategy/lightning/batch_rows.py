@@ -43,7 +43,7 @@ from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph, tensor_digest
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names, stored_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
-from alpa_strategy.lightning.digests import REPLICA
+from alpa_strategy.lightning.digests import REPLICA, digest
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -359,11 +359,11 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
     """Attributes, weights, buffers, generators and globals of a module and other objects are afterwards what they were,
     and so are torch's, NumPy's and Python's random numbers.
 
-    The list that it gives then holds weights and buffers that were changed in place.
+    The list that it gives then holds weights and buffers that were changed.
     """
     modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
     kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
-    tensors = [(t, t._version, t.detach().clone()) for t in kept]
+    tensors = [(t, t.data, t.detach().clone()) for t in kept]
     generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
     changed: list[Tensor] = []
@@ -377,9 +377,10 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
         yield changed
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    for tensor, version, old in tensors:
-        if tensor._version != version:
-            tensor.data.copy_(old)
+    for tensor, data, old in tensors:
+        # By their bytes: changes through `.data` leave no trace in versions.
+        if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
+            tensor.data = data.copy_(old)
             changed.append(tensor)
 
 

@@ -166,10 +166,15 @@ class WrittenRun(PlacedModule):
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
+        holds_back = self.module.automatic_optimization and self.on_use is None
+        if holds_back:  # as DDP has it: what a backward within the step makes may be cleared before the Trainer's own
+            self.store.sync(False)
         with self.in_step():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
+        if holds_back:
+            self.store.sync(self._syncs)
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self._syncs and self.module.automatic_optimization
         return output
