@@ -121,7 +121,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: list[SetAttribut
 aten = torch.ops.aten
 
 # All overloads of these.
-_SAME_VALUE = (aten.alias, aten.detach_, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
+_SAME_VALUE = (aten.alias, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
@@ -231,12 +231,12 @@ class _Converter:
         if is_clone or target is aten.lift_fresh_copy.default:
             self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
             return
+        if target in (aten.detach.default, aten.detach_.default):
+            self._detach(node)
+            return
         write = write_of(node, target, self.builder.source)
         if write is not None:
             self._write(node, write)
-            return
-        if target is aten.detach.default:
-            self._detach(node)
             return
         args = fx.map_arg(tuple(node.args), read)
         kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
