@@ -106,7 +106,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
 
-def _has_fields(value: Any) -> bool:
+def has_fields(value: Any) -> bool:
     """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
         return False
@@ -116,7 +116,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def _is_configuration(value: Any) -> bool:
-    if not _has_fields(value):
+    if not has_fields(value):
         return False
     is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
     return is_record or all(map(is_plain, vars(value).values()))
@@ -376,8 +376,6 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
     """What is to be kept of an attribute: its fields, its containers, its generators of random numbers, and those
     inside them, each once. `seen` gets their ids, and those of iterators, whose state cannot be kept."""
     place = ListPlace(module, name)
-    if _has_fields(value):
-        yield _Kept(str(place), vars(value), dict(vars(value)), owner=value)
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
@@ -389,8 +387,9 @@ def _kept_in(value: Any, module: str, name: str, seen: set[int]) -> Iterator[_Ke
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, value.__getstate__())
-        elif _has_fields(value) and len(keys) < _MAX_DEPTH:
+        elif has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
+            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_inside=bool(keys))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
@@ -526,7 +525,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     kept: list[_Kept] = []
     for where, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
-        if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
+        if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
             kept += _kept_in(value, where, name, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: list[str] = []
