@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -34,7 +34,7 @@ from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.microbatch.microstep import Cut
-from alpa_strategy.microbatch.states import rows_of_ranks
+from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
@@ -76,6 +76,11 @@ class Run(PlacedModule):
         self.module, self._job = module, job
         self._optimizer_info = info = inspect_optimizer(optimizers)
         step = capture(module, batch, batch_idx, job)
+        if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
+            rank_zero_info(
+                f"alpa: the loss, or a part of it, is a sum over rows: that of all ranks' rows, {world_size()} x DDP's, "
+                'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is the same for both'
+            )
         self._cluster = job_cluster(job)
         self.plan = find_or_make_plan(step, job, self._cluster, info, self._rank_zero, resumed=resumed)
         check_optimizer(info, self.plan.stages)

@@ -10,6 +10,7 @@ beside that rank's batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,6 +123,7 @@ def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
 
+_SCALES = ("aten.mul.Tensor", "aten.div.Tensor")
 # How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
 # and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
 _SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _GIVE_ALL_ROWS = 1, 2, 3, 4, 1000
@@ -292,6 +294,37 @@ class _Walk:
             f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
             _FIX,
         )
+
+
+def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
+    """Whether the loss, or a summand of it, is known to be a sum over the rows of all ranks, not a mean: nothing on its
+    way is divided by what is made of the batch, or by a number that may be that of all rows (or one less)."""
+    try:
+        states = find_states(step, num_ranks, 1)
+    except PlanError:  # rows meet one another
+        return False
+    sums: set[int] = set()
+    scaled: set[int] = set()
+    of_batch = {value for index in states.moved for value in step.ops[index].results}
+    for index, chosen in sorted(states.chosen.items()):
+        op, size = step.ops[index], step.batch_size
+        scales = op.call.target_name in _SCALES and (
+            not of_batch.isdisjoint(op.operands)
+            or any(use.form == "given" and use.state == WHOLE for use in chosen.uses)
+            or any(_may_count(max(abs(x), 1 / abs(x)), size) for x in op.call.args if type(x) in (int, float) and x)
+        )
+        if scales or not scaled.isdisjoint(op.operands):
+            scaled.update(op.results)
+        has_rows = any(states.state[value].kind == "rows" for value in op.operands) and not chosen.strategy.mean
+        if not sums.isdisjoint(op.operands) or (has_rows and chosen.strategy.outputs[0].kind == "sum"):
+            sums.update(op.results)
+        sums -= scaled
+    return step.loss in sums
+
+
+def _may_count(number: float, rows: int) -> bool:
+    """Whether it may be a number of rows, of values in them, or one less."""
+    return number < math.inf and abs(number - round(number)) < 1e-6 and round(number) % rows in (0, rows - 1)
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
