@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -502,19 +502,18 @@ def _names_in_updates(module: Any) -> frozenset[str]:
     return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
 
 
-def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_written: bool) -> None:
-    """NotRowsError, or a warning, where the step, or what is done with its gradients, reads what a hook has made of
-    this rank's rows, by what they showed when they were tried."""
+def check_stored(hooks: BatchHooks, module: Any, step: StepGraph) -> None:
+    """NotRowsError where the step, or what is done with its gradients, reads what a hook has made of this rank's rows,
+    by what they showed when they were tried."""
     used, later = set(step.consumers), _names_in_updates(module)
     read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
     read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
     found = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
     shown = ", ".join(f"{name} ({hook})" for name, hook in found.items() if hook is not None)
-    text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
-    if shown and may_run_as_written:
-        raise NotRowsError(text, REPLICA)
     if shown:
-        rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")
+        raise NotRowsError(
+            f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}", REPLICA
+        )
 
 
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -231,7 +231,7 @@ def _looks(owner: Any, name: str, base: type) -> bool:
     """Whether a hook is the owner's own and may look at parameters."""
     if not is_overridden(owner, name, base):
         return False
-    if isinstance(owner, _LOOKING):
+    if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
     hook = getattr(owner, name)
     return is_user_code(hook) and any(map(_PARAMETER_WORDS.search, mentioned_names(hook) - _NOT_PARAMETERS))

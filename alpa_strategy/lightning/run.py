@@ -78,7 +78,7 @@ class Run(PlacedModule):
         step = capture(module, batch, batch_idx, job)
         if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
             rank_zero_info(
-                f"alpa: the loss, or a part of it, is a sum over rows: that of all ranks' rows, {world_size()} x DDP's, "
+                f"alpa: the loss, or a part of it, is a sum over rows, those of all ranks: {world_size()} x DDP's, "
                 'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is the same for both'
             )
         self._cluster = job_cluster(job)
