@@ -169,10 +169,6 @@ def sharing_node(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
     return next((n for n, x in tensors if isinstance(x, Tensor) and storage_of(x) == storage_of(result)), None)
 
 
-_FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
-    aten.normal_.default: aten.normal_functional.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-}
 _RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]
 _HIDDEN_WRITES = {  # write into running statistics without saying so in their schema
     aten.native_batch_norm.default,
@@ -264,7 +260,7 @@ def new_value(
         given = bound_arguments(target, args, kwargs)
         given.pop("generator", None)
         _, *numbers = given.values()
-        functional = _FUNCTIONAL_FORMS.get(target) or getattr(getattr(aten, name[:-1]), target._overloadname)
+        functional = _without_writing(aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target)
         return emit(functional, detached, *numbers)
     else:
         packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -374,11 +374,10 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
     """
     modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
     kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
-    seen = set(map(id, (*kept, *modules)))
+    seen, skipped = set(map(id, (*kept, *modules))), framework_attributes()
     for each in modules:
-        is_owner = any(each is owner for owner in owners)
-        own = {n: v for n, v in vars(each).items() if n not in framework_attributes() and (n in named or not is_owner)}
-        kept += _tensors_held(own, seen)
+        names = vars(each).keys() & named if each in owners else vars(each).keys()
+        kept += _tensors_held([vars(each)[name] for name in names - skipped], seen)
     tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
     generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
@@ -502,18 +501,19 @@ def _names_in_updates(module: Any) -> frozenset[str]:
     return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
 
 
-def check_stored(hooks: BatchHooks, module: Any, step: StepGraph) -> None:
-    """NotRowsError where the step, or what is done with its gradients, reads what a hook has made of this rank's rows,
-    by what they showed when they were tried."""
+def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_written: bool) -> None:
+    """NotRowsError, or a warning, where the step, or what is done with its gradients, reads what a hook has made of
+    this rank's rows, by what they showed when they were tried."""
     used, later = set(step.consumers), _names_in_updates(module)
     read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
     read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
     found = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
     shown = ", ".join(f"{name} ({hook})" for name, hook in found.items() if hook is not None)
+    text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
+    if shown and may_run_as_written:
+        raise NotRowsError(text, REPLICA)
     if shown:
-        raise NotRowsError(
-            f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}", REPLICA
-        )
+        rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")
 
 
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:

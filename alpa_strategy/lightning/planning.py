@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
@@ -22,14 +21,7 @@ from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
-from alpa_strategy.errors import (
-    AlpaError,
-    CaptureError,
-    NotRowsError,
-    PlanError,
-    RuntimeMismatchError,
-    UnlikeStepsError,
-)
+from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import NumberPlace, StepGraph, stable_text
@@ -87,15 +79,11 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Nu
             with job.progress("capture"), batch_rows.naming(own, batch):
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
-            try:
-                if is_joint:
-                    job.hooks.try_ahead(batch, batch_idx)
-                    batch_rows.check_stored(job.hooks, module, step)
-                    batch_rows.check_batch_sizes(module, step, batch, captured)
-            except NotRowsError as error:
-                if job.may_run_as_written:
-                    raise
-                rank_zero_warn(f"alpa: {error.problem}. A captured step computes on the rows of all ranks")
+            if is_joint:
+                job.hooks.try_ahead(batch, batch_idx)
+                batch_rows.check_stored(job.hooks, module, step, job.may_run_as_written)
+            if is_joint and job.may_run_as_written:
+                batch_rows.check_batch_sizes(module, step, batch, captured)
             if not numbers:
                 return step
             return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))

@@ -123,7 +123,6 @@ def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
 
-_SCALES = ("aten.mul.Tensor", "aten.div.Tensor")
 # How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
 # and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
 _SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _GIVE_ALL_ROWS = 1, 2, 3, 4, 1000
@@ -303,28 +302,20 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
         states = find_states(step, num_ranks, 1)
     except PlanError:  # rows meet one another
         return False
-    sums: set[int] = set()
-    scaled: set[int] = set()
-    of_batch = {value for index in states.moved for value in step.ops[index].results}
+    sums, scaled = set[int](), {value for index in states.moved for value in step.ops[index].results}
     for index, chosen in sorted(states.chosen.items()):
-        op, size = step.ops[index], step.batch_size
-        scales = op.call.target_name in _SCALES and (
-            not of_batch.isdisjoint(op.operands)
-            or any(use.form == "given" and use.state == WHOLE for use in chosen.uses)
-            or any(_may_count(max(abs(x), 1 / abs(x)), size) for x in op.call.args if type(x) in (int, float) and x)
-        )
-        if scales or not scaled.isdisjoint(op.operands):
-            scaled.update(op.results)
-        has_rows = any(states.state[value].kind == "rows" for value in op.operands) and not chosen.strategy.mean
-        if not sums.isdisjoint(op.operands) or (has_rows and chosen.strategy.outputs[0].kind == "sum"):
+        op, follows = step.ops[index], not scaled.isdisjoint(step.ops[index].operands)
+        given = any(use.form == "given" and use.state == WHOLE for use in chosen.uses)
+        numbers = [max(abs(x), 1 / abs(x)) for x in op.call.args if type(x) in (int, float) and x]
+        counts = any(round(n) % step.batch_size in (0, step.batch_size - 1) for n in numbers if 1 < n < math.inf)
+        scales = op.call.target_name in ("aten.mul.Tensor", "aten.div.Tensor") and (given or counts or follows)
+        adds_rows = chosen.strategy.outputs[0].kind == "sum" and not chosen.strategy.mean and not follows
+        adds_rows &= any(states.state[value].kind == "rows" for value in op.operands)
+        if not scales and (adds_rows or not sums.isdisjoint(op.operands)):
             sums.update(op.results)
-        sums -= scaled
+        elif scales or follows:
+            scaled.update(op.results)
     return step.loss in sums
-
-
-def _may_count(number: float, rows: int) -> bool:
-    """Whether it may be a number of rows, of values in them, or one less."""
-    return number < math.inf and abs(number - round(number)) < 1e-6 and round(number) % rows in (0, rows - 1)
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
