@@ -647,6 +647,19 @@ class SparseTablesBySgd(SparseTables):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Adversarial(Program):
+    """Its step runs a backward for the inputs' gradient and clears what that left in the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label = batch
+        x = x.clone().requires_grad_()
+        self.loss(x, label).backward()
+        self.net.zero_grad()
+        loss = self.loss(x.detach() + 0.1 * x.grad.sign(), label)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -683,5 +696,6 @@ PROGRAMS = {
         ManyLengths,
         SparseTables,
         SparseTablesBySgd,
+        Adversarial,
     )
 }

@@ -116,7 +116,7 @@ def under_ddp(pool, tmp_path_factory):
 
 
 # Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
-IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables"})
+IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables", "Adversarial"})
 
 
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
