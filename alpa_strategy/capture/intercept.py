@@ -386,7 +386,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         return python_open(file, mode, *args, **kwargs)
 
     python_next, python_open = next, open
-    hooks_fix = "register hooks on parameters before training, or change the gradient in on_after_backward"
+    hooks_fix = "change gradients in on_after_backward"
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", next_of),

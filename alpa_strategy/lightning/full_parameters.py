@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank
-from alpa_strategy.errors import AlpaError
+from alpa_strategy.errors import AlpaError, SetupError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
@@ -225,6 +225,15 @@ def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., An
             return hook(*args, **kwargs)
 
     return call
+
+
+def check_backward(module: LightningModule) -> None:
+    """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
+    if _looks(module, "backward", LightningModule):
+        raise SetupError(
+            f"{type(module).__name__}.backward works on gradients, which are complete only after it",
+            "do it in on_after_backward or configure_gradient_clipping",
+        )
 
 
 def _looks(owner: Any, name: str, base: type) -> bool:

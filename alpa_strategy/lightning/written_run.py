@@ -47,6 +47,8 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
         return CaptureError('batch_scope="replica"')
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
+    if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:
+        return CaptureError(f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
     averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)

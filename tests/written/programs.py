@@ -660,6 +660,23 @@ class Adversarial(Program):
         return loss
 
 
+class HookOfAWeight(Program):
+    """The gradient of a weight is changed where a rank's backward makes it, not linearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class ClipsInBackward(Program):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -697,5 +714,6 @@ PROGRAMS = {
         SparseTables,
         SparseTablesBySgd,
         Adversarial,
+        HookOfAWeight,
     )
 }

@@ -141,6 +141,11 @@ def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
 
 
+def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_path) -> None:
+    with pytest.raises(WorkerError, match="SetupError: ClipsInBackward.backward works on gradients"):
+        pool.run(RANKS, train, "ClipsInBackward", "alpa", str(tmp_path))
+
+
 def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"):
         pool.run(RANKS, train, "AveragesParts", "alpa", str(tmp_path), "zero3")
