@@ -142,7 +142,7 @@ def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
 
 
 def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_path) -> None:
-    with pytest.raises(WorkerError, match="SetupError: ClipsInBackward.backward works on gradients"):
+    with pytest.raises(WorkerError, match=r"SetupError: ClipsInBackward\.backward works on gradients"):
         pool.run(RANKS, train, "ClipsInBackward", "alpa", str(tmp_path))
 
 
