@@ -33,6 +33,7 @@ from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import BatchHooks, watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
+from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
@@ -275,6 +276,8 @@ class AlpaStrategy(ParallelJob):
             checks.check_shapes(self._module)
         if fitting:
             checks.check_module(self._module)
+            if self.world_size > 1:
+                check_backward(self._module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
         if is_on_meta(self._module):

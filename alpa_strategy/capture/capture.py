@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -34,7 +34,7 @@ from alpa_strategy.capture.functionalize import (
 )
 from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.python_state import changed_attributes, initialized
+from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
@@ -53,6 +53,7 @@ from alpa_strategy.ir.graph import (
     ValueRef,
     tensor_digest,
 )
+from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta, bound_arguments, frozen
 
 
@@ -121,7 +122,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any
 aten = torch.ops.aten
 
 # All overloads of these.
-_SAME_VALUE = (aten.alias, aten.detach_, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
+_SAME_VALUE = (aten.alias, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
@@ -136,6 +137,7 @@ class _Converter:
         self.input_views: list[View] = []
         self.constants: list[ConstantInput] = []
         self.constant_views: dict[str, View] = {}
+        self.memory_guards: list[ValueGuard] = []
         self.grad_enabled = True
         self.parameters: set[int] = set()
         self.autocast = Autocast(self.builder, trace.device.type, self.parameters)
@@ -178,6 +180,8 @@ class _Converter:
                     f"the step transforms a function by torch.func ({self._source_of(node)})",
                     "write the mapped dim out: broadcasting, einsum, torch.bmm",
                 )
+            where = f"the memory of a tensor that is no buffer ({self._source_of(node)})"  # `teacher.weight.data = ...`
+            self.memory_guards.append(ValueGuard(where, name, {name: tensor}, Same(tensor, Tensor.data_ptr)))
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
             ref = self.builder.add_value(meta)
@@ -231,12 +235,12 @@ class _Converter:
         if is_clone or target is aten.lift_fresh_copy.default:
             self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
             return
+        if target in (aten.detach.default, aten.detach_.default):
+            self._detach(node)
+            return
         write = write_of(node, target, self.builder.source)
         if write is not None:
             self._write(node, write)
-            return
-        if target is aten.detach.default:
-            self._detach(node)
             return
         args = fx.map_arg(tuple(node.args), read)
         kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
@@ -448,7 +452,7 @@ class _Converter:
             metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
             batch_size=self.trace.batch_size,
             guards=tuple(self.trace.recording.guards),
-            attributes=self.trace.recording.attributes,
+            attributes=(*self.trace.recording.attributes, *self.memory_guards),
             leaves=self.trace.read_leaves,
             checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
             notes=tuple(self.trace.recording.notes),

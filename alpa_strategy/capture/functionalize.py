@@ -169,10 +169,6 @@ def sharing_node(result: Any, operand_nodes: list[fx.Node]) -> fx.Node | None:
     return next((n for n, x in tensors if isinstance(x, Tensor) and storage_of(x) == storage_of(result)), None)
 
 
-_FUNCTIONAL_FORMS = {  # where the name or overload differs from that of the in-place op
-    aten.normal_.default: aten.normal_functional.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-}
 _RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]
 _HIDDEN_WRITES = {  # write into running statistics without saying so in their schema
     aten.native_batch_norm.default,
@@ -208,6 +204,8 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
     )
     if target in _HIDDEN_WRITES:  # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`)
         raise refused
+    if torch.Tag.inplace_view in target.tags:  # `t_`: views of its argument stay as they are
+        raise refused
     written = _written(target)
     if not written:
         return None
@@ -227,9 +225,8 @@ def _written(target: OpOverload) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _without_out(target: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments except `out`."""
-    packet = target._overloadpacket
+def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments as `target` except `out`: of other names it may be, as `pow_`'s."""
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
     for overload in (getattr(packet, name) for name in packet.overloads()):
         if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not _written(overload):
@@ -250,7 +247,7 @@ def new_value(
     """
     emit, target, name = builder.emit, write.target, write.name
     if write.is_out:
-        overload = _without_out(target)
+        overload = _without_writing(target._overloadpacket, target)
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
     elif name in ("copy_", "fill_") and isinstance(args[1], ValueRef):
         source = args[1]
@@ -263,11 +260,11 @@ def new_value(
         given = bound_arguments(target, args, kwargs)
         given.pop("generator", None)
         _, *numbers = given.values()
-        functional = _FUNCTIONAL_FORMS.get(target) or getattr(getattr(aten, name[:-1]), target._overloadname)
+        functional = _without_writing(aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target)
         return emit(functional, detached, *numbers)
     else:
         packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
-        overload = getattr(packet, target._overloadname, None) if packet is not None else None
+        overload = _without_writing(packet, target) if packet is not None else None
     if overload is None:
         raise CaptureError(
             f"the in-place op {name} ({builder.source}) has no form that returns a new tensor",

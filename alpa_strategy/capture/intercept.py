@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import FunctionType
@@ -386,7 +386,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         return python_open(file, mode, *args, **kwargs)
 
     python_next, python_open = next, open
-    hooks_fix = "register hooks on parameters before training, or change the gradient in on_after_backward"
+    hooks_fix = "change gradients in on_after_backward"
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", next_of),
@@ -395,6 +395,12 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing
         (torch.autograd.Function, "apply", classmethod(apply_function)),
+        (
+            torch._C,
+            "_InferenceMode",
+            lambda mode: torch.no_grad() if mode else nullcontext(),
+        ),  # which the trace records
+        *((nn.Module, name, refusal("a module's backward hook", hooks_fix)) for name in _BACKWARD_HOOKS),
         (Tensor, "register_hook", refusal("Tensor.register_hook", hooks_fix)),
         (torch.autograd, "grad", refusal("torch.autograd.grad", "use a loss without a gradient inside it")),
         (torch.autograd, "backward", refuse_backward),
@@ -404,6 +410,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         yield
 
 
+_BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")  # asked for where there are some
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 

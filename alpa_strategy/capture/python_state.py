@@ -106,7 +106,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
 
-def _has_fields(value: Any) -> bool:
+def has_fields(value: Any) -> bool:
     """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
         return False
@@ -116,7 +116,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def _is_configuration(value: Any) -> bool:
-    if not _has_fields(value):
+    if not has_fields(value):
         return False
     is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
     return is_record or all(map(is_plain, vars(value).values()))
@@ -404,8 +404,6 @@ def kept_in(
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
     those inside them, each once. Inside of objects only changed lists are noticed. `seen` gets their ids, and those of
     iterators, whose state cannot be kept."""
-    if _has_fields(value):
-        yield _Kept(place, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
@@ -417,8 +415,9 @@ def kept_in(
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, value.__getstate__(), is_noticed=is_noticed)
-        elif _has_fields(value) and len(keys) < _MAX_DEPTH:
+        elif has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
+            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed and not keys)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
@@ -532,7 +531,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     kept: list[_Kept] = [_KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
-        if name[:2] != "__" and (is_users or not _has_fields(value) or isinstance(value, _GENERATORS)):
+        if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
             kept += kept_in(value, place, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: dict[str, Any] = {}

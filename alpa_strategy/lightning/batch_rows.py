@@ -13,11 +13,12 @@ import copy
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -31,6 +32,7 @@ from alpa_strategy.capture.python_state import (
     fields_kept,
     framework_attributes,
     globals_kept,
+    has_fields,
     is_plain,
     names_read,
     patched,
@@ -41,9 +43,9 @@ from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph, tensor_digest
-from alpa_strategy.ir.user_code import is_user_code, mentioned_names, stored_names
+from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, stored_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
-from alpa_strategy.lightning.digests import REPLICA
+from alpa_strategy.lightning.digests import REPLICA, digest
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -214,15 +216,16 @@ class BatchHooks:
         self.kinds, self.stored = () if names and world_size() > 1 else None, {}
         if self.kinds is not None:
             trial = functools.partial(self._try_transfer, module, owners, ", ".join(names))
-            self._at_first(module, module._on_before_batch_transfer, module, trial, ", ".join(names))
+            self._at_first(module, "_on_before_batch_transfer", module, trial, ", ".join(names))
         read = names_read(module) | _names_in_updates(module) if world_size() > 1 else frozenset()
         for owner, base in hook_owners(module, module.trainer.callbacks):
-            for hook in [getattr(owner, n) for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
+            for name in [n for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
+                hook = getattr(owner, name)
                 if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
-                    where = f"{type(owner).__name__}.{hook.__name__}"
+                    where = f"{type(owner).__name__}.{name}"
                     trial = functools.partial(self._try_step_hook, module, owner, hook, where)
-                    self._at_first(owner, hook, module, trial, where, names)
-                    if hook.__name__ == _STEP_HOOKS[1]:
+                    self._at_first(owner, name, module, trial, where, names)
+                    if name == _STEP_HOOKS[1]:
                         before = [] if owner is module else [module.trainer, module]
                         self._ahead.append(functools.partial(trial, *before, None))
 
@@ -238,15 +241,15 @@ class BatchHooks:
                 self._ahead.pop()(batch, batch_idx)
 
     def _at_first(
-        self, owner: Any, method: Any, module: Any, trial: Callable[..., None], where: str, names: Sequence[str] = ()
+        self, owner: Any, name: str, module: Any, trial: Callable[..., None], where: str, names: Sequence[str] = ()
     ) -> None:
-        """Try the hooks `where`, which store `names`, before a training first calls `method`, with its arguments."""
-        watching, waiting = self._watching.enter_context(ExitStack()), [trial]
+        """Try the hooks `where`, which store `names`, before a training first calls `owner.name` as it is called."""
+        watching, waiting, method = self._watching.enter_context(ExitStack()), [trial], getattr(owner, name)
 
         @functools.wraps(method)
         def first(*args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
-                if getattr(owner, method.__name__) is first:  # others may have put theirs around it since
+                if getattr(owner, name) is first:  # others may have put theirs around it since
                     watching.close()
                 try:
                     waiting.pop()(*args)
@@ -255,7 +258,7 @@ class BatchHooks:
                     self.stored |= dict.fromkeys(names, where)
             return method(*args, **kwargs)
 
-        watching.enter_context(patched([(owner, method.__name__, first)]))
+        watching.enter_context(patched([(owner, name, first)]))
 
     def _try_transfer(self, module: Any, owners: list[Any], names: str, batch: Any) -> None:
         self.kinds, changed = _tried(module, owners, names, batch)
@@ -268,10 +271,13 @@ class BatchHooks:
         trainer = module.trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         kinds, count = _rows_of(batch, known_kinds(trainer, batch, self))
+        named = mentioned_names(hook)
+        methods = [getattr(module, name) for name in named if is_user_code(getattr(type(module), name, None))]
+        named = named.union(*map(mentioned_names, methods))  # of the module that it is given
         states = []
         for order in (range(count), _more_rows(count)):
             silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
-            with _state_kept([module, owner, *trainer.optimizers, *schedulers]), patched(silent):
+            with _state_kept([module, owner, *trainer.optimizers, *schedulers], named), patched(silent):
                 hook(*before, _with_rows(batch, kinds, count, order), batch_idx)
                 states.append(_state_of(module, owner))
         self.stored |= dict.fromkeys(_differing(*states), where)
@@ -310,10 +316,12 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tupl
     they store that is another thing with more rows."""
     given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
     states = []
+    hooks = [getattr(owner, name) for owner in owners for name in _TRANSFER_HOOKS]
+    named = frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
 
     def made(order: Sequence[int], times: int = 1) -> Any:
         """What the hooks give for these rows when they are called the first or second time."""
-        with _state_kept(owners) as changed:
+        with _state_kept(owners, named) as changed:
             for _ in range(times):
                 rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
                 result = module.trainer.strategy.batch_to_device(rows)
@@ -355,15 +363,22 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 
 @contextmanager
-def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
+def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]]:
     """Attributes, weights, buffers, generators and globals of a module and other objects are afterwards what they were,
     and so are torch's, NumPy's and Python's random numbers.
 
-    The list that it gives then holds weights and buffers that were changed in place.
+    The list that it gives then holds weights and buffers that were changed.
+
+    Args:
+        named: names in the code that may change them: of what owners hold themselves, tensors under these are kept.
     """
     modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
     kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
-    tensors = [(t, t._version, t.detach().clone()) for t in kept]
+    seen, skipped = set(map(id, (*kept, *modules))), framework_attributes()
+    for each in modules:
+        names = vars(each).keys() & named if each in owners else vars(each).keys()
+        kept += _tensors_held([vars(each)[name] for name in names - skipped], seen)
+    tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
     generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
     changed: list[Tensor] = []
@@ -377,10 +392,29 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
         yield changed
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    for tensor, version, old in tensors:
-        if tensor._version != version:
-            tensor.data.copy_(old)
+    for tensor, data, old in tensors:
+        # By their bytes: changes through `.data` leave no trace in versions.
+        if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
+            tensor.data = data.copy_(old)
             changed.append(tensor)
+
+
+def _tensors_held(values: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
+    """What containers, and objects and modules in them, hold, arrays as tensors of the same memory; each once."""
+    for value in pytree.tree_leaves(values):
+        if id(value) in seen or depth > MAX_DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            yield torch.from_numpy(value)
+        elif isinstance(value, Iterator):
+            raise ValueError("it may take the next of an iterator, which cannot be set back")
+        elif isinstance(value, nn.Module):
+            yield from _tensors_held((*value.parameters(), *value.buffers()), seen, depth + 1)
+        elif has_fields(value):
+            yield from _tensors_held(vars(value), seen, depth + 1)
 
 
 def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks) -> tuple[Kind, ...] | None:

@@ -159,12 +159,13 @@ class CopyCheck:
         unequal = found != found.gather(0, self._first)
         if not bool(unequal.any()):
             return
-        column = int(unequal.any(0).int().argmax())
+        columns = unequal.any(0).nonzero().flatten().tolist()
+        column, others = columns[0], ", ".join(self.names[index] for index in columns[1:10])
         ranks, first = unequal[:, column].nonzero().flatten().tolist(), self._first[:, column].tolist()
         raise RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
-            f"{sorted({first[rank] for rank in ranks})}; so do {int(unequal.any(0).sum())} of {len(self.names)} "
-            "that are compared",
+            f"{sorted({first[rank] for rank in ranks})}; so do {len(columns)} of {len(self.names)} "
+            f"that are compared{': ' * bool(others)}{others}",
             "look for code that changes them on one rank only (a hook, a callback, random numbers of its own); else a "
             "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave these checks out",
         )

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank
-from alpa_strategy.errors import AlpaError
+from alpa_strategy.errors import AlpaError, SetupError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import hook_owners, is_overridden
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
@@ -227,11 +227,20 @@ def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., An
     return call
 
 
+def check_backward(module: LightningModule) -> None:
+    """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
+    if _looks(module, "backward", LightningModule):
+        raise SetupError(
+            f"{type(module).__name__}.backward works on gradients, which are complete only after it",
+            "do it in on_after_backward or configure_gradient_clipping",
+        )
+
+
 def _looks(owner: Any, name: str, base: type) -> bool:
     """Whether a hook is the owner's own and may look at parameters."""
     if not is_overridden(owner, name, base):
         return False
-    if isinstance(owner, _LOOKING):
+    if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
     hook = getattr(owner, name)
     return is_user_code(hook) and any(map(_PARAMETER_WORDS.search, mentioned_names(hook) - _NOT_PARAMETERS))

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -34,7 +34,7 @@ from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.microbatch.microstep import Cut
-from alpa_strategy.microbatch.states import rows_of_ranks
+from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.runtime.gradients import average
@@ -83,6 +83,11 @@ class Run(PlacedModule):
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
                 "the replicas' first batches use other parameters of the module", "let their steps use the same ones"
+            )
+        if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
+            rank_zero_info(
+                f"alpa: the loss, or a part of it, is a sum over rows, those of all ranks: {world_size()} x DDP's, "
+                'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is the same for both'
             )
         self._cluster = job_cluster(job)
         # That of the first replica's batch is for all, which are to hold the same.

@@ -48,6 +48,8 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
         return CaptureError('batch_scope="replica"')
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
+    if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:
+        return CaptureError(f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
     averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)
@@ -179,10 +181,15 @@ class WrittenRun(PlacedModule):
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
+        holds_back = self.module.automatic_optimization and self.on_use is None
+        if holds_back:  # as DDP has it: what a backward within the step makes may be cleared before the Trainer's own
+            self.store.sync(False)
         with self.in_step():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
+        if holds_back:
+            self.store.sync(self.syncs)
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self.syncs and self.module.automatic_optimization
         return output

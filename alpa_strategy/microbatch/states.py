@@ -10,6 +10,7 @@ beside that rank's batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -292,6 +293,29 @@ class _Walk:
             f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
             _FIX,
         )
+
+
+def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
+    """Whether the loss, or a summand of it, is known to be a sum over the rows of all ranks, not a mean: nothing on its
+    way is divided by what is made of the batch, or by a number that may be that of all rows (or one less)."""
+    try:
+        states = find_states(step, num_ranks, 1)
+    except PlanError:  # rows meet one another
+        return False
+    sums, scaled = set[int](), {value for index in states.moved for value in step.ops[index].results}
+    for index, chosen in sorted(states.chosen.items()):
+        op, follows = step.ops[index], not scaled.isdisjoint(step.ops[index].operands)
+        given = any(use.form == "given" and use.state == WHOLE for use in chosen.uses)
+        numbers = [max(abs(x), 1 / abs(x)) for x in op.call.args if type(x) in (int, float) and x]
+        counts = any(round(n) % step.batch_size in (0, step.batch_size - 1) for n in numbers if 1 < n < math.inf)
+        scales = op.call.target_name in ("aten.mul.Tensor", "aten.div.Tensor") and (given or counts or follows)
+        adds_rows = chosen.strategy.outputs[0].kind == "sum" and not chosen.strategy.mean and not follows
+        adds_rows &= any(states.state[value].kind == "rows" for value in op.operands)
+        if not scales and (adds_rows or not sums.isdisjoint(op.operands)):
+            sums.update(op.results)
+        elif scales or follows:
+            scaled.update(op.results)
+    return step.loss in sums
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:

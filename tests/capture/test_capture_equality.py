@@ -141,6 +141,24 @@ def no_grad_inside(self: Step, x: Tensor, y: Tensor) -> Tensor:
     return (self.b(h) + z + h.detach() + h.data).sum() + self.buffer.sum()
 
 
+def detached_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    """What was read of it before keeps its gradient."""
+    z = self.b(x)
+    first = z[0]
+    z.detach_()
+    with torch.inference_mode():
+        weight = self.a(x).softmax(-1)
+    return (self.a(x) * z * weight.clone()).sum() + first.sum()
+
+
+def powers_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    """Overloads that have another name where they return a new tensor."""
+    square = self.a(x).T @ self.b(x)
+    torch.diagonal(square).add_(-1).pow_(2)
+    square.pow_(torch.full_like(square, 2.0))
+    return square.sum() + (self.a(x) * x.clone().floor_divide_(0.5)).sum()
+
+
 def factories(self: Step, x: Tensor, y: Tensor) -> Tensor:
     made = torch.arange(4, device=x.device) + torch.tensor([1.0, 2, 3, 4]) + torch.ones(4).to(x) + self.constant
     return (self.a(x) + made + torch.zeros_like(x) + x.new_zeros(4)).sum() + torch.tensor(3.0) + torch.full((), 2.0)
@@ -173,7 +191,10 @@ def losses(self: Step, x: Tensor, y: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("function", [in_place, no_grad_inside, factories, assigned_buffer, random_numbers])
+@pytest.mark.parametrize(
+    "function",
+    [in_place, no_grad_inside, detached_in_place, powers_in_place, factories, assigned_buffer, random_numbers],
+)
 def test_steps(function: Callable[..., Any]) -> None:
     assert_same_step(Step(function), example())
 

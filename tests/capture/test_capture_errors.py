@@ -80,6 +80,19 @@ def tensor_hook(self: Step, x: Tensor, i: int) -> Tensor:
     return h.sum()
 
 
+def transposes_in_place(self: Step, x: Tensor, i: int) -> Tensor:
+    square = self.a(x)[:4]
+    first = square[0]  # it stays the first row
+    square.t_()
+    return square.sum() + first.sum()
+
+
+def hook_of_a_module(self: Step, x: Tensor, i: int) -> Tensor:
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    return layer(self.a(x)).sum()
+
+
 def gradient_inside(self: Step, x: Tensor, i: int) -> Tensor:
     return torch.autograd.grad(self.a(x).sum(), [self.a.weight], create_graph=True)[0].sum()
 
@@ -140,7 +153,7 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
     "function",
     [
         branch, item, as_list, as_numpy, rows_by_mask, in_place_function, tensor_hook,
-        gradient_inside, backward_inside, assigns_data,
+        gradient_inside, backward_inside, assigns_data, transposes_in_place, hook_of_a_module,
         changes_through_data, changes_parameter, other_device, metric_value, logs_text,
         choice, loop, running_sum, maps_a_function,
        

@@ -22,6 +22,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
+from alpa_strategy.microbatch.states import sums_over_rows
 from alpa_strategy.microbatch.transform import microbatch
 
 ROWS = 8
@@ -343,6 +344,34 @@ EXACT = [
 def test_steps(function: Callable[..., Any]) -> None:
     for num_microbatches in (1, 2, 4, 8):
         assert_same(Step(function), example(), num_microbatches)
+
+
+def per_row(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.b(x), y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (lambda self, x, y, w: per_row(self, x, y).sum(), True),
+        (lambda self, x, y, w: per_row(self, x, y).sum() / (ROWS // 2), True),  # a rank's rows, bare in the code
+        (lambda self, x, y, w: per_row(self, x, y).mean() + 0.1 * self.a(x).pow(2).sum(), True),
+        (lambda self, x, y, w: -(self.b(x).log_softmax(-1).mean(1) * w).sum() * 0.3, True),
+        (lambda self, x, y, w: F.mse_loss(self.a(x), x, reduction="sum") + self.scale.pow(2), True),
+        (lambda self, x, y, w: per_row(self, x, y).mean() + self.a.weight.pow(2).sum(), False),
+        (lambda self, x, y, w: per_row(self, x, y).sum() / len(x), False),
+        (lambda self, x, y, w: (per_row(self, x, y) / len(x)).sum(), False),
+        (lambda self, x, y, w: (per_row(self, x, y) * w).sum() / w.sum().clamp(min=1.0), False),
+        (lambda self, x, y, w: (per_row(self, x, y) * (w / w.sum())).sum(), False),
+        (lambda self, x, y, w: self.b(x).mean(0).sum(), False),
+        (lambda self, x, y, w: (self.a(x).T @ self.a(x) / (len(x) - 1)).sum(), False),
+        (lambda self, x, y, w: F.cross_entropy(self.a(x) @ self.a(x).T, torch.arange(len(x))), False),
+        (many_terms, False),
+        (masked_mean, False),
+    ],
+)
+def test_a_loss_that_is_a_sum_over_rows_is_known(loss: Callable[..., Any], is_sum: bool) -> None:
+    assert sums_over_rows(capture_step(Step(loss), example()), 2) is is_sum
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -415,6 +417,54 @@ class AsManyByChance(RowsOfTheStep):
         return each.mean() * self.n / self.heads * self.mean[0] / self.largest
 
 
+class Tracker:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class AveragesOutside(Net):
+    """Its hook stores what the step reads, and changes what a trial must put back: through `.data`, in a network that
+    is no submodule, in tensors, arrays and objects."""
+
+    factor = 1.0
+
+    def on_fit_start(self) -> None:
+        self.teachers = [copy.deepcopy(self.net).requires_grad_(False)]
+        self.seen, self.counts, self.tracker = {"steps": torch.zeros(())}, np.zeros(2), Tracker()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.factor = 1.0 + batch_idx
+        self.move()
+        self.seen["steps"].add_(1)
+        self.counts += 1
+        self.tracker.calls += 1
+        self.mean.data.add_(1.0)
+        self.mean[1:4] = torch.tensor([float(self.seen["steps"]), self.counts[0], self.tracker.calls])
+
+    def move(self) -> None:
+        for own, mean in zip(self.net.parameters(), self.teachers[0].parameters(), strict=True):
+            mean.data.mul_(0.5).add_(own.data, alpha=0.5)
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() + self.factor * F.mse_loss(self.net(batch["x"]), self.teachers[0](batch["x"]))
+
+
+class AveragesInOtherMemory(AveragesOutside):
+    def move(self) -> None:
+        for own, mean in zip(self.net.parameters(), self.teachers[0].parameters(), strict=True):
+            mean.data = 0.5 * mean.data + 0.5 * own.data
+
+
+class TakesTheNext(RowsOfTheStep):
+    """What cannot be put back is not tried: as under DDP."""
+
+    def on_fit_start(self) -> None:
+        self.numbers = iter(range(100))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.n = 1.0 + next(self.numbers)
+
+
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +515,8 @@ PER_REPLICA += ["RowsOfTheStep", "RowsOfTheTransfer", "RowsOfACallback", "RowsIn
 PER_REPLICA += ["OnlySixRowsInTheStep", "RowsOfTheLastBatchAhead", "RowsOfTheGradient", "DividedByACallback"]
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
-PER_REPLICA += ["RowsFromTheLoader"]
+PER_REPLICA += ["RowsFromTheLoader", "TakesTheNext"]
+CAPTURED += ["AveragesOutside", "AveragesInOtherMemory"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])

@@ -647,6 +647,36 @@ class SparseTablesBySgd(SparseTables):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Adversarial(Program):
+    """Its step runs a backward for the inputs' gradient and clears what that left in the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label = batch
+        x = x.clone().requires_grad_()
+        self.loss(x, label).backward()
+        self.net.zero_grad()
+        loss = self.loss(x.detach() + 0.1 * x.grad.sign(), label)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class HookOfAWeight(Program):
+    """The gradient of a weight is changed where a rank's backward makes it, not linearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class ClipsInBackward(Program):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -683,5 +713,7 @@ PROGRAMS = {
         ManyLengths,
         SparseTables,
         SparseTablesBySgd,
+        Adversarial,
+        HookOfAWeight,
     )
 }

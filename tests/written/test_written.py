@@ -115,7 +115,7 @@ def under_ddp(pool, tmp_path_factory):
 
 
 # Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
-IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables"})
+IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables", "Adversarial"})
 
 
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
@@ -155,6 +155,11 @@ def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
 def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match="SetupError: ModelPruning puts masks"):
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
+
+
+def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_path) -> None:
+    with pytest.raises(WorkerError, match=r"SetupError: ClipsInBackward\.backward works on gradients"):
+        pool.run(RANKS, train, "ClipsInBackward", "alpa", str(tmp_path))
 
 
 def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:

@@ -1,0 +1,44 @@
+"""Callbacks that unfreeze layers: all ranks' optimizers get the same parameters, wherever these lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from models import MLP
+from test_training import assert_same, train
+from torch import Tensor, nn
+
+
+class Finetuned(MLP):
+    """Its backbone trains from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(8, 4)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.head(self.backbone(self.net(batch[0]))), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    def configure_callbacks(self) -> Any:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+
+
+def run_train(root: str, strategy: dict[str, Any]) -> Any:
+    return train(Finetuned, root, strategy, max_epochs=3)
+
+
+@pytest.mark.parametrize("strategy", [{"num_stages": 2, "num_microbatches": 2}, {"parallel": "zero3"}], ids=str)
+def test_layers_that_lightning_unfreezes(pool, tmp_path, strategy: dict[str, Any]) -> None:
+    reference = train(Finetuned, str(tmp_path), None, max_epochs=3)
+    for run in pool.run(2, run_train, str(tmp_path), strategy):
+        assert_same(run, reference)
