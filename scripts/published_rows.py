@@ -186,7 +186,7 @@ def express(row: dict[str, Any]) -> Case | str:
         max(1, own // rows), dp, tp, pp, row["vp"] or 1, _zero(row, program, pp),
         min(8, dp) if "HSDP" in notes else dp, recompute,
         program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes), share,
-        bool(row["async_tp"]),
+        bool(row.get("async_tp")),
     )  # fmt: skip
     seconds = _measured_seconds(row, case)
     if not seconds:

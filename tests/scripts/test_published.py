@@ -37,7 +37,8 @@ def test_a_row_is_read_as_it_was_run():
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"precision": "bf16 + float8"}, "float8"),
+        ({"precision": "bf16 + float8", "source": "lightning-thunder"}, "float8"),
+        ({"precision": "bf16 + float8 rowwise", "notes": "low rowwise baseline (#1207)"}, "too low"),
         ({"cp": 4}, "context"),
         ({"dp": 4}, "not 8"),
         ({"source": "a"}, "says"),
@@ -54,6 +55,18 @@ def test_more_work_takes_longer_and_more_memory():
     full = price.predict(rows.express(row(activation_checkpointing="full")))
     assert full.seconds > base.seconds
     assert full.num_bytes < base.num_bytes
+
+
+def test_float8_products_and_tensor_parallelism_in_chunks_are_faster():
+    """A source that does not say how it shards has the program's own way."""
+    wide = {"arch": row()["arch"] | {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384}, "zero": None}
+    cases = [rows.express(row(**wide, precision=name)) for name in ("bf16", "bf16 + float8 linears")]
+    divided = {**wide, "dp": 1, "tp": 8, "local_batch": 16, "global_batch": 16, "micro_batch": 8}
+    cases += [rows.express(row(**divided, async_tp=chunks)) for chunks in (False, True)]
+    assert all(case.zero == 3 for case in cases)
+    plain, float8, whole, chunked = (price.predict(case).seconds for case in cases)
+    assert float8 < 0.95 * plain
+    assert 0.5 * whole < chunked < whole
 
 
 def test_ranks():
