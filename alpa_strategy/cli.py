@@ -23,6 +23,7 @@ from lightning import seed_everything
 from rich.console import Console
 from rich.text import Text
 
+from alpa_strategy.capture.low_precision import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.op_table import op_table
@@ -31,7 +32,6 @@ from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_ti
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 

@@ -69,7 +69,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return Same(value, version_of)
+        return Same(value, _version)
     if isinstance(value, np.ndarray):
         return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
@@ -102,7 +102,7 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-def version_of(tensor: Tensor) -> int:
+def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
 
@@ -398,7 +398,7 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
             namespace.pop(name, None)
 
 
-def kept_in(
+def _kept_in(
     value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
 ) -> Iterator[_Kept]:
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
@@ -435,7 +435,7 @@ def kept_in(
 @contextmanager
 def fields_kept(owner: Any) -> Iterator[None]:
     """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    kept = list(kept_in(getattr(owner, "__dict__", {}), "", set()))
+    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", set()))
     try:
         yield
     finally:
@@ -472,7 +472,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
             kept.append(_KeptNames(path, vars(child), before, child, skipped=framework))
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place, is_noticed = Place(path, name), not _is_torch_module(child)  # RNNs keep their weights in a list
-                kept += kept_in(value, place.attribute, seen, place, is_noticed)
+                kept += _kept_in(value, place.attribute, seen, place, is_noticed)
     changed: dict[str, Any] = {}
     try:
         yield
@@ -532,7 +532,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
-            kept += kept_in(value, place, seen)
+            kept += _kept_in(value, place, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: dict[str, Any] = {}
     try:
@@ -565,7 +565,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in kept_in(v, "", set())]
+        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)
