@@ -10,6 +10,5 @@ setup(
     package_data={
         "alpa_strategy.recipes": ["*.yaml"],
         "alpa_strategy.configs": ["clusters/*.yaml"],
-        "alpa_strategy.display": ["*.json"],
     },
 )

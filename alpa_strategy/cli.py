@@ -23,15 +23,14 @@ from lightning import seed_everything
 from rich.console import Console
 from rich.text import Text
 
-from alpa_strategy.capture.low_precision import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.display.op_table import op_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 
@@ -119,10 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads")
     export.add_argument("--trust", action="store_true", help="run what is pickled in it: only if you trust its writer")
     export.set_defaults(run=_export)
-
-    ops = commands.add_parser("ops", help="how ops may be sharded: their rules, where these come from, and the proofs")
-    ops.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="for example linear or 'aten.conv*'")
-    ops.set_defaults(run=_ops)
     return parser
 
 
@@ -249,11 +244,6 @@ def _writing(path: str) -> Iterator[Path]:
         yield Path(path)
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
-
-
-def _ops(arguments: argparse.Namespace) -> int:
-    Console().print(op_table(arguments.pattern))
-    return 0
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:

@@ -1,7 +1,7 @@
 """How much of PyTorch's operator database the sharding rules cover, proved by running shards. Minutes on one core.
 
-`--write` stores the findings for `alpa ops`. In parts: `--part 0/4 --write part0.json` does a quarter of the database,
-and `--merge part*.json` stores the findings of all of them.
+`--write` stores the findings, `--show linear` prints them. In parts: `--part 0/4 --write part0.json` does a quarter of
+the database, and `--merge part*.json` stores the findings of all of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from alpa_strategy.display.op_table import STORED
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from proofs.judge import judge, merged, save, summary
+from proofs.op_table import STORED, op_table
 from proofs.samples import NotCaptured, captured_calls, database
 from proofs.verdicts import load
+from rich.console import Console
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -37,7 +37,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help=f"store what these files hold in {STORED}"
     )
+    parser.add_argument("--show", metavar="PATTERN", help="what is stored of ops, such as linear or 'aten.conv*'")
     arguments = parser.parse_args(given)
+    if arguments.show:
+        Console().print(op_table(arguments.show))
+        return 0
     if arguments.merge:
         save(merged(verdict for path in arguments.merge for verdict in load(path)))
         return 0

@@ -339,8 +339,8 @@ class RooflineCosts:
         return (FUSED * found[0], FUSED * found[1]) if self.compiled and kind is None else found
 
     def _seconds_of(self, kernels: Kernels) -> float:
-        rest = roofline_seconds(kernels.fused if self.compiled else kernels.single, self.device, 1.0)
-        return rest + sum(self.roofline(product)[0] for product in kernels.products)
+        rest = kernels.fused if self.compiled else Work(0.0, sum(kernels.single), len(kernels.single))
+        return roofline_seconds(rest, self.device, 1.0) + sum(self.roofline(product)[0] for product in kernels.products)
 
     def _op_seconds(self, call: OpCall) -> tuple[float, float]:
         forward, backward = self.roofline(call)

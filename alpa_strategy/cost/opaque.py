@@ -22,10 +22,10 @@ from alpa_strategy.ir.op import OpCall, TensorMeta, with_slots
 
 @dataclass
 class Kernels:
-    """Products, and what the other kernels move: one by one, or fused, and then write for products to read."""
+    """Products, and what the other kernels move: bytes of each, or fused, and then write for products to read."""
 
     products: list[OpCall] = field(default_factory=list)
-    single: Work = field(default_factory=Work)
+    single: list[int] = field(default_factory=list)
     fused: Work = field(default_factory=Work)
     fused_bytes: int = 0
 
@@ -76,9 +76,7 @@ class _Recorder(TorchDispatchMode):
             self._found.products.append(OpCall(func, frozen, (), *metas))
             self._read_whole.update(read)
             return out
-        moved = sum(_meta(tensor).num_bytes for tensor in (*operands, *results))
-        single = self._found.single
-        self._found.single = Work(0.0, single.num_bytes + moved, single.kernels + 1)
+        self._found.single.append(sum(_meta(tensor).num_bytes for tensor in (*operands, *results)))
         roots = set().union(*(self._made_of.get(key, {key}) for key in read))
         if operands and max(t.numel() for t in operands) > max((t.numel() for t in results), default=0):
             self._summed |= roots

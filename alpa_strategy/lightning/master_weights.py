@@ -1,4 +1,8 @@
-"""The precision plugin of `AlpaStrategy(master_weights=True)`: `bf16-true` for the step, fp32 for what is updated."""
+"""`AlpaStrategy(master_weights=True)`: steps compute with low-precision copies of parameters that stay fp32.
+
+The copies are casts that autograd knows. Captured, they are ops of the step like autocast's: a parameter in shards is
+cast before it is gathered, and its gradient summed over the ranks before it is cast back.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from typing_extensions import override
 
-from alpa_strategy.capture.low_precision import check_has_masters, keep_masters, low_precision_copies
+from alpa_strategy.capture.python_state import patched
+from alpa_strategy.errors import SetupError
 
 
 class MasterWeights(HalfPrecision):
@@ -47,3 +52,48 @@ def with_masters(plugin: Any) -> MasterWeights:
     """What `master_weights=True` makes of the Trainer's precision; SetupError where that is not bf16-true."""
     check_has_masters(getattr(plugin, "precision", type(plugin).__name__))
     return MasterWeights()
+
+
+def check_has_masters(precision: object) -> None:
+    """SetupError where `master_weights=True` means nothing: at any precision of the Trainer's but bf16-true."""
+    if precision != "bf16-true":
+        raise SetupError(
+            f"master_weights=True with precision {precision!r}: there are no bf16 parameters to keep masters of",
+            'use precision="bf16-true" (under "bf16-mixed" parameters are fp32 already), or leave master_weights out',
+        )
+
+
+def keep_masters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Bring a module into the form that `low_precision_copies` wants: parameters in fp32, floating buffers in `dtype`.
+
+    fp64 parameters stay: nobody asked for less of them.
+    """
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+                parameter.data = parameter.data.float()
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(dtype)
+
+
+@contextmanager
+def low_precision_copies(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which the module's floating parameters are copies of them in `dtype`, and so are new tensors.
+
+    Gradients of the copies arrive at the parameters. A tied parameter has one copy.
+    """
+    places = [
+        (owner._parameters, name, master)
+        for owner in module.modules()
+        for name, master in list(owner._parameters.items())
+        if master is not None and master.is_floating_point()
+    ]
+    copies = {master: master.to(dtype) for _, _, master in places}
+    default = torch.get_default_dtype()
+    with patched((parameters, name, copies[master]) for parameters, name, master in places):
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)

@@ -238,13 +238,6 @@ def rule_of(target: Any) -> Family | None:
 TABLE: dict[str, Family] = {**dict.fromkeys(UNTAGGED_POINTWISE, _pointwise), **FAMILIES, **NOTATION}
 
 
-def rule_lines() -> dict[str, tuple[str, str]]:
-    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
-    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
-    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
-    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
-
-
 def has_rule(target: Any) -> bool:
     """Whether the table (or ATen's pointwise tag) covers this target."""
     return rule_of(target) is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from proofs.judge import divides, judge, merged, refutation, summary
+from proofs.op_table import op_table
 from proofs.samples import CapturedCall, captured_calls, database
 from proofs.verdicts import NONE_EXISTS, load
+from rich.console import Console
 
-from alpa_strategy.cli import main
-from alpa_strategy.display.op_table import op_table
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.sharding import axis_strategies
@@ -122,7 +122,7 @@ def test_the_stored_findings_cover_what_can_be_covered():
 
 
 def test_the_table_of_ops_says_rule_origin_and_proof(capsys):
-    assert main(["ops", "aten.linear"]) == 0
+    Console(width=200).print(op_table("aten.linear"))
     shown = capsys.readouterr().out
     assert "notation" in shown
     assert "runs" in shown

@@ -1,4 +1,4 @@
-"""The findings on all ops, which `scripts/op_coverage.py` stores and `alpa ops` shows."""
+"""The findings on all ops, which `scripts/op_coverage.py` stores and shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alpa_strategy.display.op_table import STORED
+from proofs.op_table import STORED
 
 NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
 

@@ -1,4 +1,4 @@
-"""What `alpa ops` shows: how ops may be sharded, by which rule, and what running them in shards has proved."""
+"""What `scripts/op_coverage.py --show` prints: how ops may be sharded, by which rule, and what was proved in shards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from alpa_strategy.errors import OptionError
-from alpa_strategy.sharding.rule_table import rule_lines
+from alpa_strategy.sharding.notation_rules import NOTATION
+from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE
 
-STORED = Path(__file__).with_name("op_coverage.json")  # what `scripts/op_coverage.py` found
+STORED = Path(__file__).parents[2] / "docs" / "op_coverage.json"  # what `scripts/op_coverage.py` found
 
 
 def op_table(pattern: str = "*") -> Table:
@@ -41,6 +42,13 @@ def op_table(pattern: str = "*") -> Table:
     for name in names:
         table.add_row(name, *_row(verdicts.get(name), lines.get(name) or lines.get(name.rpartition(".")[0])))
     return table
+
+
+def rule_lines() -> dict[str, tuple[str, str]]:
+    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
+    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
+    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
+    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
 
 
 def _row(verdict: dict[str, Any] | None, line: tuple[str, str] | None) -> tuple[str, str, str]:
