@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -40,11 +40,8 @@ def kernels_of(call: OpCall, mode: FakeTensorMode) -> tuple[Kernels, Kernels] | 
             outputs = [result for result in results if result.requires_grad]
             inputs = [operand for operand in operands if operand.requires_grad]
             gradients = [torch.empty_like(output) for output in outputs]
-            backward = _Recorder()
-            found: tuple[Tensor | None, ...] = ()
-            if outputs and inputs:
-                with backward:
-                    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+            with _Recorder() as backward:
+                found = autograd.grad(outputs, inputs, gradients, allow_unused=True) if outputs and inputs else ()
         except Exception:  # the user's code, of any type: it wants data
             return None
         return forward.kernels(results), backward.kernels([each for each in found if each is not None])

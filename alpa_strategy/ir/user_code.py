@@ -167,4 +167,6 @@ def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
         if is_user_code(value):
             yield value
     elif not isinstance(value, types.ModuleType | type):
-        yield from (getattr(value, name) for name in names if is_user_code(vars(type(value)).get(name)))
+        # Of all its classes: `super()` calls what another one has.
+        members = (vars(kind).get(name) for kind in type(value).__mro__ for name in names)
+        yield from (types.MethodType(unwrapped(member), value) for member in members if is_user_code(member))

@@ -379,24 +379,26 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
         names = vars(each).keys() & named if each in owners else vars(each).keys()
         kept += _tensors_held([vars(each)[name] for name in names - skipped], seen)
     tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
-    generators = [each for m in modules for each in vars(m).values() if isinstance(each, torch.Generator)]
-    states = [each.get_state() for each in generators]
+    values = [each for m in modules for each in vars(m).values()]
+    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
     changed: list[Tensor] = []
-    with ExitStack() as stack:
-        stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
-        for each in modules:
-            stack.enter_context(fields_kept(each))
-        # What it puts back in globals and closures (lists of calls) is no error here.
-        stack.enter_context(suppress(CaptureError))
-        stack.enter_context(globals_kept(owners[0], set()))
-        yield changed
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    for tensor, data, old in tensors:
-        # By their bytes: changes through `.data` leave no trace in versions.
-        if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
-            tensor.data = data.copy_(old)
-            changed.append(tensor)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
+            for each in modules:
+                stack.enter_context(fields_kept(each))
+            # What it puts back in globals and closures (lists of calls) is no error here.
+            stack.enter_context(suppress(CaptureError))
+            stack.enter_context(globals_kept(owners[0], set()))
+            yield changed
+    finally:  # a hook that fails may have changed them as well
+        for generator, state in states:
+            generator.set_state(state)
+        for tensor, data, old in tensors:
+            # By their bytes: changes through `.data` leave no trace in versions.
+            if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
+                tensor.data = data.copy_(old)
+                changed.append(tensor)
 
 
 def _tensors_held(values: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:

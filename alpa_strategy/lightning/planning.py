@@ -10,7 +10,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.changing_numbers import is_same_step, numbers_now
@@ -31,6 +30,7 @@ from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.job import Job
+from alpa_strategy.lightning.same_steps import shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_devices, check_plan
@@ -141,10 +141,8 @@ _PARTS = (
 
 
 def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str]:
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors)
     leaves = LeafAgreement(step, batch).described(batch)
-    return leaves, shapes, step.parameter_digest, step.graph_digest
+    return leaves, shapes_text(batch), step.parameter_digest, step.graph_digest
 
 
 def job_cluster(job: Job) -> ClusterSpec:
