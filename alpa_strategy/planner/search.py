@@ -453,8 +453,9 @@ def plan_of(
         needed, limit = format_bytes(max(peaks.values())), format_bytes(job.memory_limit)
         raise DoesNotFitError(f"the stages of one mesh need {needed} of {limit}")
     busy = [B * s.cost.seconds(again) + s.cost.once for s, again in zip(solved, remat, strict=True)]
-    worst = stages[int(np.argmax(busy))].predicted  # the slowest stage's shares stand for the step's
-    seconds = worst.step_seconds
+    slowest = stages[int(np.argmax(busy))].first_device  # what its mesh does stands for the step
+    worst = [stage.predicted for stage in stages if stage.first_device == slowest]
+    seconds = worst[0].step_seconds
     if not job.is_whole_batch:
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
@@ -473,9 +474,9 @@ def plan_of(
         predicted=Predicted(
             seconds,
             max(peaks.values()),
-            worst.compute_seconds,
-            worst.communication_seconds,
-            worst.optimizer_seconds,
+            sum(each.compute_seconds for each in worst),
+            sum(each.communication_seconds for each in worst),
+            sum(each.optimizer_seconds for each in worst),
         ),
         num_microbatches=B,
         schedule=schedule if len(stages) > 1 else "none",

@@ -327,3 +327,13 @@ def test_devices_that_cannot_be_had_are_one_error(options, problem, fix):
     assert problem in error.value.problem
     assert error.value.problem.count("device_map") <= 1
     assert fix in error.value.fix
+
+
+def test_what_a_step_is_made_of_counts_all_stages_of_a_mesh():
+    """Two stages a mesh work in turn: the second's time is no waiting of the first's."""
+    found = plan("gpt", schedule="Interleaved1F1B", num_microbatches=4)
+    own = [stage.predicted for stage in found.stages if stage.first_device == found.stages[0].first_device]
+    assert len(own) > 1
+    whole = found.predicted
+    assert whole.compute_seconds >= 0.99 * sum(each.compute_seconds for each in own)
+    assert whole.compute_seconds + whole.communication_seconds + whole.optimizer_seconds <= whole.step_seconds
