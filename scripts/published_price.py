@@ -28,7 +28,7 @@ from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes
 from alpa_strategy.intra_op.options import local_bytes
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.schedules import in_flight
@@ -50,6 +50,11 @@ class Prediction:
     parts: dict[str, float]
 
 
+def _name_of(call: OpCall) -> str:
+    """The op's name, that of the class for an autograd.Function."""
+    return CUSTOM_OPS[call.target].function.__name__ if call.target in CUSTOM_OPS else op_base_name(call)
+
+
 class ProgramCosts(RooflineCosts):
     """What a case's program makes of ops: compiled or not, and float8 products as its library has them."""
 
@@ -59,12 +64,12 @@ class ProgramCosts(RooflineCosts):
         self._fused = RooflineCosts(case.cluster.device, compiled=True)
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
-        is_float8 = op_base_name(call) == PRODUCTS[1]
+        is_float8 = _name_of(call) == PRODUCTS[1]
         return self._fused.op_seconds(call) if is_float8 and self._program.fused_casts else super().op_seconds(call)
 
     def saved(self, call: OpCall) -> Saved:
         saved = super().saved(call)
-        if op_base_name(call) != PRODUCTS[1]:
+        if _name_of(call) != PRODUCTS[1]:
             return saved
         if self._program.keeps_float8:
             saved = replace(saved, operands=(False, True), extra_bytes=call.operands[0].num_elements)
@@ -147,7 +152,7 @@ def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
     intra, products = solved.intra, 0
     for index, op in enumerate(intra.step.ops):
         strategy = intra.ops[index].strategies[solved.assignment[len(intra.parameters) + index]]
-        name, shape = op_base_name(op.call), intra.mesh.shape
+        name, shape = _name_of(op.call), intra.mesh.shape
         products += name in PRODUCTS and op.module.startswith("blocks")
         again = op.module.startswith("blocks") and is_recomputed(case.recompute, name, op.module, products)
         yield localize(op.call, strategy, shape, (0,) * len(shape)).call, again
@@ -222,7 +227,7 @@ def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequ
         options = list(intra.ops)
         logits = case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp
         for index, op in enumerate(intra.step.ops):
-            name, own = op_base_name(op.call), intra.ops[index]
+            name, own = _name_of(op.call), intra.ops[index]
             if op.module == "head":  # neither its result nor that one's gradient is there besides
                 options[index] = replace(own, temporary_bytes=np.maximum(0, own.temporary_bytes - 2 * logits))
             if name in ("to", "cross_entropy_sum") and not op.module:
@@ -244,7 +249,7 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
     for index, op in enumerate(intra.step.ops):
         if not op.module.startswith("blocks"):
             continue
-        name, choice = op_base_name(op.call), assignment[offset + index]
+        name, choice = _name_of(op.call), assignment[offset + index]
         products += name in PRODUCTS
         if is_recomputed(case.recompute, name, op.module, products):
             again.add(index)

@@ -154,9 +154,9 @@ def cpu_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def any_rank(flags: Sequence[bool], group: Any = None) -> list[bool]:
+def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Which flags are set on at least one rank. Collective."""
-    return [bool(largest) for largest in all_largest(flags, group)]
+    return [bool(largest) for largest in all_largest(flags)]
 
 
 def all_largest(numbers: Sequence[int], group: Any = None) -> list[int]:

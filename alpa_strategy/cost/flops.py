@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, bind
+from alpa_strategy.ir.op import OpCall, TensorMeta, bind
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ EXTRA_PASSES = {
 def op_base_name(call: OpCall) -> str:
     """The op's name without namespace and overload: `linear`, `cross_entropy_sum`."""
     target = call.target
-    if target in CUSTOM_OPS:
-        return CUSTOM_OPS[target].function.__name__
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return target.__name__

@@ -90,3 +90,11 @@ def test_what_cannot_run_without_data_is_priced_by_its_size():
     num_bytes = 8192 * 4096 * 2
     assert forward == pytest.approx(2 * num_bytes / H100.memory_bandwidth, rel=0.2), "read and written"
     assert backward > 0
+
+
+class view(Normalised):
+    """A Function that has the name of an op of ATen's."""
+
+
+def test_a_function_is_not_taken_for_the_op_whose_name_it_has():
+    assert one(seconds(view), "view")[0] == pytest.approx(one(seconds(Normalised), "Normalised")[0])
