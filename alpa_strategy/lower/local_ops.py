@@ -154,7 +154,6 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
         replace(local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])).call
     ),
     "ring_attention": _ring_attention,
-    "added_on_first": _added_on_first,
     "groups_of_rows": _groups_of_rows,
 }
 

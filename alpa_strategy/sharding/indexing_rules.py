@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, slots
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
 from alpa_strategy.sharding.rule_families import aligned, along
@@ -46,60 +46,6 @@ def batch_norm_train(call: OpCall) -> Found:
     how = {"implementation": "batch_norm_sync", "collectives": collectives}
     rows = split_from_dims(call, [(present["x"], 0)], [0, *[WHOLE for _ in statistics]], **how)
     return Found((channels, rows))
-
-
-def _same_size_dims(call: OpCall, operands: tuple[int, ...], dim: int) -> list[Split | None]:
-    """Dims other than `dim` that have one size in all operands and the result."""
-    shape = call.results[0].shape
-    found = []
-    for d in range(len(shape)):
-        if d != dim and all(call.operands[i].shape[d] == shape[d] for i in operands):
-            found.append(split_from_dims(call, [(i, d) for i in operands], [d] * len(call.results)))
-    return found
-
-
-def gather(call: OpCall) -> Found:
-    """gather, take_along_dim: other dims of equal size are parallel; or the index is cut and the source is whole."""
-    bound = bind(call)
-    source, index = (s.index for s in slots(call)[:2])
-    rank = len(call.results[0].shape)
-    if bound["dim"] is None or len(call.operands[source].shape) != rank or rank == 0:
-        return Found()
-    dim = bound["dim"] % rank
-    splits = _same_size_dims(call, (source, index), dim)
-    along = split_from_dims(call, [(index, dim), (source, None)], [dim])  # the source is whole
-    return Found((*splits, along), carries=True)
-
-
-def scatter(call: OpCall) -> Found:
-    """scatter, index_add, index_copy and relatives: dims other than the indexed one where all tensors are equally long.
-
-    Of an index along one dim every device needs all; a scatter's has all dims.
-    """
-    bound, rank = bind(call), len(call.results[0].shape)
-    if rank == 0:
-        return Found()
-    operands = [s for s in slots(call) if "scatter" in call.target_name or s != bound["index"]]
-    full = tuple(s.index for s in operands if len(call.operands[s.index].shape) == rank)
-    return Found(_same_size_dims(call, full, bound["dim"] % rank))
-
-
-def adding(call: OpCall) -> Found:
-    """scatter_add, index_add: as `scatter`; or what is added is cut along the dim, and every device adds its own part.
-
-    The tensor that is added to counts once: on the first device.
-    """
-    found, bound = scatter(call), bind(call)
-    rank = len(call.results[0].shape)
-    given = bound.get("src", bound.get("source"))
-    if rank == 0 or not isinstance(given, Slot) or not call.results[0].dtype.is_floating_point:
-        return found
-    dim, index = bound["dim"] % rank, bound["index"].index
-    along_index = dim if "scatter" in call.target_name else 0  # the dim of the index that runs along the indexed one
-    cut = [(bound["self"].index, None), (index, along_index), (given.index, dim)]
-    along = split_from_dims(call, cut, [SUM], implementation="added_on_first")
-    cuts_alike = call.operands[given.index].shape[dim : dim + 1] == call.operands[index].shape[along_index:][:1]
-    return replace(found, splits=(*found.splits, along if cuts_alike else None))
 
 
 def fourier(call: OpCall) -> Found:

@@ -389,10 +389,42 @@ def _quantile(call: OpCall, axis_size: int) -> str:
 
 def _index_select(call: OpCall, axis_size: int) -> str:
     """Other dims of the source are parallel; or the index is cut and the source is whole."""
-    rank = len(call.operands[bind(call)["self"].index].shape)
-    picked = bind(call)["dim"] % max(rank, 1)
-    source = ["s!" if d == picked else f"x{d}" for d in range(rank)]
-    return line_of([source, ["i"]], ["i" if d == picked else f"x{d}" for d in range(rank)])
+    own, dim = [f"x{d}" for d in range(len(call.results[0].shape))], bind(call)["dim"]
+    return line_of([_at(own, dim, "s!"), ["i"]], _at(own, dim, "i"))
+
+
+def _gather(call: OpCall, axis_size: int) -> str:
+    """gather, take_along_dim: dims of one size are parallel; or the index is cut and the source is whole."""
+    source, index = (call.operands[slot.index].shape for slot in slots(call)[:2])
+    dim = bind(call)["dim"]
+    if dim is None or len(source) != len(index):
+        return "[*s!], [*i!] -> [*i!]"
+    own = [f"x{d}" if source[d] == size else f"x{d}!" for d, size in enumerate(index)]
+    read_there = _at(own, dim, "i")
+    return line_of([_at(own, dim, "s!"), read_there], read_there)
+
+
+def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
+    """scatter, index_copy and relatives: dims other than the indexed one where all tensors are equally long; or what is
+    added (scatter_add, index_add) is cut along that one, and every device adds its own part.
+
+    Of an index along one dim every device needs all; a scatter's has all dims.
+    """
+    bound, shape = bind(call), call.results[0].shape
+    shapes = [call.operands[slot.index].shape for slot in slots(call)]
+    full = [s for s in shapes if len(s) == len(shape)]
+    own = [f"x{d}" if len({s[d] for s in full}) == 1 else f"x{d}!" for d in range(len(shape))]
+    index = "i" if adds and call.results[0].dtype.is_floating_point else "i!"
+    there = _at(own, bound["dim"], index)
+    one_dim = slots(call).index(bound["index"]) if "scatter" not in call.target_name else -1
+    into = _at(own, bound["dim"], "s!")
+    terms = [into, *([index] if i == one_dim else there[len(there) - len(s) :] for i, s in enumerate(shapes) if i)]
+    return "+" * adds + line_of(terms, into)
+
+
+def _at(indices: list[str], dim: int, index: str) -> list[str]:
+    """`indices` with another one at `dim`."""
+    return [index if d == dim % len(indices) else name for d, name in enumerate(indices)]
 
 
 def _indexed(call: OpCall, index: str) -> tuple[str, str]:
@@ -514,6 +546,12 @@ NOTATION: dict[str, Notation] = {
         )
     },
     "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
+    **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},
+    **{
+        f"aten.{name}": Notation(_written_there)
+        for name in ("scatter", "scatter_reduce", "index_copy", "index_fill", "index_reduce")
+    },
+    **{f"aten.{name}": Notation(partial(_written_there, adds=True)) for name in ("scatter_add", "index_add")},
     "aten.stft": Notation(_stft, linear=EACH),
     "alpa.ctc_rows": Notation(_ctc_rows),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),

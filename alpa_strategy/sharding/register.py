@@ -108,7 +108,7 @@ def prove_sharding(
     proved: dict[str, None] = {}
     for n in num_devices:
         for strategy in axis_strategies(call, n)[1:]:  # the first repeats the work
-            if strategy.implementation not in (None, "bias_on_first", "added_on_first"):
+            if strategy.implementation not in (None, "bias_on_first"):
                 continue  # runs collectives inside: the package's own tests prove those
             if not all(run.equals_shards(strategy, n) for run in runs):
                 raise ShardingError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, bind, flat_tensor_arguments, target_name
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments, target_name
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
 from alpa_strategy.sharding.notation import parse, read
@@ -158,9 +158,6 @@ FAMILIES: dict[str, Family] = {
     **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", indexing.fourier),
     **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", indexing.fourier),
     # Indexing, and tensors made from nothing.
-    **_of("gather take_along_dim", indexing.gather),
-    **_of("scatter scatter_reduce index_copy index_fill index_reduce", indexing.scatter),
-    **_of("scatter_add index_add", indexing.adding),
     **_of("histogram.bins_tensor", indexing.histogram),
     **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", indexing.constant),
     **_of("full zeros ones empty.memory_format rand randn normal.float_float", indexing.factory),
@@ -191,7 +188,7 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
 
 
 def added_operand(call: OpCall) -> int | None:
-    """The operand that a contraction of `call` must add only once: `+[...]` in the op's line, `self` of index_add."""
+    """The operand that a contraction of `call` must add only once: `+[...]` in the op's line."""
     rule = rule_of(call.target)
     lines = rule.lines if isinstance(rule, RegisteredRule) else ()
     if isinstance(rule, Notation):
@@ -200,7 +197,7 @@ def added_operand(call: OpCall) -> int | None:
         for term, argument in zip(parse(line).operands, flat_tensor_arguments(call), strict=False):
             if term.added:
                 return argument.index if isinstance(argument, Slot) else None
-    return None if lines else bind(call)["self"].index
+    return None
 
 
 def library_rule(target: Any) -> RegisteredRule | None:

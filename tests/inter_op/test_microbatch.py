@@ -230,7 +230,8 @@ def convolutions(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 def contracted_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     gram = torch.addmm(self.a.weight, self.a(x).t(), self.a(x)) / len(x)
     column = F.linear(self.b(x).t(), x.t(), self.a.bias)
-    return (gram * self.average).sum() + (column * 2).sum()
+    by_class = torch.index_add(self.b.weight, 0, y, self.a(x))
+    return ((gram + by_class.mean(0)) * self.average).sum() + (column * 2).sum()
 
 
 def mixing_only_in_logs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> dict[str, Any]:

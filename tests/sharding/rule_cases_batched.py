@@ -52,11 +52,11 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
     )
     add(
         *("index_add", aten.index_add.default, f(5, 6), 0, i(5, 8), f(8, 6)),
-        expect=("S1,R,S1->S1", "R*,S0,S0->P@added_on_first"),
+        expect=("S1,R,S1->S1", "R*,S0,S0->P@bias_on_first"),
     )
     add(
         *("scatter_add_collisions", aten.scatter_add.default, f(4, 6), 1, i(6, 4, 9), f(4, 9)),
-        expect=("S0,S0,S0->S0", "R*,S1,S1->P@added_on_first"),
+        expect=("S0,S0,S0->S0", "R*,S1,S1->P@bias_on_first"),
     )
     add("index_put", aten.index_put.default, f(5, 6), [i(5, 3)], f(3, 6), expect="S1,R,S1->S1")
     add("index_put_broadcast", aten.index_put.default, f(5, 6), [i(5, 3)], f(1, 1), expect="S1,R,R*->S1")
