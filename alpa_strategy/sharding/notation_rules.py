@@ -16,7 +16,6 @@ from alpa_strategy.sharding.rule_families import linear_sets
 from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
-_OTHER_MATRIX, _THIRD_MATRIX = "[*b, k!, l!]", "[*b, m!, n!]"
 _COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
 
 
@@ -24,29 +23,32 @@ def _lines(names: str, line: str) -> dict[str, str]:
     return {f"aten.{name}": line for name in names.split()}
 
 
-MATRICES: dict[str, str] = {
-    **_lines("linalg_cholesky cholesky cholesky_inverse linalg_inv matrix_exp", f"{_MATRIX} -> {_MATRIX}"),
-    **_lines("linalg_matrix_power", f"{_MATRIX} -> {_MATRIX}"),
-    **_lines("pinverse", f"{_MATRIX} -> [*b, j!, i!]"),
+def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]:
+    """Ops that work on the last `inner` dims of their first operand; what lies in front of them, all tensors have."""
+
+    def line(call: OpCall, axis_size: int) -> str:
+        num_front = len(call.operands[slots(call)[0].index].shape) - inner
+
+        def term(name: str, shape: tuple[int, ...]) -> str:
+            return f"[*b, {', '.join(f'{name}d{d}!' for d in range(len(shape) - num_front))}]"
+
+        operands = [term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))]
+        return f"{', '.join(operands)} -> {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
+
+    return {f"aten.{name}": line for name in names.split()}
+
+
+MATRICES: dict[str, str | Callable[[OpCall, int], str]] = {
+    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
+    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
+    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
+    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
+    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
     **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_lines("linalg_det logdet linalg_cond", f"{_MATRIX} -> {_NUMBER}"),
     **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_lines("linalg_slogdet", f"{_MATRIX} -> {_NUMBER}, {_NUMBER}"),
-    **_lines("linalg_eigvals linalg_eigvalsh linalg_svdvals", f"{_MATRIX} -> [*b, k!]"),
-    **_lines("linalg_eig linalg_eigh", f"{_MATRIX} -> {_VECTOR}, {_MATRIX}"),
-    **_lines("linalg_svd svd", f"{_MATRIX} -> {_OTHER_MATRIX}, [*b, r!], {_THIRD_MATRIX}"),
-    **_lines("linalg_qr qr", f"{_MATRIX} -> {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("linalg_lu", f"{_MATRIX} -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("lu_unpack", f"{_MATRIX}, [*b, r!] -> [*b, p!, q!], {_OTHER_MATRIX}, {_THIRD_MATRIX}"),
-    **_lines("linalg_lu_factor linalg_ldl_factor geqrf", f"{_MATRIX} -> {_MATRIX}, [*b, r!]"),
-    **_lines("linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", f"{_MATRIX} -> {_MATRIX}, [*b, r!], {_NUMBER}"),
-    **_lines("linalg_cholesky_ex linalg_inv_ex", f"{_MATRIX} -> {_MATRIX}, {_NUMBER}"),
     **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
     **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
     **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_lines("linalg_householder_product", f"{_MATRIX}, [*b, r!] -> {_MATRIX}"),
-    **_lines("ormqr", f"{_MATRIX}, [*b, r!], {_OTHER_MATRIX} -> {_OTHER_MATRIX}"),
-    **_lines("triangular_solve", f"{_OTHER_MATRIX}, {_MATRIX} -> {_OTHER_MATRIX}, {_MATRIX}"),
     **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
     **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
 }
@@ -72,44 +74,22 @@ def _solved_with(*factors: str) -> Callable[[OpCall, int], str]:
     return line
 
 
-_PLACES = {1: "w!", 2: "h!, w!", 3: "d!, h!, w!"}
+_POOLS = (
+    "max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d adaptive_avg_pool{n}d _adaptive_avg_pool{n}d "
+    "adaptive_max_pool{n}d max_unpool{n}d max_pool{n}d_with_indices_backward upsample_nearest{n}d "
+    "_upsample_nearest_exact{n}d reflection_pad{n}d replication_pad{n}d"
+)
 
-
-def _image(num_dims: int) -> str:
-    return f"[*b, {_PLACES[num_dims]}]"
-
-
-IMAGES: dict[str, str] = {
+IMAGES: dict[str, str | Callable[[OpCall, int], str]] = {
+    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
+    **_in_front("upsample_linear1d", 1),
+    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
+    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
     **{
-        f"aten.{name}": f"{_image(n)} -> {_image(n)}"
-        for n, names in (
-            *((n, f"max_pool{n}d avg_pool{n}d adaptive_avg_pool{n}d") for n in (1, 2, 3)),
-            (1, "upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d replication_pad1d"),
-            (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d reflection_pad2d"),
-            (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _adaptive_avg_pool2d replication_pad2d"),
-            (3, "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d replication_pad3d"),
-        )
-        for name in names.split()
-    },
-    **{
-        f"aten.{kind}{n}d{suffix}": f"{_image(n)} -> {_image(n)}, {_image(n)}"
-        for n in (1, 2, 3)
-        for kind, suffix in (("max_pool", "_with_indices"), ("adaptive_max_pool", ""))
-    },
-    **{f"aten.max_unpool{n}d": f"{_image(n)}, {_image(n)} -> {_image(n)}" for n in (2, 3)},
-    **{
-        f"aten.max_pool{n}d_with_indices_backward": f"[*b, {_PLACES[n]}], [*b, x!, y!{', z!' * (n - 2)}], "
-        f"[*b, {_PLACES[n]}] -> [*b, x!, y!{', z!' * (n - 2)}]"
-        for n in (2, 3)
-    },
-    **{
-        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {_PLACES[n]}], [n, c, {_PLACES[n]}]"
-        for n in (2, 3)
+        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
+        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
     },
     **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
-    **_lines("im2col", "[n, c!, h!, w!] -> [n, k!, l!]"),
-    **_lines("col2im", "[n, k!, l!] -> [n, c!, h!, w!]"),
-    **_lines("pixel_shuffle pixel_unshuffle channel_shuffle", "[*b, c!, h!, w!] -> [*b, c!, h!, w!]"),
 }
 
 
@@ -176,7 +156,7 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
-    "aten.multinomial": "[*b, c!] -> [*b, n!]",
+    **_in_front("multinomial", 1),
     "aten.linalg_solve": solve,
     "aten.linalg_solve_ex": solve,
     "aten.linalg_solve_triangular": _solved_with(_MATRIX),
