@@ -23,29 +23,6 @@ def _check_ids(valid: Tensor, what: str) -> None:
         raise IndexError(f"{what} out of range")
 
 
-class _VocabEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, padding_row: int, by_frequency: bool
-    ) -> Tensor:
-        num_rows = weight.shape[0]
-        result = torch.embedding(weight, rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        # Ids of other devices and padding go to one row past the end in the backward, which skips that row: they
-        # neither pile up on a real row nor count in `by_frequency`.
-        skipped = elsewhere if padding_row < 0 else elsewhere | (rows == padding_row)
-        ctx.save_for_backward(rows.masked_fill(skipped, num_rows))
-        ctx.num_rows, ctx.by_frequency = num_rows, by_frequency
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        grad_weight = torch.ops.aten.embedding_dense_backward(
-            grad, rows, ctx.num_rows + 1, ctx.num_rows, ctx.by_frequency
-        )
-        return grad_weight[: ctx.num_rows], None, None, None, None
-
-
 def vocab_embedding(
     first_id: int,
     vocabulary: int,
@@ -57,14 +34,16 @@ def vocab_embedding(
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [..., width].
 
-    `padding_idx` is the whole table's (negative: none); gradients are dense. IndexError when an id is outside the whole
-    vocabulary.
+    `padding_idx` is the whole table's (negative: none); gradients are dense, and no rule cuts a table whose gradients
+    are scaled by frequency. IndexError when an id is outside the whole vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id  # [...], of the local weight; outside it where another device holds the id
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding_row = padding_idx - first_id if padding_idx >= 0 else -1
-    return _VocabEmbedding.apply(weight, rows, elsewhere, padding_row, scale_grad_by_freq)
+    # Ids of other devices read any row, not one for all: in the backward they would pile up there.
+    found = torch.embedding(weight, rows.remainder(weight.shape[0]), padding_row)
+    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def vocab_bags(

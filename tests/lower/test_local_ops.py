@@ -197,15 +197,13 @@ def test_linear_without_bias_is_plain():
 
 
 @pytest.mark.parametrize("padding_idx", [-1, 0, 6])
-@pytest.mark.parametrize("by_frequency", [False, True])
-def test_vocabulary_parallel_embedding(padding_idx, by_frequency):
+def test_vocabulary_parallel_embedding(padding_idx):
     ids = torch.tensor([[0, 1, 6, 3, 3], [6, 6, 2, 0, 4]])
-    call, x = call_and_operands(aten.embedding.default, rand(7, 4), ids, padding_idx, by_frequency)
+    call, x = call_and_operands(aten.embedding.default, rand(7, 4), ids, padding_idx)
     check(call, x, (3,), ["S0,R->P@vocab_embedding"])
     check(call, x, (2, 2), ["S0,R->P@vocab_embedding", "S0,R->P@vocab_embedding"])
     check(call, x, (2, 2), ["S1,R->S2", "S0,R->P@vocab_embedding"])
-    if not by_frequency:  # frequencies are those of the whole batch
-        check(call, x, (2, 2), ["R*,S0->S0", "S0,R->P@vocab_embedding"])
+    check(call, x, (2, 2), ["R*,S0->S0", "S0,R->P@vocab_embedding"])
 
 
 def test_embedding_id_out_of_the_whole_vocabulary():
