@@ -1,12 +1,11 @@
 """Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM (arXiv:1909.08053, section 3).
 
 Each device holds a run of ids. The embedding leaves rows of other devices' ids zero (the sum over the axis is the
-lookup); the loss exchanges three or four numbers per row instead of the logits, and its backward exchanges nothing.
+lookup); the loss exchanges three numbers per row instead of the logits, and its backward exchanges nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,45 +71,6 @@ def vocab_bags(
     return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
 
 
-@dataclass(frozen=True)
-class _Classes:
-    """Which classes this device holds of the loss's, and what the loss does with targets.
-
-    Attributes:
-        first, num_classes: the first class here, and the number of all.
-        comms: the axes that shard them.
-        ignore_index, smoothing: as of `F.cross_entropy`.
-    """
-
-    first: int
-    num_classes: int
-    comms: tuple[AxisComm, ...]
-    ignore_index: int
-    smoothing: float
-
-    def over_all(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Sum or maximum over the devices that share the classes."""
-        for comm in self.comms:
-            tensor = comm.all_reduce(tensor, op)
-        return tensor
-
-
-@dataclass(frozen=True)
-class _Shares:
-    """The a_c of this device's classes, shaped to go with the logits.
-
-    Attributes:
-        kept: rows that count.
-        index, amount: of each row's target, its place among the classes here and its amount (0: it is elsewhere).
-        every: what smoothing gives each class; None where there is none.
-    """
-
-    kept: Tensor
-    index: Tensor
-    amount: Tensor
-    every: Tensor | None
-
-
 class _VocabCrossEntropy(torch.autograd.Function):
     """Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s / C), A = sum_c a_c.
 
@@ -118,29 +78,46 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        first: int,
+        num_classes: int,
+        comms: tuple[AxisComm, ...],
+        ignore_index: int,
+        smoothing: float,
+    ) -> Tensor:
         dim = min(1, logits.dim() - 1)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        if weight is not None:  # those of the classes here, along `dim`
-            weight = weight.narrow(0, classes.first, logits.shape[dim]).to(dtype)
-            weight = weight.view([-1 if d == dim else 1 for d in range(logits.dim())])
-        # [N, c, d1, ...], c classes of this device; what is exchanged is [N, 1, d1, ...]
-        highest = logits.detach().amax(dim, keepdim=True).to(dtype)
-        shifted = logits.detach().to(dtype) - classes.over_all(highest, "max")
-        shares = _target_shares(shifted, target, weight, classes)
-        # Without class weights the a_c of a row add up to 1 whatever the smoothing: nothing to exchange.
-        amounts = _row_amounts(shifted, shares, dim, needs_total=weight is not None)
+        here, dtype = logits.shape[dim], torch.promote_types(logits.dtype, torch.float32)
+        kept = target != ignore_index
+        _check_ids(~kept | (target >= 0) & (target < num_classes), "cross entropy target")
+        # Logits are [N, c, d1, ...], c classes of this device; targets, and what is exchanged, [N, 1, d1, ...].
+        kept, target = kept.unsqueeze(dim), torch.where(kept, target, 0).unsqueeze(dim)
+        weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
+        amount = (1.0 - smoothing) * weight[target] * kept
+        total = (amount + smoothing * weight.mean()) * kept  # A
+        every = weight[first : first + here].view([-1 if d == dim else 1 for d in range(logits.dim())])
+        every = every * (smoothing / num_classes)  # what smoothing gives each class here
+        is_here = (target >= first) & (target < first + here)
+        index, amount = torch.where(is_here, target - first, 0), amount * is_here
 
+        highest = _over_all(logits.detach().amax(dim, keepdim=True).to(dtype), comms, "max")
+        shifted = logits.detach().to(dtype) - highest
+        weighted = torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
+        if smoothing > 0.0:
+            weighted = weighted + (shifted * every).sum(dim, keepdim=True)
         exponentials = shifted.exp_()
-        sums = classes.over_all(torch.stack([exponentials.sum(dim, keepdim=True), *amounts]))  # [2 or 3, N, 1, d1, ...]
-        denominator, weighted = sums[0], sums[1]
-        total = sums[2] if weight is not None else torch.ones_like(denominator)
-        row_loss = (total * denominator.log() - weighted).masked_fill(~shares.kept, 0.0)
-        total = total.masked_fill(~shares.kept, 0.0)
+        denominator, weighted = _over_all(torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms)
+        row_loss = (total * denominator.log() - weighted).masked_fill(~kept, 0.0)
 
         ctx.dtype = logits.dtype
         if ctx.needs_input_grad[0]:
-            gradient = _gradient(exponentials.mul_(total / denominator), shares, dim)
+            gradient = exponentials.mul_(total / denominator)
+            if smoothing > 0.0:
+                gradient.addcmul_(every, kept.to(dtype), value=-1)
+            gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
             ctx.save_for_backward(gradient.to(logits.dtype) if logits.dtype == torch.bfloat16 else gradient)
         return row_loss.sum().to(logits.dtype)
@@ -148,41 +125,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad.to(gradient.dtype)).to(ctx.dtype), None, None, None
+        return (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 7
 
 
-def _row_amounts(shifted: Tensor, shares: _Shares, dim: int, needs_total: bool) -> list[Tensor]:
-    """This device's part of each row's sum_c a_c z_c, and (`needs_total`) of its A."""
-    weighted = torch.where(shares.amount != 0, shifted.gather(dim, shares.index), 0.0) * shares.amount
-    total = shares.amount
-    if shares.every is not None:
-        weighted = weighted + (shifted * shares.every).sum(dim, keepdim=True)
-        total = total + shares.every.expand_as(shifted).sum(dim, keepdim=True)
-    return [weighted, total] if needs_total else [weighted]
-
-
-def _gradient(gradient: Tensor, shares: _Shares, dim: int) -> Tensor:
-    """`gradient` (A softmax_c) less a_c, in place."""
-    if shares.every is not None:
-        gradient -= shares.every * shares.kept
-    return gradient.scatter_add_(dim, shares.index, -shares.amount)
-
-
-def _target_shares(shifted: Tensor, target: Tensor, weight: Tensor | None, classes: _Classes) -> _Shares:
-    dim, dtype = min(1, shifted.dim() - 1), shifted.dtype
-    kept = target != classes.ignore_index
-    _check_ids(~kept | (target >= 0) & (target < classes.num_classes), "cross entropy target")
-    local = target - classes.first
-    ours = (kept & (local >= 0) & (local < shifted.shape[dim])).unsqueeze(dim)  # [N, 1, d1, ...]
-    index = torch.where(ours, local.unsqueeze(dim), 0)
-    amount = ours.to(dtype) * (1.0 - classes.smoothing)
-    if weight is not None:
-        amount = amount * weight.flatten()[index]
-    every: Tensor | None = None
-    if classes.smoothing > 0.0:
-        every = shifted.new_full([1] * shifted.dim(), classes.smoothing / classes.num_classes)
-        every = every if weight is None else every * weight
-    return _Shares(kept.unsqueeze(dim), index, amount, every)
+def _over_all(tensor: Tensor, comms: tuple[AxisComm, ...], op: str = "sum") -> Tensor:
+    """Sum or maximum over the devices of these axes."""
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op)
+    return tensor
 
 
 def vocab_cross_entropy(
@@ -201,5 +151,6 @@ def vocab_cross_entropy(
     `comms`: the axes that shard the classes. Returns the summed loss, equal on all of their devices; half-precision
     logits are computed in fp32. IndexError when a target is not a class.
     """
-    classes = _Classes(first_class, num_classes, comms, ignore_index, label_smoothing)
-    return _VocabCrossEntropy.apply(logits, target, weight, classes)
+    return _VocabCrossEntropy.apply(
+        logits, target, weight, first_class, num_classes, comms, ignore_index, label_smoothing
+    )
