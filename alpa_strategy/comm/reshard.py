@@ -46,7 +46,7 @@ class Reshard:
         forward: list[LocalStep] = []
         backward: list[LocalStep] = []
         current = list(src)
-        for step in reshard_steps(src, dst, self.shape, mesh.shape):
+        for step in reshard_steps(src, dst, mesh.shape):
             others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
             seen = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
             current[step.axis] = step.dst

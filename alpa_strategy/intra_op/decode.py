@@ -23,7 +23,7 @@ from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.sharding.redistribute import reshard_steps, step_collectives
+from alpa_strategy.sharding.redistribute import reshard_steps
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
 
@@ -118,8 +118,9 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
         meta, own = step.values[value], value in intra.gathered_again
         for target in targets:
             regather = not once and value in regathered and is_gather(source, target)
-            for reshard in reshard_steps(source, target, meta.shape, mesh.shape):
-                for kind, num_bytes, phase in step_collectives(reshard, meta.dtype.itemsize, meta.requires_grad):
+            for reshard in reshard_steps(source, target, mesh.shape):
+                for kind, phase in reshard.collectives(meta.requires_grad):
+                    num_bytes = round(reshard.share * meta.num_bytes)
                     if own and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
                     yield Message(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes, own)

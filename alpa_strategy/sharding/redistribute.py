@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,7 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.cluster.spec import LogicalMesh, volume_factor
-from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, shard, value_layout
+from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, shard
 
 _EARLIER_AXIS_WEIGHT = 4.0
 _CALL_WEIGHT = 1e-3  # in full tensors: of equal volumes, take the fewer collectives
@@ -34,17 +33,24 @@ class AxisStep:
     Attributes:
         axis: the mesh axis.
         src, dst: its dual placement before and after.
-        shape: the full tensor as the devices of that axis see it: local to the other axes' placements at that moment
-            (the largest chunk where chunks are uneven).
+        share: of the whole tensor, what the devices of that axis hold together at that moment.
     """
 
     axis: int
     src: DualPlacement
     dst: DualPlacement
-    shape: tuple[int, ...]
+    share: float
 
     def __str__(self) -> str:
-        return f"axis {self.axis}: {self.src} -> {self.dst} {list(self.shape)}"
+        return f"axis {self.axis}: {self.src} -> {self.dst} of {self.share:g}"
+
+    def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
+        """(kind, phase) of each; `backward` ones only when differentiable."""
+        forward = placement_collective(self.src.value, self.dst.value)
+        # The gradient goes the other way: from where the result's lies to where the operand's is wanted.
+        backward = placement_collective(self.dst.grad, self.src.grad) if differentiable else None
+        both = ((forward, "forward"), (backward, "backward"))
+        return tuple((kind, phase) for kind, phase in both if kind is not None)
 
 
 def placement_collective(src: Placement, dst: Placement) -> str | None:
@@ -64,28 +70,41 @@ def placement_collective(src: Placement, dst: Placement) -> str | None:
     return None
 
 
-def reshard_steps(
-    src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh_shape: Sequence[int]
-) -> tuple[AxisStep, ...]:
-    """The single-axis steps that bring a tensor of global `shape` from `src` to `dst` (and its gradient back)."""
-    current = list(src)
-    steps = []
-    for axis, placement in _axis_changes(tuple(src), tuple(dst), tuple(mesh_shape)):
-        others = value_layout((*current[:axis], INVARIANT, *current[axis + 1 :]))
-        largest = others.local_shape(shape, mesh_shape, (0,) * len(mesh_shape))
-        steps.append(AxisStep(axis, current[axis], placement, largest))
-        current[axis] = placement
-    return tuple(steps)
+@lru_cache(maxsize=1 << 16)
+def reshard_steps(src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]) -> tuple[AxisStep, ...]:
+    """The single-axis steps that bring a tensor from `src` to `dst` (and its gradient back).
+
+    The cheapest valid sequence: Dijkstra over the few layouts in between.
+    """
+    best: dict[DualLayout, float] = {src: 0.0}  # layout -> bytes moved on the cheapest way to it so far
+    order = itertools.count()  # ties go to the sequence found first: the same on every rank
+    queue: list[tuple[float, int, DualLayout, tuple[AxisStep, ...]]] = [(0.0, next(order), src, ())]
+    while queue:
+        cost, _, layout, steps = heapq.heappop(queue)
+        if layout == dst:
+            return steps
+        if cost > best[layout]:
+            continue  # a cheaper way was found after this one was queued
+        for axis, old in enumerate(layout):
+            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):  # on the way only whole values help
+                # No later axis may cut the chunks that are moved (values and gradients shard the same dims).
+                moved = {old.shard_dim, new.shard_dim} - {None}
+                if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
+                    continue
+                step = AxisStep(axis, old, new, _share(layout, mesh_shape, axis))
+                reached = (*layout[:axis], new, *layout[axis + 1 :])
+                reached_cost = cost + _step_cost(step, mesh_shape)
+                if reached_cost < best.get(reached, float("inf")):
+                    best[reached] = reached_cost
+                    heapq.heappush(queue, (reached_cost, next(order), reached, (*steps, step)))
+    raise AssertionError("every layout can be reached through the replicated one")
 
 
-def step_collectives(step: AxisStep, itemsize: int, differentiable: bool) -> tuple[tuple[str, int, str], ...]:
-    """(kind, bytes of the full tensor on the axis, phase) per collective; `backward` ones only when differentiable."""
-    num_bytes = itemsize * math.prod(step.shape)
-    forward = placement_collective(step.src.value, step.dst.value)
-    # The gradient goes the other way: from where the result's lies to where the operand's is wanted.
-    backward = placement_collective(step.dst.grad, step.src.grad) if differentiable else None
-    found = ((forward, "forward"), (backward, "backward"))
-    return tuple((kind, num_bytes, phase) for kind, phase in found if kind is not None)
+def _step_cost(step: AxisStep, mesh_shape: tuple[int, ...]) -> float:
+    """Bytes moved by one step, in whole tensors, weighted; forward and backward count alike."""
+    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - step.axis)
+    moved = (step.share * volume_factor(kind, mesh_shape[step.axis]) for kind, _ in step.collectives())
+    return sum((_CALL_WEIGHT + weight * volume for volume in moved), _LOCAL_WEIGHT)
 
 
 @lru_cache(maxsize=4096)
@@ -140,56 +159,11 @@ def _collectives(
     named = tuple(p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number))) for p in src + dst)
     if named != src + dst:
         return _collectives(named[: len(src)], named[len(src) :], mesh_shape)
-    current = list(src)
-    forward, backward = [], []
-    for axis, placement in _axis_changes(src, dst, mesh_shape):
-        share, before = _share(current, mesh_shape, axis), current[axis]
-        if (kind := placement_collective(before.value, placement.value)) is not None:
-            forward.append((kind, axis, share))
-        if (kind := placement_collective(placement.grad, before.grad)) is not None:
-            backward.append((kind, axis, share))
-        current[axis] = placement
-    return tuple(forward), tuple(backward)
-
-
-@lru_cache(maxsize=1 << 16)
-def _axis_changes(
-    src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
-) -> tuple[tuple[int, DualPlacement], ...]:
-    """Cheapest valid sequence of (axis, its new dual placement): Dijkstra over the few layouts in between."""
-    best: dict[DualLayout, float] = {src: 0.0}  # layout -> bytes moved on the cheapest way to it so far
-    order = itertools.count()  # ties go to the sequence found first: the same on every rank
-    queue: list[tuple[float, int, DualLayout, tuple[tuple[int, DualPlacement], ...]]] = [(0.0, next(order), src, ())]
-    while queue:
-        cost, _, layout, changes = heapq.heappop(queue)
-        if layout == dst:
-            return changes
-        if cost > best[layout]:
-            continue  # a cheaper way was found after this one was queued
-        for axis, old in enumerate(layout):
-            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):  # on the way only whole values help
-                # No later axis may cut the chunks that are moved (values and gradients shard the same dims).
-                moved = {old.shard_dim, new.shard_dim} - {None}
-                if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
-                    continue
-                reached = (*layout[:axis], new, *layout[axis + 1 :])
-                reached_cost = cost + _change_cost(layout, axis, new, mesh_shape)
-                if reached_cost < best.get(reached, float("inf")):
-                    best[reached] = reached_cost
-                    heapq.heappush(queue, (reached_cost, next(order), reached, (*changes, (axis, new))))
-    raise AssertionError("every layout can be reached through the replicated one")
-
-
-def _change_cost(layout: Sequence[DualPlacement], axis: int, new: DualPlacement, mesh_shape: tuple[int, ...]) -> float:
-    """Bytes moved by one change, in whole tensors, weighted; forward and backward count alike."""
-    cost = _LOCAL_WEIGHT
-    share, size = _share(layout, mesh_shape, axis), mesh_shape[axis]
-    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - axis)
-    for src, dst in ((layout[axis].value, new.value), (new.grad, layout[axis].grad)):
-        kind = placement_collective(src, dst)
-        if kind is not None:
-            cost += _CALL_WEIGHT + weight * share * volume_factor(kind, size)
-    return cost
+    found: dict[str, list[tuple[str, int, float]]] = {"forward": [], "backward": []}
+    for step in reshard_steps(src, dst, mesh_shape):
+        for kind, phase in step.collectives():
+            found[phase].append((kind, step.axis, step.share))
+    return tuple(found["forward"]), tuple(found["backward"])
 
 
 def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int) -> float:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, dual_layout, shard
-from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table, step_collectives
+from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
 
 DUALS = [INVARIANT, REPLICATE, PARTIAL, shard(0), shard(1)]
 VOLUME = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
@@ -34,19 +34,19 @@ def mesh(*shape: int) -> LogicalMesh:
     return LogicalMesh(shape, tuple(map(BytesAxis, shape)))
 
 
-def steps(src: str, dst: str, shape=(8, 8), mesh_shape=(2, 2)) -> list[str]:
-    return [str(step) for step in reshard_steps(dual_layout(src), dual_layout(dst), shape, mesh_shape)]
+def steps(src: str, dst: str, mesh_shape=(2, 2)) -> list[str]:
+    return [str(step) for step in reshard_steps(dual_layout(src), dual_layout(dst), mesh_shape)]
 
 
 @pytest.mark.parametrize(
     ("src", "dst", "expected"),
     [
         ("S0", "S0", []),
-        ("S0", "R*", ["axis 0: S0 -> R* [8, 8]"]),
-        ("S0 S0", "R* R*", ["axis 1: S0 -> R* [4, 8]", "axis 0: S0 -> R* [8, 8]"]),  # the later axis cut last
-        ("R S0", "S0 S0", ["axis 1: S0 -> R [8, 8]", "axis 0: R -> S0 [8, 8]", "axis 1: R -> S0 [4, 8]"]),
-        ("S0 P", "R* S1", ["axis 1: P -> S1 [4, 8]", "axis 0: S0 -> R* [8, 4]"]),  # shrink first, gather last
-        ("P P", "S0 S0", ["axis 0: P -> S0 [8, 8]", "axis 1: P -> S0 [4, 8]"]),
+        ("S0", "R*", ["axis 0: S0 -> R* of 1"]),
+        ("S0 S0", "R* R*", ["axis 1: S0 -> R* of 0.5", "axis 0: S0 -> R* of 1"]),  # the later axis cut last
+        ("R S0", "S0 S0", ["axis 1: S0 -> R of 1", "axis 0: R -> S0 of 1", "axis 1: R -> S0 of 0.5"]),
+        ("S0 P", "R* S1", ["axis 1: P -> S1 of 0.5", "axis 0: S0 -> R* of 0.5"]),  # shrink first, gather last
+        ("P P", "S0 S0", ["axis 0: P -> S0 of 1", "axis 1: P -> S0 of 0.5"]),
     ],
 )
 def test_steps_in_the_right_order(src, dst, expected):
@@ -58,7 +58,7 @@ def test_steps_in_the_right_order(src, dst, expected):
 def test_steps_connect_source_and_target(num_axes):
     for src, dst in itertools.product(itertools.product(DUALS, repeat=num_axes), repeat=2):
         layout = list(src)
-        for step in reshard_steps(src, dst, (5, 7), (2, 3)[:num_axes]):
+        for step in reshard_steps(src, dst, (2, 3)[:num_axes]):
             assert layout[step.axis] == step.src
             touched = {step.src.shard_dim, step.dst.shard_dim} - {None}
             assert all(later.shard_dim not in touched for later in layout[step.axis + 1 :])
@@ -66,11 +66,11 @@ def test_steps_connect_source_and_target(num_axes):
         assert tuple(layout) == dst
 
 
-def test_shape_of_a_step_is_the_largest_chunk():
-    (step,) = reshard_steps(dual_layout("S0 S1"), dual_layout("S0 R*"), (5, 7), (2, 3))
-    assert step.shape == (3, 7)
-    assert step_collectives(step, 4, True) == (("all_gather", 84, "forward"), ("reduce_scatter", 84, "backward"))
-    assert step_collectives(step, 4, False) == (("all_gather", 84, "forward"),)
+def test_a_step_holds_the_share_of_the_axis():
+    (step,) = reshard_steps(dual_layout("S0 S1"), dual_layout("S0 R*"), (2, 3))
+    assert step.share == 0.5
+    assert step.collectives(True) == (("all_gather", "forward"), ("reduce_scatter", "backward"))
+    assert step.collectives(False) == (("all_gather", "forward"),)
 
 
 @settings(max_examples=30, deadline=None)
@@ -83,7 +83,7 @@ def test_table_prices_the_steps(data):
     forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh(2, 3))
     for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
         expected = {"forward": 0.0, "backward": 0.0}
-        for step in reshard_steps(src, dst, meta.shape, (2, 3)):
-            for kind, num_bytes, phase in step_collectives(step, 4, meta.requires_grad):
-                expected[phase] += VOLUME[kind] * num_bytes
+        for step in reshard_steps(src, dst, (2, 3)):
+            for kind, phase in step.collectives(meta.requires_grad):
+                expected[phase] += VOLUME[kind] * step.share * meta.num_bytes
         np.testing.assert_allclose((forward[p, q], backward[p, q]), (expected["forward"], expected["backward"]))
