@@ -7,7 +7,7 @@ from dataclasses import replace
 from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind
 from alpa_strategy.ir.placement import INVARIANT, DualPlacement, shard
 from alpa_strategy.sharding.notation import read
-from alpa_strategy.sharding.rule_families import aligned, along
+from alpa_strategy.sharding.rule_families import EACH, FIRST, aligned, along
 from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
 
 
@@ -53,7 +53,7 @@ def fourier(call: OpCall) -> Found:
     dims, sizes = bind(call)["dim"], bind(call).get("s")
     if dims is None and sizes is not None:
         dims = tuple(range(-len(sizes), 0))
-    return replace(along(call, dims, ((0,),)), origin="notation")
+    return replace(along(call, dims, FIRST), origin="notation")
 
 
 def factory(call: OpCall) -> Found:
@@ -93,4 +93,4 @@ def histogram(call: OpCall) -> Found:
 def cross(call: OpCall) -> Found:
     """cross: along `dim`, or along the first dim of size 3."""
     dim = bind(call)["dim"]
-    return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=((0,), (1,)))
+    return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=EACH)

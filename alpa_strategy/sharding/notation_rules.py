@@ -12,7 +12,7 @@ from functools import partial
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
 from alpa_strategy.sharding.notation import line_of, read
-from alpa_strategy.sharding.rule_families import linear_sets
+from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
 from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
@@ -459,7 +459,6 @@ def _stft(call: OpCall, axis_size: int) -> str:
 
 
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
-FIRST, EACH = ((0,),), ((0,), (1,))
 _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
 
 NOTATION: dict[str, Notation] = {

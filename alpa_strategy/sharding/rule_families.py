@@ -22,6 +22,8 @@ from alpa_strategy.ir.placement import shard
 from alpa_strategy.sharding.notation import line_of, read
 from alpa_strategy.sharding.splits import Found, split_from_dims
 
+FIRST, EACH = ((0,),), ((0,), (1,))
+
 
 def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
     """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1 or absent."""
@@ -69,33 +71,25 @@ def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] 
     return aligned(call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False)
 
 
-def compare_along(
-    call: OpCall, where: str | int = "dim", contracted: bool = False, linear: tuple[tuple[int, ...], ...] = ()
+def reduction(
+    call: OpCall, kind: str, where: str | int = "dim", linear: tuple[tuple[int, ...], ...] | None = None
 ) -> Found:
-    """Broadcast operands, one dim reduced: whole (cosine_similarity), or a sum that is cut (linalg_vecdot)."""
-    rank = max(len(call.operands[s.index].shape) for s in slots(call))
-    reduced = dims_of(bind(call)[where] if isinstance(where, str) else where, rank)[0]
-    own = [f"x{d}" if d != reduced else "k" if contracted else "k!" for d in range(rank)]
-    keep = len(call.results[0].shape) == rank
-    result = ["one!" if d == reduced else index for d, index in enumerate(own) if keep or d != reduced]
-    line = line_of([own[rank - len(call.operands[s.index].shape) :] for s in slots(call)], result)
-    return Found(read(line, call) or (), linear_sets(call, linear), origin="reduction")
-
-
-def reduction(call: OpCall, kind: str) -> Found:
-    """Reductions over the argument `dim` (None: all).
+    """Reductions over the argument `dim` (None: all), also of what two operands make together (linalg_vecdot).
 
     kind: `sum`, `mean`, `nansum` (a sum, but of summands it is not that of their sum), or `other` (reduced dims stay
     whole).
+    where: the dim, or the argument that names it.
     """
-    bound, rank = bind(call), len(_source(call))
-    reduced = dims_of(bound.get("dim"), rank)
+    bound, rank = bind(call), max(len(call.operands[s.index].shape) for s in slots(call))
+    reduced = dims_of(bound.get(where) if isinstance(where, str) else where, rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
     mark = {"mean": "@fraction", "other": "!"}.get(kind, "")
     own = [f"k{d}{mark}" if d in reduced else f"x{d}" for d in range(rank)]
     result = [f"one{d}!" if d in reduced else index for d, index in enumerate(own) if keep or d not in reduced]
-    linear = () if kind in ("nansum", "other") else ((0,),)
-    splits = read(line_of([own], result, len(call.results)), call) or ()
+    terms = [own[rank - len(call.operands[s.index].shape) :] for s in slots(call)]
+    splits = read(line_of(terms, result, len(call.results)), call) or ()
+    if linear is None:
+        linear = () if kind in ("nansum", "other") else FIRST
     return Found(splits, linear_sets(call, linear), carries=True, origin="reduction")
 
 
@@ -292,6 +286,6 @@ def trapezoid(call: OpCall) -> Found:
     """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values and places."""
     ranks = [len(call.operands[s.index].shape) for s in slots(call)]
     if len(set(ranks)) == 1 < len(ranks):  # a place for every value
-        return compare_along(call, linear=((0,), (1,)))
+        return reduction(call, "other", linear=EACH)
     found = keep_other_dims(call, removed=len(call.results[0].shape) < ranks[0])
-    return replace(found, linear=linear_sets(call, ((0,), (1,))), origin="reduction")
+    return replace(found, linear=linear_sets(call, EACH), origin="reduction")

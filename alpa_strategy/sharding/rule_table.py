@@ -17,7 +17,8 @@ from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments,
 from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
 from alpa_strategy.sharding.notation import parse, read
-from alpa_strategy.sharding.notation_rules import EACH, FIRST, NOTATION, Notation
+from alpa_strategy.sharding.notation_rules import NOTATION, Notation
+from alpa_strategy.sharding.rule_families import EACH, FIRST
 from alpa_strategy.sharding.splits import Found
 
 Family = Callable[[OpCall, int], "Found | None"]
@@ -141,9 +142,9 @@ FAMILIES: dict[str, Family] = {
     **_of("logsumexp special_logsumexp count_nonzero nanmean aminmax", families.reduction, kind="other"),
     **_of("median nanmedian mode kthvalue", families.reduction, kind="other"),
     **_of("trapezoid trapz cumulative_trapezoid", families.trapezoid),
-    **_of("cosine_similarity", families.compare_along),
-    **_of("pairwise_distance", families.compare_along, -1),
-    **_of("linalg_vecdot", families.compare_along, contracted=True, linear=EACH),
+    **_of("cosine_similarity", families.reduction, kind="other"),
+    **_of("pairwise_distance", families.reduction, kind="other", where=-1),
+    **_of("linalg_vecdot", families.reduction, kind="sum", linear=EACH),
     **_of("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div", families.elementwise_loss),
     **_of("binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss", families.elementwise_loss),
     **_of("margin_ranking_loss hinge_embedding_loss", families.elementwise_loss),
