@@ -243,7 +243,7 @@ class _Converter:
             self._write(node, write)
             return
         args = fx.map_arg(tuple(node.args), read)
-        kwargs = self._without_device(target, fx.map_arg(dict(node.kwargs), read))
+        kwargs = _without_device(fx.map_arg(dict(node.kwargs), read))
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
@@ -297,22 +297,10 @@ class _Converter:
                 base, ViewStep(aten.detach.default, (None,), (), 0, None), self._detached(ref)
             )
 
-    def _without_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type != self.trace.device.type:
-            raise CaptureError(
-                f"{target} asks for device {device} ({self.builder.source}) while the module is on {self.trace.device}",
-                "create tensors on the module's device: device=self.device, or the device of another tensor",
-            )
-        dropped = ("device", "pin_memory", "layout", "non_blocking")  # the run sets its own device around the ops
-        return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
-
     def _conversion(self, node: fx.Node) -> None:
         """dtype and device conversions: nothing, a cast, or a copy."""
         source: Any = node.args[0]
         base, value = self.views[source], node.meta["val"]
-        target_device = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)), None)
-        self._without_device(node.target, {"device": target_device})
         ref = self._read(base)
         if value.dtype != self.builder.meta(ref).dtype:
             self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
@@ -383,7 +371,7 @@ class _Converter:
             return self._read(self.views[n])
 
         args = fx.map_arg(tuple(node.args), read)
-        kwargs = self._without_device(write.target, fx.map_arg(dict(node.kwargs), read))
+        kwargs = _without_device(fx.map_arg(dict(node.kwargs), read))
         new = new_value(self.builder, write, args, kwargs, meta, self._detached(before))
         self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
@@ -454,7 +442,7 @@ class _Converter:
             guards=tuple(self.trace.recording.guards),
             attributes=(*self.trace.recording.attributes, *self.memory_guards),
             leaves=self.trace.read_leaves,
-            checks=tuple(Check(ref.index, expected, source) for ref, expected, source in found["checks"]),
+            checks=tuple(Check(*check) for check in found["checks"]),
             notes=tuple(self.trace.recording.notes),
             appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
         )
@@ -468,6 +456,12 @@ class _Converter:
             if isinstance(entry, BufferInput) and entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
         return updates
+
+
+def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The run sets its own device around the ops; the trace has seen that the step asks for no other."""
+    dropped = ("device", "pin_memory", "layout", "non_blocking")
+    return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
 
 def convert(trace: Trace) -> StepGraph:

@@ -168,8 +168,8 @@ class TracerMode(TorchFunctionMode):
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when autograd sees them."""
-        named = [kwargs.get("device"), *(args[1:] if func is Tensor.to else ())]
-        devices = [torch.device(d) for d in named if isinstance(d, str | torch.device)]
+        given = (kwargs.get("device"), *(a for a in args if func is Tensor.to or isinstance(a, torch.device)))
+        devices = [torch.device(d) for d in given if isinstance(d, str | torch.device)]
         if func is Tensor.cuda:
             devices.append(torch.device("cuda"))
         for device in devices:

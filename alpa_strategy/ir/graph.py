@@ -40,9 +40,9 @@ class LeafRef:
 
 @dataclass(frozen=True)
 class Check:
-    """A branch of the step that only raises: value `value`, as a truth, must be `expected`. `source`: the line."""
+    """A branch of the step that only raises: `value`, as a truth, must be `expected`. `source`: the line."""
 
-    value: int
+    value: ValueRef
     expected: bool
     source: str
 
@@ -225,17 +225,10 @@ def values_of(node: Any) -> tuple[int, ...]:
     """Value indices in an output structure, or in records of logs, metrics, lists and checks, in order, each once."""
     found: dict[int, None] = {}
     for leaf in pytree.tree_leaves(node):
-        match leaf:
-            case ValueRef(index):
-                found[index] = None
-            case LogRecord():
-                found |= dict.fromkeys(values_of(leaf.value))
-            case MetricRecord():
-                found |= dict.fromkeys(values_of((leaf.args, leaf.kwargs)))
-            case AppendRecord():
-                found |= dict.fromkeys(values_of(leaf.items))
-            case Check(value):
-                found[value] = None
+        if isinstance(leaf, ValueRef):
+            found[leaf.index] = None
+        elif isinstance(leaf, LogRecord | MetricRecord | AppendRecord | Check):
+            found |= dict.fromkeys(values_of(list(vars(leaf).values())))
     return tuple(found)
 
 

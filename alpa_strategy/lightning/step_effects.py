@@ -63,7 +63,7 @@ def append_to_lists(
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
     """RuntimeMismatchError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
     for check in step.checks:
-        if bool(values[check.value]) != check.expected:
+        if bool(values[check.value.index]) != check.expected:
             raise RuntimeMismatchError(f"a check in the step failed: {check.source}", "look at the data of this batch")
 
 

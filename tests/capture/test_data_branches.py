@@ -41,7 +41,7 @@ class Checked(MLP):
 
 def passes(step: StepGraph, module: MLP, batch: Tensor) -> bool:
     values = run_step(step, dict(module.named_parameters()), {}, [batch])
-    return all(bool(values[check.value]) == check.expected for check in step.checks)
+    return all(bool(values[check.value.index]) == check.expected for check in step.checks)
 
 
 @pytest.mark.parametrize("check", [asserted, raised, compound, last_of_and, nested, otherwise])
