@@ -40,24 +40,13 @@ def placement_to_str(placement: Placement) -> str:
     raise ShardingError(f"placement {placement!r} has no short form", "use Replicate(), Shard(dim) or Partial('sum')")
 
 
-def placement_from_str(text: str) -> Placement:
-    """Inverse of `placement_to_str`."""
-    if text == "R":
-        return Replicate()
-    if text == "P":
-        return Partial("sum")
-    if text[:1] == "S" and text[1:].isdigit():
-        return Shard(int(text[1:]))
-    raise ShardingError(f"{text!r} is not a placement", "write R, P or S<dim>, for example S0")
-
-
 class Layout(tuple[Placement, ...]):
     """One placement per mesh axis, for example `Layout.parse("S0 R")` on a 2-D mesh."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read the short form: placements separated by blanks."""
-        return cls(map(placement_from_str, text.split()))
+        return value_layout(dual_layout(text))
 
     def __str__(self) -> str:
         return " ".join(map(placement_to_str, self))
@@ -121,9 +110,9 @@ class DualPlacement:
         """Read `R`, `R*`, `P`, `S<d>`."""
         if (named := {"R": INVARIANT, "R*": REPLICATE, "P": PARTIAL}.get(text)) is not None:
             return named
-        placement = placement_from_str(text)
-        assert isinstance(placement, Shard)
-        return shard(placement.dim)
+        if text[:1] == "S" and text[1:].isdigit():
+            return shard(int(text[1:]))
+        raise ShardingError(f"{text!r} is not a placement", "write R, R*, P or S<dim>, for example S0")
 
 
 INVARIANT = DualPlacement(Replicate(), Replicate())

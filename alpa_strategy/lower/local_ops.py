@@ -67,54 +67,34 @@ def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCa
     return run
 
 
-class _OnFirst(torch.autograd.Function):
-    """An operand that counts on one device: itself there, zeros on the others, and its gradient likewise.
-
-    A node of the graph on every device: the backward takes the same order everywhere, and with it what it communicates.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, operand: Tensor, counts: bool) -> Tensor:
-        ctx.counts = counts
-        return operand.view_as(operand) if counts else torch.zeros_like(operand)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.counts else torch.zeros_like(grad), None
-
-
 def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
     """Results that sum up, of which one operand must be part once: the bias of a row-parallel linear, or what addmm,
     index_add or scatter_add adds to."""
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
+    def once(operand: Tensor) -> Tensor:
+        # The same node of the graph everywhere: the backward takes one order, and with it what it communicates.
+        return operand.masked_fill(torch.full((), not counts, device=operand.device), 0)
+
     def run(*operands: Tensor) -> Any:
-        return local.call.call(*(_OnFirst.apply(x, counts) if i == added else x for i, x in enumerate(operands)))
+        return local.call.call(*(once(x) if i == added else x for i, x in enumerate(operands)))
 
     return run
 
 
-def _of_vocabulary(run: Callable[..., Tensor]) -> Callable[..., LocalOp]:
-    """A builder for `run(first, number, *arguments of the op)`: the first id of this device's rows, and of how many."""
+def _of_vocabulary(run: Callable[..., Tensor], communicates: bool = False) -> Callable[..., LocalOp]:
+    """A builder for `run(first, number, *arguments of the op)`: where this device's part of the dim that is cut begins,
+    and the dim's length. communicates: the axes that cut it come third."""
 
     def build(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-        weight = call.args[0].index
-        first_id = _slices(call, strategies, weight, mesh)[0][0]
-        return replace(local.call, target=partial(run, first_id, call.operands[weight].shape[0])).call
+        operand = call.args[0].index
+        dim = strategies[local.axes[0]].inputs[operand].shard_dim or 0
+        place = _slices(call, strategies, operand, mesh)[dim][0], call.operands[operand].shape[dim]
+        comms = (tuple(mesh.axes[axis] for axis in local.axes),) * communicates
+        return replace(local.call, target=partial(run, *place, *comms)).call
 
     return build
-
-
-def _vocab_cross_entropy(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
-) -> LocalOp:
-    logits = call.args[0].index
-    class_dim = min(1, len(call.operands[logits].shape) - 1)
-    first_class = _slices(call, strategies, logits, mesh)[class_dim][0]
-    num_classes = call.operands[logits].shape[class_dim]
-    comms = tuple(mesh.axes[axis] for axis in local.axes)
-    return replace(local.call, target=partial(vocab_cross_entropy, first_class, num_classes, comms)).call
 
 
 def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
@@ -149,7 +129,7 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "bias_on_first": _added_on_first,
     "vocab_embedding": _of_vocabulary(vocab_embedding),
     "vocab_bags": _of_vocabulary(vocab_bags),
-    "vocab_cross_entropy": _vocab_cross_entropy,
+    "vocab_cross_entropy": _of_vocabulary(vocab_cross_entropy, communicates=True),
     "batch_norm_sync": lambda call, strategies, local, mesh: (
         replace(local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])).call
     ),
