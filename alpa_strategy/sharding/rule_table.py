@@ -14,8 +14,8 @@ import torch
 
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments, target_name
-from alpa_strategy.sharding import indexing_rules as indexing
 from alpa_strategy.sharding import rule_families as families
+from alpa_strategy.sharding import special_rules as special
 from alpa_strategy.sharding.notation import parse, read
 from alpa_strategy.sharding.notation_rules import NOTATION, Notation
 from alpa_strategy.sharding.rule_families import EACH, FIRST
@@ -153,18 +153,18 @@ FAMILIES: dict[str, Family] = {
     **_of("cumsum cumprod logcumsumexp cummax cummin topk sort argsort", families.along),
     **_of("msort", families.along, 0),
     **_of("linalg_cross", families.along, linear=EACH),
-    **_of("cross", indexing.cross),
-    **_of("renorm", indexing.renorm),
-    **_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", indexing.fourier),
-    **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", indexing.fourier),
-    **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", indexing.fourier),
-    # Indexing, and tensors made from nothing.
-    **_of("histogram.bins_tensor", indexing.histogram),
-    **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", indexing.constant),
-    **_of("full zeros ones empty.memory_format rand randn normal.float_float", indexing.factory),
-    **_of("new_zeros new_ones new_empty new_full", indexing.new_factory),
-    "ops.cross_entropy_sum": lambda call, axis_size: indexing.cross_entropy(call),
-    "ops.batch_norm_train": lambda call, axis_size: indexing.batch_norm_train(call),
+    **_of("cross", special.cross),
+    **_of("renorm", special.renorm),
+    **_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", special.fourier),
+    **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", special.fourier),
+    **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", special.fourier),
+    # Histograms, and tensors made from nothing.
+    **_of("histogram.bins_tensor", special.histogram),
+    **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", special.constant),
+    **_of("full zeros ones empty.memory_format rand randn normal.float_float", special.factory),
+    **_of("new_zeros new_ones new_empty new_full", special.new_factory),
+    "ops.cross_entropy_sum": lambda call, axis_size: special.cross_entropy(call),
+    "ops.batch_norm_train": lambda call, axis_size: special.batch_norm_train(call),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rules of ops whose sharding depends on more than index letters: losses, BatchNorm, indexing, factories."""
+"""Rules of ops whose sharding depends on more than index letters: losses, BatchNorm, factories."""
 
 from __future__ import annotations
 
