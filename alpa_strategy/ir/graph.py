@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -305,6 +305,15 @@ class StepGraph:
         """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
+
+    def ancestors(self, values: Collection[int]) -> list[int]:
+        """Indices of the ops that `values` depend on, their makers included, ascending."""
+        needed, found = set(values), []
+        for index, op in reversed(list(enumerate(self.ops))):
+            if needed.intersection(op.results):
+                found.append(index)
+                needed.update(op.operands)
+        return found[::-1]
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -11,7 +11,6 @@ beside that rank's batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -108,17 +107,7 @@ class _Facts:
     @cached_property
     def leads_to_loss(self) -> frozenset[int]:
         """Indices of the ops that the loss depends on."""
-        return frozenset(ancestors(self.step, (self.step.loss,) if self.step.loss >= 0 else ()))
-
-
-def ancestors(step: StepGraph, values: Sequence[int]) -> list[int]:
-    """Indices of the ops that `values` depend on, their producers included, ascending."""
-    needed, found = set(values), []
-    for index in range(len(step.ops) - 1, -1, -1):
-        if needed.intersection(step.ops[index].results):
-            found.append(index)
-            needed.update(step.ops[index].operands)
-    return found[::-1]
+        return frozenset(self.step.ancestors({self.step.loss}))
 
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
@@ -331,7 +320,7 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
     if not shown or num_ranks == 1 or step.batch_scope == "global":
         return {}
     states = {leaf.value: rows(0) for leaf in step.batch if leaf.batch_dim == 0}
-    for index in ancestors(step, tuple(shown)):
+    for index in step.ancestors(shown):
         op = step.ops[index]
         have = tuple(states.get(value, WHOLE) for value in op.operands)
         ways = chain(time_strategies(op.call, num_ranks), view_strategies(op.call, have, num_ranks))

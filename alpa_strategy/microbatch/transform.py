@@ -18,7 +18,7 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
 from alpa_strategy.microbatch.rules import WHOLE, State, local_call
-from alpa_strategy.microbatch.states import States, Use, ancestors, find_states
+from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
 
 _COMBINE: dict[str, Combine] = {"sum": "sum", "whole": "same", "rows": "cat"}
@@ -88,7 +88,7 @@ class _Writer:
         states = {value: self.states.state[value] for value in graph.escaping if value != loss}
         cuts |= {value: Cut(state.dim, state.segments) for value, state in states.items() if state.kind == "rows"}
         combine = {value: "sum" if value == loss else _COMBINE[states[value].kind] for value in graph.escaping}
-        prologue_ops = tuple(step.ops[index] for index in ancestors(step, tuple(prologue_values)))
+        prologue_ops = tuple(step.ops[index] for index in step.ancestors(prologue_values))
         notes = step.notes
         norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
         if any(self.states.chosen[index].strategy.outputs[0].kind == "rows" for index in norms):
@@ -119,7 +119,7 @@ class _Writer:
             given = {use.value for use in uses if use.form == "given"} | (set(wanted) & self.from_prologue.keys())
             drawn = [
                 result
-                for index in ancestors(self.step, tuple(given))
+                for index in self.step.ancestors(given)
                 if is_random(self.step.ops[index].call)
                 for result in self.step.ops[index].results
                 if result not in self.from_prologue
