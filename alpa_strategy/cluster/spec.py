@@ -298,6 +298,7 @@ class ClusterSpec:
                 f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
             )
         if (shape, num_nodes, per_node) not in self._meshes:
+            places: list[Sequence[int]]
             if self.is_uniform:
                 places = [[node * self.devices_per_node + i for node in range(num_nodes) for i in range(per_node)]]
             else:
