@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -504,7 +504,7 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     Below the first point the first time holds: it is latency. `points` are (bytes, seconds), bytes ascending.
     """
     sizes = [size for size, _ in points]
-    seconds = _never_decreasing([value for _, value in points])
+    seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
     if num_bytes <= sizes[-1]:
         return float(np.interp(num_bytes, sizes, seconds))
     slope = seconds[-1] / sizes[-1]
@@ -519,15 +519,10 @@ def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
     A message costs no more than a larger one, and at most half as much again as sending it in pieces of the
     size before would (again, since caches favour small ones).
     """
-    seconds = _never_decreasing([value for _, value in points])
+    seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
     for i in range(1, len(points)):
         seconds[i] = min(seconds[i], 1.5 * seconds[i - 1] * points[i][0] / points[i - 1][0])
     return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
-
-
-def _never_decreasing(seconds: Sequence[float]) -> list[float]:
-    """Each time lowered to the least of those after it."""
-    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ is paid for once (docs/formulas.md#intra-op, the y and z variables).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,14 +145,7 @@ def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]
     for choice, strategy in zip(problem.choices, assignment, strict=True):
         seconds += float(choice.cost[strategy])
         num_bytes += float(choice.memory[strategy])
-    return with_transfers(seconds, num_bytes, problem.transfers, assignment)
-
-
-def with_transfers(
-    seconds: float, num_bytes: float, transfers: Iterable[Transfer], assignment: Sequence[int]
-) -> tuple[float, float]:
-    """(seconds, bytes) with those of some transfers added."""
-    for transfer in transfers:
+    for transfer in problem.transfers:
         source = transfer.source[assignment[transfer.producer]]
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
             seconds += float(transfer.cost[source, target])
