@@ -241,8 +241,11 @@ def seconds_of_many(
     Who waits for whom does not depend on the seconds, so pipelines of as many stages are timed side by side.
     """
     order = _in_order(schedule, num_meshes, num_microbatches, forward.shape[1] // num_meshes)
-    timed = _timed(order, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
-    return np.max([end for _, _, _, end in timed], axis=0)
+    if len(forward) == 1:  # plain numbers are faster
+        timed = _timed(order, forward[0].tolist(), backward[0].tolist(), boundary[0].tolist(), max)
+    else:
+        timed = _timed(order, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
+    return np.atleast_1d(np.max([end for _, _, _, end in timed], axis=0))
 
 
 @lru_cache(maxsize=4)  # megabytes each where micro-batches are many

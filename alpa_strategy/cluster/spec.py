@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,8 @@ class ClusterSpec:
 
         An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one node at the same
         time share it. A group with several devices in a node is a ring that leaves each node once, so it also needs
-        the intra-node link's bandwidth.
+        the intra-node link's bandwidth. Where links differ, costs are the worst of those at the mesh's possible places,
+        blocks of its size.
         """
         shape = tuple(shape)
         num_nodes, per_node = self._submesh(submesh)
@@ -296,44 +297,33 @@ class ClusterSpec:
                 f"logical mesh {shape} does not have the {num_nodes * per_node} devices of {num_nodes} x {per_node}",
                 f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
             )
-        if not self.is_uniform:
-            return self._laid_out(shape, num_nodes * per_node)
-        contiguous = num_nodes == 1 or per_node == self.devices_per_node
-        axes = []
-        for size, stride in zip(shape, strides(shape), strict=True):
-            groups, together = crossing_groups(size, stride, num_nodes * per_node, per_node)
-            link = self.intra_node
-            if groups:
-                bandwidth = self.inter_node.bandwidth / groups
-                if together > 1:
-                    bandwidth = min(bandwidth, self.intra_node.bandwidth)
-                link = Link(self.inter_node.latency, bandwidth)
-            found = tuple(t for t in self.tables if (t.size, t.stride) == (size, stride)) if contiguous else ()
-            axes.append(MeshAxis(size, stride, link, found, *self._hops(size, together if groups else size)))
-        return LogicalMesh(shape, tuple(axes), self.overlap, self.host and self.host.share(self.devices_per_node))
+        if (shape, num_nodes, per_node) not in self._meshes:
+            places: list[Sequence[int]]
+            if self.is_uniform:
+                places = [[node * self.devices_per_node + i for node in range(num_nodes) for i in range(per_node)]]
+            else:
+                size = num_nodes * per_node
+                places = [self._order[i : i + size] for i in range(0, self.num_devices - size + 1, size)]
+            axes = tuple(self._axis([np.array(ranks).reshape(shape) for ranks in places], i) for i in range(len(shape)))
+            host = self.host and self.host.share(self.devices_per_node)
+            self._meshes[shape, num_nodes, per_node] = LogicalMesh(shape, axes, self.overlap, host)
+        return self._meshes[shape, num_nodes, per_node]
 
     @cached_property
-    def _meshes(self) -> dict[tuple[tuple[int, ...], int], LogicalMesh]:
+    def _meshes(self) -> dict[tuple[tuple[int, ...], int, int], LogicalMesh]:
         return {}
 
-    def _laid_out(self, shape: tuple[int, ...], size: int) -> LogicalMesh:
-        """A logical mesh whose costs are the worst of those at its possible places, blocks of its size."""
-        if (shape, size) not in self._meshes:
-            axes = []
-            for axis, count in enumerate(shape):
-                ways = []
-                for first in range(0, self.num_devices - size + 1, size):
-                    grid = np.array(self._order[first : first + size]).reshape(shape)
-                    lines = np.moveaxis(grid, axis, -1).reshape(-1, count).tolist()
-                    ways.append(self.topology.way(tuple(map(tuple, lines))))
-                link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
-                hops = self._hops(count, min(way.together for way in ways))
-                exchange = float(min(way.exchange for way in ways))
-                axes.append(MeshAxis(count, strides(shape)[axis], link, (), *hops, exchange))
-            self._meshes[shape, size] = LogicalMesh(
-                shape, tuple(axes), self.overlap, self.host and self.host.share(self.devices_per_node)
-            )
-        return self._meshes[shape, size]
+    def _axis(self, grids: Sequence[np.ndarray], axis: int) -> MeshAxis:
+        """An axis of a mesh that lies on one of `grids` of ranks."""
+        shape = grids[0].shape
+        size, stride = shape[axis], strides(shape)[axis]
+        lines = [np.moveaxis(grid, axis, -1).reshape(-1, size).tolist() for grid in grids]
+        ways = [self.topology.way(tuple(map(tuple, each))) for each in lines]
+        link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
+        is_measured = self.is_uniform and int(grids[0].flat[-1]) + 1 == grids[0].size  # side by side
+        tables = tuple(t for t in self.tables if is_measured and (t.size, t.stride) == (size, stride))
+        hops = self._hops(size, min(way.together for way in ways))
+        return MeshAxis(size, stride, link, tables, *hops, float(min(way.exchange for way in ways)))
 
     def _hops(self, size: int, together: int) -> tuple[float, float]:
         """(ring, tree) of `MeshAxis` for groups of `size` devices, of which `together` lie in a node."""
@@ -514,7 +504,7 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
     Below the first point the first time holds: it is latency. `points` are (bytes, seconds), bytes ascending.
     """
     sizes = [size for size, _ in points]
-    seconds = _never_decreasing([value for _, value in points])
+    seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
     if num_bytes <= sizes[-1]:
         return float(np.interp(num_bytes, sizes, seconds))
     slope = seconds[-1] / sizes[-1]
@@ -529,15 +519,10 @@ def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
     A message costs no more than a larger one, and at most half as much again as sending it in pieces of the
     size before would (again, since caches favour small ones).
     """
-    seconds = _never_decreasing([value for _, value in points])
+    seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
     for i in range(1, len(points)):
         seconds[i] = min(seconds[i], 1.5 * seconds[i - 1] * points[i][0] / points[i - 1][0])
     return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
-
-
-def _never_decreasing(seconds: Sequence[float]) -> list[float]:
-    """Each time lowered to the least of those after it."""
-    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:

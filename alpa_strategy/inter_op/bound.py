@@ -94,20 +94,16 @@ def _costs(space: StageSpace) -> _Costs:
     work = np.maximum(work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each)
     work, each = np.where(exists, work, np.inf), np.where(exists, each, np.inf)
     sizes = np.array(space.sizes)
-    wires = near = np.zeros((len(each) + 1, len(sizes)))
-    if tables.boundary is not None:
-        wires = np.stack([tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1)
-        near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
-        if not job.cluster.is_uniform:  # from the last mesh to the first: on links that no neighbours have
-            near = np.zeros_like(wires)
+    wires = np.stack([tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1)
+    near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
+    if not job.cluster.is_uniform:  # from the last mesh to the first: on links that no neighbours have
+        near = np.zeros_like(wires)
     runs = _of_runs(work, B * overhead), _of_runs(each, overhead)
     return _Costs(job, sizes, *runs, wires, near, overhead, space.may_be)
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:
     """Per submesh, the links that a stage on it may have to the next one."""
-    if tables.fits is None or tables.link_at is None:
-        return [np.zeros(1, dtype=int)] * len(tables.num_devices)
     found = []
     for size, fits in zip(map(int, tables.num_devices), tables.fits.T, strict=True):
         after = np.flatnonzero(fits) - size  # devices left for the next stage

@@ -28,7 +28,6 @@ from alpa_strategy.schedules import (
     seconds_of_many,
     splits_backward,
     terms,
-    timeline,
     why_not,
 )
 from alpa_strategy.sharding.cross_mesh import boundary_link
@@ -135,9 +134,9 @@ class StageSpace:
         # Stages take devices in order: where one ends the next one starts.
         D, some = self.job.cluster.num_devices, range(len(self.meshes))
         starts = (self.places[..., 0], np.arange(D, -1, -1)) if any(self.job.places) else None
-        tables = StageTables(np.array(self.sizes), seconds, once, always, in_flight, fits=fits, starts=starts)
         joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
-        return _wired(self, tables, joints, list(product(some, some)))
+        boundary, link_at = _wires(self, fits, joints, list(product(some, some)))
+        return StageTables(np.array(self.sizes), seconds, once, always, in_flight, boundary, fits, link_at, starts)
 
     @cached_property
     def _without_recomputation(self) -> StageTables:
@@ -305,7 +304,9 @@ class EqualMeshes:
         size = self.space.sizes[self.submesh]
         tables = self.space.tables_for(self.schedule, self.ranks, self.stages_per_mesh)
         ends = [None if a == b else (size * (a + 1), size * b) for a, b in pairwise(self.holders)]
-        return _wired(self.space, tables, [None, *reversed(ends), None], [(self.submesh, self.submesh)])
+        joints = [None, *reversed(ends), None]
+        boundary, link_at = _wires(self.space, tables.fits, joints, [(self.submesh, self.submesh)])
+        return replace(tables, boundary=boundary, link_at=link_at)
 
     @cached_property
     def alone(self) -> StageTables:
@@ -315,7 +316,8 @@ class EqualMeshes:
         starts = self.tables.starts
         if starts is not None:
             starts = starts[0], np.array([-1, *reversed(self.holders)]) * self.space.sizes[self.submesh]
-        return replace(one, bytes_always=always, fits=None, link_at=self.tables.link_at, starts=starts)
+        anywhere = np.ones((len(self.holders) + 1, 1), dtype=bool)
+        return replace(one, bytes_always=always, fits=anywhere, link_at=self.tables.link_at, starts=starts)
 
     def cheapest(self, cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
         """See `StageSpace.cheapest`: stages between cuts."""
@@ -351,8 +353,10 @@ class EqualMeshes:
             moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in inner for cut in (cuts[i] - 1, cuts[i] + 1)]
             every = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
             tried = [(each, choice) for each, choice, busy in every if max(busy) < best.seconds]
+            if not tried:
+                return
             priced = zip(self.candidates([choice for _, choice in tried]), [each for each, _ in tried], strict=True)
-            found, cuts = min(priced, key=lambda entry: entry[0].seconds, default=(best, cuts))
+            found, cuts = min(priced, key=lambda entry: entry[0].seconds)
             if found.seconds >= best.seconds:
                 return
             best = found
@@ -399,9 +403,9 @@ def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
         tables.once_seconds[:, :, kept],
         tables.bytes_always[:, :, kept],
         tables.bytes_in_flight[:, :, kept],
-        None if tables.boundary is None else tables.boundary[:, :, kept][..., kept],
-        None if tables.fits is None else tables.fits[::unit, kept],
-        None if tables.link_at is None else tables.link_at[::unit],
+        tables.boundary[:, :, kept][..., kept],
+        tables.fits[::unit, kept],
+        tables.link_at[::unit],
         None if tables.starts is None else (tables.starts[0], tables.starts[1][::unit]),
     )
 
@@ -447,15 +451,13 @@ def _pipeline(runs: Sequence[RunCosts], tables: StageTables, left: Sequence[int]
     return Pipeline(costs, remat, [*wires, 0.0])
 
 
-def _wired(
-    space: StageSpace,
-    tables: StageTables,
-    joints: Sequence[tuple[int, int] | None],
-    pairs: Sequence[tuple[int, int]],
-) -> StageTables:
-    """The tables with messages between stages.
+def _wires(
+    space: StageSpace, fits: np.ndarray, joints: Sequence[tuple[int, int] | None], pairs: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`boundary` and `link_at` of `StageTables`.
 
     Args:
+        fits: as there.
         joints: of each number of devices, or stages, that may be left: the place after the sender's last device, that
             of the receiver's first; None: one mesh is both.
         pairs: of submeshes that are asked for.
@@ -466,24 +468,23 @@ def _wired(
         kinds = [(0, int(a // cluster.devices_per_node != b // cluster.devices_per_node)) for a, b in nodes]
     number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
     nothing = np.zeros((len(meshes), len(meshes), 2))
-    every = np.stack([nothing if k is None else _links(cluster, meshes, tables, k, pairs) for k in number])
+    every = np.stack([nothing if k is None else _links(cluster, meshes, fits, k, pairs) for k in number])
     worst = np.nan_to_num(np.fmax.reduce(every, axis=0))  # where there are no such two stages, too: fewer differ
     links, link_at = np.unique(np.where(np.isnan(every), worst, every), axis=0, return_inverse=True)
     latency, each = links[:, None, ..., 0], links[:, None, ..., 1]
     sizes = space.job.crossing_bytes[:, :, None, None]
     boundary = (sizes > 0).sum(1) * latency + sizes.sum(1) * each
-    return replace(tables, boundary=boundary, link_at=link_at.ravel()[[number[kind] for kind in kinds]])
+    return boundary, link_at.ravel()[[number[kind] for kind in kinds]]
 
 
 def _links(
     cluster: ClusterSpec,
     meshes: Sequence[tuple[int, int]],
-    tables: StageTables,
+    fits: np.ndarray,
     joint: tuple[int, int],
     pairs: Sequence[tuple[int, int]],
 ) -> np.ndarray:
     """[submesh, submesh, 2] latency and seconds a byte at a joint; nan where there are no such two stages."""
-    assert tables.fits is not None
     found = np.full((len(meshes), len(meshes), 2), np.nan)
     for a, b in pairs:
         if cluster.is_uniform:
@@ -491,7 +492,7 @@ def _links(
         else:
             sizes, D = (math.prod(meshes[a]), math.prod(meshes[b])), cluster.num_devices
             first, start = joint[0] - sizes[0], joint[1]
-            if first < 0 or start + sizes[1] > D or not (tables.fits[D - first, a] and tables.fits[D - start, b]):
+            if first < 0 or start + sizes[1] > D or not (fits[D - first, a] and fits[D - start, b]):
                 continue
             link = cluster.between((first, sizes[0]), (start, sizes[1]))
         found[a, b] = link.latency, 1 / link.bandwidth
@@ -534,14 +535,7 @@ def simulated_seconds(
             [c.backward + (c.forward if again else 0) + overhead / 2 for c, again in zip(p.costs, p.remat, strict=True)]
             for p in pipelines
         ]
-        halves = [[wire / 2 for wire in p.wires] for p in pipelines]
-        if len(pipelines) > 1:
-            seconds = np.array(forward), np.array(backward)
-            works = list(seconds_of_many(schedule, *seconds, num_microbatches, num_meshes, np.array(halves)))
-        else:  # one by itself is faster on plain numbers
-            several = zip(forward, backward, halves, strict=True)
-            works = [
-                max(done.end for done in timeline(schedule, f, b, num_microbatches, num_meshes, wires))
-                for f, b, wires in several
-            ]
+        halves = np.array([p.wires for p in pipelines]) / 2
+        seconds = np.array(forward), np.array(backward)
+        works = seconds_of_many(schedule, *seconds, num_microbatches, num_meshes, halves).tolist()
     return [work + own for work, own in zip(works, once, strict=True)]

@@ -19,7 +19,7 @@ from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, 
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_shared_arrays
-from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, order_within
+from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 from alpa_strategy.intra_op.solver.presolve import presolve, restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -133,8 +133,7 @@ def _by_elimination(
         reduced = presolve(with_shared_arrays(problem), untouched=kept) if drops_dominated else None
         network = network_of(reduced.problem if reduced else problem)
         if network is not None and (reduced or order is None):  # unreduced ones differ in prices alone
-            scopes = [factor.scope for factor in network.factors]
-            order = order_within(MAX_TABLE_ENTRIES, MAX_ENTRIES, network.sizes, scopes, kept)
+            order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
         if network is None or order is None:
             return None if drops_dominated else _by_elimination(problems, kept, drops_dominated=True)
         objective, values = eliminate(network, order, kept)  # [p, q]

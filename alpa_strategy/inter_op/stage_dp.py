@@ -43,8 +43,7 @@ class StageTables:
         boundary: [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a
             stage on the first submesh to one on the second; charged to the sender.
         fits: [devices left, m] whether a stage may start where so many devices are left (its own included).
-        link_at: [devices left] which of the links a stage has to the one before it that starts where so many devices
-            are left; None: the first.
+        link_at: [devices left] which of the links a stage has to the one before it that starts where so many are left.
         starts: [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not, and
             [devices left] that at which a stage does; None: nothing is pinned.
     """
@@ -54,15 +53,14 @@ class StageTables:
     once_seconds: np.ndarray
     bytes_always: np.ndarray
     bytes_in_flight: np.ndarray
-    boundary: np.ndarray | None = None
-    fits: np.ndarray | None = None
-    link_at: np.ndarray | None = None
+    boundary: np.ndarray
+    fits: np.ndarray
+    link_at: np.ndarray
     starts: tuple[np.ndarray, np.ndarray] | None = None
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
         """Whether layers [first, last) may be a stage on a submesh where so many devices are left."""
-        fits = self.fits is None or self.fits[left, submesh]
-        return bool(fits and not self.misplaced((first, last), left))
+        return bool(self.fits[left, submesh] and not self.misplaced((first, last), left))
 
     def misplaced(self, layers: Any, left: Any) -> np.ndarray:
         """Whether layers at (first, last) are pinned to start elsewhere than where so many devices are left."""
@@ -73,8 +71,7 @@ class StageTables:
 
     def wire(self, cut: int, source: int, target: int, left: int) -> float:
         """Seconds of the transfer at a cut between stages on two submeshes, the second with `left` devices left."""
-        link = 0 if self.link_at is None else self.link_at[left]
-        return 0.0 if self.boundary is None else float(self.boundary[link, cut, source, target])
+        return float(self.boundary[self.link_at[left], cut, source, target])
 
 
 @dataclass(frozen=True)
@@ -121,10 +118,10 @@ def solve_stages(
     search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share)
     best: StageChoice | None = None
     limit = known
-    intervals = [(0, len(search.levels) - 1)]
+    intervals = [(0, len(search.levels) - 1, 0.0)]  # of levels of the bottleneck, and a bound of the first term there
     while intervals:
-        low, high = intervals.pop()
-        if low > high or search.levels[low] + search.least_sum(low, high) >= limit * (1 - tolerance):
+        low, high, least = intervals.pop()
+        if low > high or search.levels[low] + least >= limit * (1 - tolerance):
             continue
         found = search.solve(search.levels[high])
         if found is None:  # not even with the largest bottleneck of the interval
@@ -132,12 +129,9 @@ def solve_stages(
         if found.seconds < limit:
             best, limit = found, found.seconds
         below = int(np.searchsorted(search.levels, found.bottleneck * (1 - 1e-12))) - 1
-        high = min(high - 1, below)
-        search.note(low, high, found.seconds - found.bottleneck)
-        if low > high or search.levels[low] + found.seconds - found.bottleneck >= limit * (1 - tolerance):
-            continue
+        high, least = min(high - 1, below), max(least, found.seconds - found.bottleneck)
         middle = (low + high) // 2
-        intervals += [(middle + 1, high), (low, middle)]
+        intervals += [(middle + 1, high, least), (low, middle, least)]
     return best
 
 
@@ -180,14 +174,8 @@ class _Search:
         allowed = range(1, self.max_stages + 1) if num_stages is None else num_stages
         self.allowed = sorted({s for s in allowed if 1 <= s <= self.max_stages})
         self.max_stages = max(self.allowed, default=0)
-        boundary = np.zeros((1, self.num_layers + 1, self.num_submeshes, self.num_submeshes))
-        if tables.boundary is not None:
-            boundary = tables.boundary
+        self._wires = [(table, tables.link_at == link) for link, table in enumerate(tables.boundary)]
         everywhere = np.ones(num_devices + 1, dtype=bool)
-        self._wires = [(boundary[0], everywhere)]
-        if tables.link_at is not None:
-            self._wires = [(table, tables.link_at == link) for link, table in enumerate(boundary)]
-        self.fits = np.ones((num_devices + 1, self.num_submeshes), dtype=bool) if tables.fits is None else tables.fits
         self.in_flight = list(in_flight)
         self.memory_limit, self.steps, self.sender_share = memory_limit, steps, sender_share
         self._fitting: dict[tuple[int, int], np.ndarray] = {}
@@ -198,10 +186,9 @@ class _Search:
         self.levels = np.unique(np.concatenate(values))
         if sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
-            high = float(self.levels[-1]) + terms.run * float(boundary.max(initial=0.0))
+            high = float(self.levels[-1]) + terms.run * float(tables.boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
-        self._bounds: list[tuple[int, int, float]] = []
 
     def _ways(self, a: int) -> Iterator[_Way]:
         """Stages on submesh `a` before another one: next submeshes with equal messages act as one."""
@@ -231,14 +218,6 @@ class _Search:
             self._fitting[alive, a] = np.ascontiguousarray((need <= self.memory_limit).transpose(2, 0, 1))
         return self._fitting[alive, a]
 
-    def note(self, low: int, high: int, least: float) -> None:
-        """Remember that solutions with a bottleneck among levels [low, high] have at least this first term."""
-        self._bounds.append((low, high, least))
-        self._bounds = self._bounds[-64:]
-
-    def least_sum(self, low: int, high: int) -> float:
-        return max((least for a, b, least in self._bounds if a <= low and high <= b), default=0.0)
-
     def solve(self, threshold: float) -> StageChoice | None:
         """The least first term among choices whose bottleneck is at most `threshold`.
 
@@ -260,11 +239,11 @@ class _Search:
                 if size > D:
                     continue
                 if s == 1:
-                    if self.fits[size, a]:
+                    if self.tables.fits[size, a]:
                         now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[:, :, L].min(axis=0)
                         now[:L, size, a][self.tables.misplaced((slice(L), L), size)] = np.inf
                     continue
-                starts = self.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(axis=(0, 2))
+                starts = self.tables.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(axis=(0, 2))
                 for way, terms in zip(self.ways[a], below[a], strict=True):
                     left = np.flatnonzero(starts & way.left[: D + 1 - size])
                     rest = after[:L, left[:, None], way.following]  # [l, d left, next]

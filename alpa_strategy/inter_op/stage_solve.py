@@ -285,18 +285,19 @@ class StageSolver:
         return cost.num_bytes(wish.alive / wish.stages_per_mesh) <= self.job.memory_limit / wish.stages_per_mesh
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
-        """The optimum without a memory limit where that fits, in the spans that need least memory."""
+        """The optimum without a memory limit where that fits, in the spans that need least memory; else the cheapest
+        layouts whose bytes do."""
         job, wish, solution = self.job, priced.wish, priced.free
         limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
 
-        def problem(starts: tuple[int, ...]) -> StageProblem:
+        def cut_at(starts: tuple[int, ...]) -> StageProblem:
             return priced.problem(starts, job.options, job.optimizer)
 
-        stage, starts = problem(wish.starts), wish.starts
+        stage, starts = cut_at(wish.starts), wish.starts
         working = working_bytes(stage.intra, solution.assignment)
         if len(starts) > 1:
-            starts = _least_memory(problem, stage, cost_of(stage, solution.assignment).again, solution, alive, starts)
-            stage = stage if starts == wish.starts else problem(starts)
+            starts = _least_memory(cut_at, stage, cost_of(stage, solution.assignment).again, solution, alive, starts)
+            stage = stage if starts == wish.starts else cut_at(starts)
         cost = cost_of(stage, solution.assignment, working)
         if cost.num_bytes(alive, wish.remat) <= limit:
             return _Solved(starts, solution, working)
@@ -306,27 +307,10 @@ class StageSolver:
                 f"{format_bytes(limit)} on {math.prod(wish.submesh)} devices",
                 'pin more parameters to shards, or use solver="ilp", which looks for layouts that fit',
             )
-        # Of a whole batch, memory weighs in no other way than in the problem that was priced.
-        free = solution if job.is_whole_batch else None
-        return self._solve_within(stage, cost, wish, starts, limit, alive, free, cutoff)
-
-    def _solve_within(
-        self,
-        stage: StageProblem,
-        cost: StageCost,
-        wish: StageWish,
-        starts: tuple[int, ...],
-        limit: float,
-        alive: float,
-        free: Solution | None,
-        cutoff: float,
-    ) -> _Solved:
-        """The cheapest layouts whose bytes fit.
-
-        The row of the ILP has a mean of those spans that were found to be the largest; what it leaves out of the
-        largest one's bytes, and what is short-lived, is reserved.
-        """
-        job, reserve, least = self.job, 0.0, math.inf
+        # The row of the ILP has a mean of those spans that were found to be the largest; what it leaves out of the
+        # largest one's bytes, and what is short-lived, is reserved.
+        free = solution if job.is_whole_batch else None  # memory weighs there as in the problem that was priced
+        reserve, least = 0.0, math.inf
         large: set[int] = set()
         for _ in range(4 + 2 * (stage.num_spans > 1)):
             most = max(cost.again)

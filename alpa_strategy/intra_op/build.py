@@ -229,13 +229,12 @@ class _Builder:
     def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
-        parameters = {p.value for p in self._step.parameters}
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
         kept_by_maker = set(received)
         for op, options in zip(self._step.ops, self.ops, strict=True):
             if not options.saved.fuses:
                 kept_by_maker.update(v for v, keep in zip(op.results, options.saved.results, strict=True) if keep)
-        for value, (producer, produced) in self.producers.items():
+        for value, (_, produced) in self.producers.items():
             consumers = self._step.consumers.get(value, ())
             asks = [
                 (len(self.parameters) + op, tuple(inputs[position] for inputs in self.ops[op].inputs))
@@ -249,9 +248,7 @@ class _Builder:
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
             saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
-            transfer, layouts = _transfer(
-                self._step.values[value], self._tables, value, producer, produced, asks, saved, value in parameters
-            )
+            transfer, layouts = self._transfer(value, asks, saved)
             # Received values are kept as they came until the backward has run, results that their own op keeps (of a
             # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
             if saved and (value in kept_by_maker or value not in kept):
@@ -260,6 +257,35 @@ class _Builder:
                         transfer.memory[p, layouts.targets.index(source)] = 0.0
             self.transfers.append(transfer)
             self.layouts.append(layouts)
+
+    def _transfer(
+        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool
+    ) -> tuple[Transfer, TransferLayouts]:
+        """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
+
+        Args:
+            asks: (choice, the layout that it wants per strategy) of everything that reads it.
+            saved: whether a consumer's backward keeps it.
+        """
+        (producer, produced), meta = self.producers[value], self._step.values[value]
+        is_parameter = producer < len(self.parameters)
+        # Rows and columns of the table: every layout once, whatever number of strategies has it.
+        sources = tuple(dict.fromkeys(produced))
+        targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
+        forward, backward = self._tables.reshard(sources, targets, meta)
+        if is_parameter:
+            backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
+        cost = forward + backward  # [source, target]
+        memory = np.zeros_like(cost)
+        if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
+            cost = np.where(gathers(sources, targets), cost + forward, cost)
+        elif saved:
+            memory[:] = [local_bytes(meta, target, self._mesh.shape) for target in targets]
+        row = {layout: i for i, layout in enumerate(sources)}
+        column = {layout: i for i, layout in enumerate(targets)}
+        uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
+        transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
+        return transfer, TransferLayouts(value, sources, targets)
 
 
 def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:
@@ -310,39 +336,3 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
         if added < spared or (added == spared and is_plain_view(op.call)):
             kept = (kept - results) | more
     return kept
-
-
-def _transfer(
-    meta: TensorMeta,
-    tables: OptionTables,
-    value: int,
-    producer: int,
-    produced: tuple[DualLayout, ...],
-    asks: list[tuple[int, tuple[DualLayout, ...]]],
-    saved: bool,
-    is_parameter: bool,
-) -> tuple[Transfer, TransferLayouts]:
-    """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
-
-    Args:
-        producer, produced: the choice that makes it, and its layout per strategy.
-        asks: (choice, the layout that it wants per strategy) of everything that reads it.
-        saved: whether a consumer's backward keeps it.
-    """
-    # Rows and columns of the table: every layout once, whatever number of strategies has it.
-    sources = tuple(dict.fromkeys(produced))
-    targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
-    forward, backward = tables.reshard(sources, targets, meta)
-    if is_parameter:
-        backward = backward * tables.optimizer.gradient_scale(meta.dtype.itemsize)
-    cost = forward + backward  # [source, target]
-    memory = np.zeros_like(cost)
-    if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
-        cost = np.where(gathers(sources, targets), cost + forward, cost)
-    elif saved:
-        memory[:] = [local_bytes(meta, target, tables.mesh.shape) for target in targets]
-    row = {layout: i for i, layout in enumerate(sources)}
-    column = {layout: i for i, layout in enumerate(targets)}
-    uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
-    transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
-    return transfer, TransferLayouts(value, sources, targets)

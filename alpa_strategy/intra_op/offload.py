@@ -18,8 +18,8 @@ from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
-from alpa_strategy.intra_op.options import ParameterOptions, joined, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer
+from alpa_strategy.intra_op.options import joined, local_bytes
+from alpa_strategy.intra_op.problem import repeated
 from alpa_strategy.intra_op.recompute import result_bytes, stored
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.stage_plan import ParameterPlan
@@ -70,7 +70,8 @@ def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] |
     Args:
         pinned: names of those that lie there, and no others do; None: solved.
     """
-    parameters, twins = list(intra.parameters), dict[int, np.ndarray]()
+    parameters = list(intra.parameters)
+    twins, seconds, num_bytes = (dict[int, np.ndarray]() for _ in range(3))
     for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         if can_be_offloaded(given) and (pinned is None or given.name in pinned):
             host = tables.parameter(given, on_host=True)
@@ -79,12 +80,12 @@ def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] |
             host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
             parameters[index] = joined(own, host)
             twins[index] = np.array([own.plans.index(replace(plan, on_host=False)) for plan in host.plans])
-    only = pinned is not None
+            seconds[index], num_bytes[index] = host.seconds - own.seconds[twins[index]], host.num_bytes
     return replace(
         intra,
         parameters=tuple(parameters),
-        problem=_extended(intra.problem, parameters, twins, only),
-        unrestricted=intra.unrestricted and _extended(intra.unrestricted, parameters, twins, False),
+        problem=repeated(intra.problem, twins, seconds, num_bytes, only=pinned is not None),
+        unrestricted=intra.unrestricted and repeated(intra.unrestricted, twins, seconds, num_bytes),
     )
 
 
@@ -131,30 +132,4 @@ def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
     return any(
         intra.ops[op].saved.operands[position] or is_plain_view(intra.step.ops[op].call)
         for op, position in intra.step.consumers.get(given.value, ())
-    )
-
-
-def _extended(
-    problem: Problem, parameters: Sequence[ParameterOptions], twins: dict[int, np.ndarray], only: bool
-) -> Problem:
-    """`twins`: of each option in host memory, by parameter, the same one on the device."""
-
-    def choice(index: int, given: Choice) -> Choice:
-        if index not in twins:
-            return given
-        twin, seconds = twins[index], parameters[index].seconds
-        penalties = (given.cost - seconds[: len(given.cost)])[twin]  # what pins and named plans added
-        device = np.full(len(given.cost), np.inf) if only else given.cost
-        cost = np.concatenate([device, penalties + seconds[len(given.cost) :]])
-        return replace(given, cost=cost, memory=parameters[index].num_bytes)
-
-    def transfer(given: Transfer) -> Transfer:
-        if given.producer not in twins:
-            return given
-        return replace(given, source=np.concatenate([given.source, given.source[twins[given.producer]]]))
-
-    return replace(
-        problem,
-        choices=tuple(choice(i, given) for i, given in enumerate(problem.choices)),
-        transfers=tuple(map(transfer, problem.transfers)),
     )

@@ -10,7 +10,7 @@ is paid for once (docs/formulas.md#intra-op, the y and z variables).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,20 +101,51 @@ def with_shared_arrays(problem: Problem) -> Problem:
     return replace(problem, choices=choices, transfers=transfers)
 
 
+def repeated(
+    problem: Problem,
+    again: Mapping[int, np.ndarray],
+    seconds: Mapping[int, np.ndarray],
+    num_bytes: Mapping[int, np.ndarray] | None = None,
+    only: bool = False,
+) -> Problem:
+    """The same problem with some strategies of choices once more, behind the others.
+
+    Args:
+        again: choice -> which of its strategies.
+        seconds: choice -> what each of them costs more the second time.
+        num_bytes: choice -> memory of each then; None: the same.
+        only: strategies that are there twice are forbidden the first time.
+    """
+
+    def longer(index: int, array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, array[again[index]]]) if index in again else array
+
+    choices = list(problem.choices)
+    for index, which in again.items():
+        given = choices[index]
+        cost = np.concatenate([given.cost, given.cost[which] + seconds[index]])
+        if only:
+            cost[which] = np.inf
+        memory = given.memory[which] if num_bytes is None else num_bytes[index]
+        choices[index] = replace(given, cost=cost, memory=np.concatenate([given.memory, memory]))
+    transfers = tuple(
+        replace(
+            t,
+            source=longer(t.producer, t.source),
+            uses=tuple(Use(use.choice, longer(use.choice, use.layout)) for use in t.uses),
+        )
+        for t in problem.transfers
+    )
+    return replace(problem, choices=tuple(choices), transfers=transfers)
+
+
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:
     """(seconds, bytes) of an assignment: the objective's definition, independent of any solver."""
     seconds = num_bytes = 0.0
     for choice, strategy in zip(problem.choices, assignment, strict=True):
         seconds += float(choice.cost[strategy])
         num_bytes += float(choice.memory[strategy])
-    return with_transfers(seconds, num_bytes, problem.transfers, assignment)
-
-
-def with_transfers(
-    seconds: float, num_bytes: float, transfers: Iterable[Transfer], assignment: Sequence[int]
-) -> tuple[float, float]:
-    """(seconds, bytes) with those of some transfers added."""
-    for transfer in transfers:
+    for transfer in problem.transfers:
         source = transfer.source[assignment[transfer.producer]]
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
             seconds += float(transfer.cost[source, target])

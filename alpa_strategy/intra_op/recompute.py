@@ -20,7 +20,7 @@ from alpa_strategy.cost.flops import PRODUCTS, is_view, op_base_name
 from alpa_strategy.errors import OptionError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
 from alpa_strategy.intra_op.options import joined, local_bytes, picked
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.intra_op.problem import Problem, Transfer, repeated
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall
@@ -174,34 +174,16 @@ def _plain(intra: IntraOp, index: int) -> np.ndarray:
 def _longer(
     intra: IntraOp, problem: Problem, again: Mapping[int, np.ndarray], extra: Mapping[int, np.ndarray], only: bool
 ) -> Problem:
-    def longer(index: int, array: np.ndarray) -> np.ndarray:
-        return np.concatenate([array, array[again[index]]]) if index in again else array
-
-    def choice(index: int, given: Choice) -> Choice:
-        if index not in again:
-            return given
-        cost = longer(index, given.cost)
-        cost[len(given.cost) :] += extra[index]
-        if only:
-            cost[again[index]] = np.inf  # the same that keep
-        return replace(given, cost=cost, memory=longer(index, given.memory))
-
-    def transfer(given: Transfer, named: TransferLayouts) -> Transfer:
-        uses = tuple(Use(use.choice, longer(use.choice, use.layout)) for use in given.uses)
+    def doubled(given: Transfer, longer: Transfer, named: TransferLayouts) -> Transfer:
         if given.producer not in again:
-            return replace(given, uses=uses)
+            return longer
         as_made = np.array([[source == target for target in named.targets] for source in named.sources])
-        second = given.source[again[given.producer]] + len(named.sources)
         return replace(
-            given,
-            source=np.concatenate([given.source, second]),
-            uses=uses,
+            longer,
+            source=np.concatenate([given.source, longer.source[len(given.source) :] + len(named.sources)]),
             cost=np.vstack([given.cost, given.cost]),
             memory=np.vstack([given.memory, np.where(as_made, 0.0, given.memory)]),
         )
 
-    return replace(
-        problem,
-        choices=tuple(choice(i, given) for i, given in enumerate(problem.choices)),
-        transfers=tuple(transfer(*pair) for pair in zip(problem.transfers, intra.transfers, strict=True)),
-    )
+    found = repeated(problem, again, extra, only=only)
+    return replace(found, transfers=tuple(map(doubled, problem.transfers, found.transfers, intra.transfers)))

@@ -12,26 +12,36 @@ from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
 from alpa_strategy.schedules import Terms, in_flight, terms
 
 
-def random_tables(rng: np.random.Generator, num_layers: int, submeshes, candidates: int, boundary: bool) -> StageTables:
+def anywhere(num_devices: int, *arrays: np.ndarray, boundary: np.ndarray | None = None) -> StageTables:
+    """Stages that may start at every device, with one kind of links, or messages that take no time."""
+    L, _, m, _ = arrays[1].shape
+    boundary = np.zeros((1, L + 1, m, m)) if boundary is None else boundary
+    everywhere = np.ones((num_devices + 1, m), dtype=bool)
+    return StageTables(*arrays, boundary, everywhere, np.zeros(num_devices + 1, dtype=int))
+
+
+def random_tables(
+    rng: np.random.Generator, num_layers: int, submeshes, candidates: int, boundary: bool, num_devices: int
+) -> StageTables:
     m = len(submeshes)
     shape = (num_layers, num_layers + 1, m, candidates)
     first, last = np.ogrid[:num_layers, : num_layers + 1]
     work = np.maximum(last - first, 0)[..., None, None] / np.array(submeshes)[None, None, :, None]
     seconds = np.where(work > 0, work * rng.uniform(0.5, 1.5, shape), np.inf)
     seconds[rng.random(shape) < 0.1] = np.inf
-    return StageTables(
+    return anywhere(
+        num_devices,
         np.array(submeshes),
         seconds,
         rng.uniform(0, 0.5, shape),
         work * rng.uniform(1, 3, shape),
         work * rng.uniform(0, 1, shape),
-        rng.uniform(0, 0.3, (1, num_layers + 1, m, m)) if boundary else None,
+        boundary=rng.uniform(0, 0.3, (1, num_layers + 1, m, m)) if boundary else None,
     )
 
 
 def on_nodes(rng: np.random.Generator, tables: StageTables, num_devices: int) -> StageTables:
     """The same with one to three kinds of links, which stages have at random places."""
-    assert tables.boundary is not None
     kinds = int(rng.integers(1, 4))
     boundary = tables.boundary * rng.uniform(0, 1, (kinds, *tables.boundary.shape[1:]))
     return replace(tables, boundary=boundary, link_at=rng.integers(0, kinds, num_devices + 1))
@@ -64,7 +74,7 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                     continue
                 for i, ((k, l), a) in enumerate(zip(runs, meshes, strict=True)):  # noqa: E741
                     wire = 0.0
-                    if tables.boundary is not None and i + 1 < count:
+                    if i + 1 < count:
                         wire = tables.wire(l, a, meshes[i + 1], sum(sizes[i + 1 :]))
                     need = tables.bytes_always[k, l, a] + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
                     options.append(
@@ -91,8 +101,9 @@ def test_equals_brute_force_on_200_random_cases(block):
         rng = np.random.default_rng(1000 * block + case)
         num_layers, num_devices = int(rng.integers(1, 6)), int(rng.integers(1, 7))
         submeshes = sorted(rng.choice([1, 2, 3, 4], size=int(rng.integers(1, 4)), replace=False))
-        tables = random_tables(rng, num_layers, submeshes, int(rng.integers(1, 3)), bool(rng.random() < 0.5))
-        if tables.boundary is not None and case % 2:
+        candidates, boundary = int(rng.integers(1, 3)), bool(rng.random() < 0.5)
+        tables = random_tables(rng, num_layers, submeshes, candidates, boundary, num_devices)
+        if tables.boundary.any() and case % 2:
             tables = on_nodes(rng, tables, num_devices)
         if case % 3 == 0:
             tables = pinned(rng, tables, num_devices)
@@ -116,7 +127,7 @@ def test_a_stage_may_be_as_slow_as_itself():
     """Its second term is added up in one way only: it is not left out at its own threshold by a rounding error."""
     for seed in range(100):
         rng = np.random.default_rng(seed)
-        tables = random_tables(rng, 4, [1], 1, True)
+        tables = random_tables(rng, 4, [1], 1, True, 2)
         expected = brute_force(tables, 2, Terms(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
         found = solve_stages(tables, 2, Terms(1.0, 3.0), [4, 4], num_stages=[2])
         assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
@@ -127,7 +138,7 @@ def test_equals_brute_force_where_messages_run_beside_the_work(block):
     for case in range(25):
         rng = np.random.default_rng(7000 * (block + 1) + case)
         num_layers, num_devices = int(rng.integers(2, 6)), int(rng.integers(2, 7))
-        tables = random_tables(rng, num_layers, [1, 2, 3], 2, True)
+        tables = random_tables(rng, num_layers, [1, 2, 3], 2, True, num_devices)
         wide = replace(tables, boundary=tables.boundary * rng.choice([1.0, 10.0]))
         schedule, num_microbatches = str(rng.choice(["1F1B", "GPipe"])), int(rng.integers(2, 30))
         weights = terms(schedule, num_layers, num_microbatches)
@@ -153,7 +164,7 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
         t = tables.seconds[at]
         assert tables.starts is None or tables.starts[0][stage.first, stage.last] in (-1, num_devices - left)
         left -= int(tables.num_devices[stage.submesh])
-        if tables.boundary is not None and i + 1 < len(found.stages):
+        if i + 1 < len(found.stages):
             t += tables.wire(stage.last, stage.submesh, found.stages[i + 1].submesh, left)
         assert tables.bytes_always[at] + alive[len(found.stages) - i - 1] * tables.bytes_in_flight[at] <= limit
         seconds.append(t)
@@ -175,7 +186,7 @@ def test_golden_case():
     work = np.maximum(last - first, 0)[..., None, None] / submeshes[None, None, :, None] ** 0.7
     seconds = np.where(work > 0, work * np.random.uniform(0.8, 1.2, (8, 9, 4, 1)), np.inf)
     zeros = np.zeros_like(seconds)
-    tables = StageTables(submeshes, seconds, zeros, zeros, zeros)
+    tables = anywhere(8, submeshes, seconds, zeros, zeros, zeros)
     found = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
     assert found is not None
     expected = brute_force(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0)
@@ -195,7 +206,7 @@ def test_golden_case():
 def test_a_tolerance_is_kept():
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        tables = random_tables(rng, 10, [1, 2, 4], 2, True)
+        tables = random_tables(rng, 10, [1, 2, 4], 2, True, 8)
         alive = in_flight("1F1B", 10, 8)[::-1]
         exact = solve_stages(tables, 8, terms("1F1B", 10, 8), alive)
         near = solve_stages(tables, 8, terms("1F1B", 10, 8), alive, tolerance=0.01)
@@ -207,9 +218,9 @@ def test_a_tolerance_is_kept():
 def test_stages_start_where_they_may():
     """On nodes of 2 devices a stage of 2 may not lie across two nodes."""
     rng = np.random.default_rng(0)
-    tables = random_tables(rng, 4, [1, 2], 1, False)
+    tables = random_tables(rng, 4, [1, 2], 1, False, 4)
     fits = np.array([[True, (4 - left) % 2 == 0] for left in range(5)])
-    bound = StageTables(*[getattr(tables, name) for name in list(tables.__dataclass_fields__)[:6]], fits)
+    bound = replace(tables, fits=fits)
     found = solve_stages(bound, 4, terms("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
     assert found is not None
     offset = 0

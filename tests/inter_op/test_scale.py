@@ -78,7 +78,9 @@ def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=Non
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
     sizes = np.array([math.prod(mesh) for mesh in meshes])
-    tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=None, link_at=None)
+    boundary = np.zeros((1, len(least) + 1, len(meshes), len(meshes))) if boundary is None else boundary
+    fits, link_at = np.ones((num_devices + 1, len(meshes)), dtype=bool), np.zeros(num_devices + 1, dtype=int)
+    tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=fits, link_at=link_at)
     if may_be is None:
         may_be = np.ones((len(least), len(least) + 1, len(meshes)), dtype=bool)
         may_be[0, -1] = schedule is None

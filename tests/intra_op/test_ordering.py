@@ -4,6 +4,7 @@ import math
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import structure
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables, build
-from alpa_strategy.intra_op.solver.elimination import elimination_order, network_of, order_within
+from alpa_strategy.intra_op.solver.elimination import Factor, Network, elimination_order, network_of, plan_order
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 
@@ -40,9 +41,11 @@ def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
     sizes = [draw.choice([2, 4, 30, 50]) for _ in range(9)]
     scopes = [draw.sample(range(9), 2) for _ in range(14)]
     largest = [max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)]
-    order = order_within(min(largest), float("inf"), sizes, scopes)
+    factors = tuple(Factor(tuple(scope), np.zeros([sizes[v] for v in scope])) for scope in scopes)
+    network = Network(tuple(sizes), factors, len(sizes))
+    order = plan_order(network, min(largest), float("inf"))
     assert sorted(order) == list(range(9))
-    assert order_within(min(largest) - 1, float("inf"), sizes, scopes) is None
+    assert plan_order(network, min(largest) - 1, float("inf")) is None
     around = {v: {u for s in scopes if v in s for u in s} - {v} for v in range(9)}
     for v in order:
         others = around.pop(v)

@@ -65,12 +65,6 @@ def network_of(problem: Problem) -> Network | None:
     return Network(tuple(sizes), tuple(factors), len(problem.choices))
 
 
-def plan_order(network: Network) -> list[int] | None:
-    """The elimination order; None when it would need tables above the caps."""
-    scopes = [factor.scope for factor in network.factors]
-    return order_within(MAX_TABLE_ENTRIES, MAX_TOTAL_ENTRIES, network.sizes, scopes)
-
-
 def eliminate(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -270,16 +264,15 @@ def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], facto
 # positions) that one is the better, so it is the second try.
 
 
-def order_within(
-    most_a_table: float,
-    most_in_all: float,
-    sizes: Sequence[int],
-    scopes: Sequence[Sequence[int]],
+def plan_order(
+    network: Network,
+    most_a_table: float = MAX_TABLE_ENTRIES,
+    most_in_all: float = MAX_TOTAL_ENTRIES,
     kept: Collection[int] = (),
 ) -> list[int] | None:
     """An order of elimination whose tables have no more entries than that; None where none is found."""
     for smallest_table in (False, True):
-        order = elimination_order(sizes, scopes, kept, smallest_table)
+        order = elimination_order(network.sizes, [f.scope for f in network.factors], kept, smallest_table)
         entries = [size for _, size in order]
         if max(entries, default=0.0) <= most_a_table and sum(entries) <= most_in_all:
             return [v for v, _ in order]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_strategy.intra_op.problem import Choice, Problem, Solution, Transfer, evaluate, with_transfers
+from alpa_strategy.intra_op.problem import Choice, Problem, Solution, Transfer, evaluate
 
 HULL = 3e-5  # relative distance from the best possible bound at which the search for the price stops
 MAX_PRICES = 25
@@ -180,20 +180,10 @@ def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[i
 
 def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int]) -> tuple[float, float]:
     """(seconds, bytes) added by making `moves` together."""
-    after = list(assignment)
-    for c, k in moves.items():
-        after[c] = k
-    transfers = list({id(t): t for c in moves for t in near.incident[c]}.values())
-    seconds = num_bytes = 0.0
-    for c, k in moves.items():
-        choice = near.problem.choices[c]
-        seconds += float(choice.cost[k] - choice.cost[assignment[c]])
-        num_bytes += float(choice.memory[k] - choice.memory[assignment[c]])
-    for sign, values in ((1, after), (-1, assignment)):
-        s, b = with_transfers(0.0, 0.0, transfers, values)
-        seconds += sign * s
-        num_bytes += sign * b
-    return seconds, num_bytes
+    around = {id(t): t for c in moves for t in near.incident[c]}  # other transfers stay as they are
+    problem = replace(near.problem, transfers=tuple(around.values()))
+    before, after = (evaluate(problem, [own.get(c, k) for c, k in enumerate(assignment)]) for own in ({}, moves))
+    return after[0] - before[0], after[1] - before[1]
 
 
 # --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent within the memory limit.
