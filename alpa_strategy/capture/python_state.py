@@ -253,7 +253,9 @@ def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Torchmetrics objects of the tree by path, without those inside another one."""
     inside: list[str] = []
     for name, child in module.named_modules():
-        if isinstance(child, Metric | MetricCollection) and not any(name.startswith(f"{p}.") for p in inside):
+        # not isinstance: for every class that is none, ABCMeta asks all of torchmetrics' classes, half a second
+        is_metric = not {Metric, MetricCollection}.isdisjoint(type(child).__mro__)
+        if is_metric and not any(name.startswith(f"{p}.") for p in inside):
             inside.append(name)
             yield name, child
 
