@@ -59,7 +59,8 @@ class PlanOptions:
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
             Or names: results of these ops and modules (glob patterns) are made again one by one and all others kept;
-            "selective": of norms and pointwise ops, not of products, convolutions and attention.
+            "selective": of norms and pointwise ops, not of products, convolutions and attention. In a step that runs
+            as it is written whole modules are made again: those named, or the items of their lists, the first ones.
         compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
             AlpaStrategy's `compile`.
         offload: whether parameters, with their gradients and optimizer state, lie in host memory: all of them, none, or

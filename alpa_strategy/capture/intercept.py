@@ -21,10 +21,10 @@ import torch.distributed._functional_collectives as functional
 from lightning.pytorch import LightningModule
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MetricCollection
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_value, patched
+from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, is_value, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
@@ -202,7 +202,7 @@ def recording(
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
-            if isinstance(metric, Metric | MetricCollection):  # those inside a collection may be called by themselves
+            if is_metric(metric):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record, held))
         stack.enter_context(collectives_refused())
@@ -213,7 +213,7 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
     def value_of(key: str, value: Any) -> Any:
         if isinstance(value, MetricValue):
             return MetricRef(value._metric_name, "value", value._metric_key)
-        if isinstance(value, Metric | MetricCollection):
+        if is_metric(value):
             return MetricRef(names.get(id(value), ""), "metric")
         if isinstance(value, CounterRef):
             return value

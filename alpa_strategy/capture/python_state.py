@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 from lightning.pytorch import LightningModule
@@ -69,7 +69,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return Same(value, _version)
+        return Same(value, version_of)
     if isinstance(value, np.ndarray):
         return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
@@ -102,7 +102,7 @@ class Same:
         return self._ref() is other and (self._tell is None or self._told == self._tell(other))
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
 
 
@@ -162,7 +162,7 @@ def attribute_guards(
     framework = framework_attributes() - {"training"}
     found: list[ValueGuard] = []
     for path, child in module.named_modules():
-        if id(child) not in names_of or isinstance(child, Metric | MetricCollection):
+        if id(child) not in names_of or is_metric(child):
             continue
         # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
         attributes, is_library = vars(child), type(child).__module__.startswith(_LIBRARIES)
@@ -249,13 +249,16 @@ def framework_attributes() -> frozenset[str]:
     return frozenset(vars(LightningModule()))
 
 
+def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
+    """`isinstance`, but ABCMeta would ask all of torchmetrics' classes about each new class: 0.5 s of a first step."""
+    return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
+
+
 def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Torchmetrics objects of the tree by path, without those inside another one."""
     inside: list[str] = []
     for name, child in module.named_modules():
-        # not isinstance: for every class that is none, ABCMeta asks all of torchmetrics' classes, half a second
-        is_metric = not {Metric, MetricCollection}.isdisjoint(type(child).__mro__)
-        if is_metric and not any(name.startswith(f"{p}.") for p in inside):
+        if is_metric(child) and not any(name.startswith(f"{p}.") for p in inside):
             inside.append(name)
             yield name, child
 
@@ -400,7 +403,7 @@ def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[
             namespace.pop(name, None)
 
 
-def _kept_in(
+def kept_in(
     value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
 ) -> Iterator[_Kept]:
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
@@ -437,7 +440,7 @@ def _kept_in(
 @contextmanager
 def fields_kept(owner: Any) -> Iterator[None]:
     """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    kept = list(_kept_in(getattr(owner, "__dict__", {}), "", set()))
+    kept = list(kept_in(getattr(owner, "__dict__", {}), "", set()))
     try:
         yield
     finally:
@@ -472,9 +475,10 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(_KeptNames(path, vars(child), before, child, skipped=framework))
+            is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_containers(type(child)), **before}.items():
-                place, is_noticed = Place(path, name), not _is_torch_module(child)  # RNNs keep their weights in a list
-                kept += _kept_in(value, place.attribute, seen, place, is_noticed)
+                place = Place(path, name)
+                kept += kept_in(value, place.attribute, seen, place, is_noticed)
     changed: dict[str, Any] = {}
     try:
         yield
@@ -486,10 +490,6 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     if not all(type(value) in _PLAIN for value in changed.values()):
         raise changed_attributes(changed)
     stored |= changed
-
-
-def _is_torch_module(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def changed_attributes(names: Iterable[str]) -> CaptureError:
@@ -534,7 +534,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
-            kept += _kept_in(value, place, seen)
+            kept += kept_in(value, place, seen)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: dict[str, Any] = {}
     try:
@@ -567,7 +567,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in _kept_in(v, "", set())]
+        kept = [each.items for v in attributes.values() for each in kept_in(v, "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)

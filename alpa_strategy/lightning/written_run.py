@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,6 +32,7 @@ from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse
 from alpa_strategy.planner.written_plan import against_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
+from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -89,7 +90,7 @@ def _say_why(why: CaptureError) -> None:
     rank_zero_info(
         f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
         f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and its ops "
-        "could be divided (tensor, sequence and pipeline parallelism, recomputation)"
+        "could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
     )
 
 
@@ -163,6 +164,17 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile))
+        remat = job.options.remat
+        chooses = remat is None and job.compile is None
+        modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
+        self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
+        self._adapted.enter_context(MadeAgain(module, self._room).installed(modules))
+
+    @override
+    def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
+        super().begin_check(batch, loss)
+        if loss is not None and self._room is not None and (line := self._room.ends_in(loss)) is not None:
+            rank_zero_info(f"alpa: {line}")
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ Nothing is captured and nothing solved: every rank runs the user's own step on i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ParameterInput
@@ -19,7 +20,7 @@ KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gat
 
 def against_written(options: PlanOptions) -> str | None:
     """The option that only a captured step can meet, None where there is none."""
-    if options.asks_for_pipeline:
+    if replace(options, remat=None).asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
@@ -27,8 +28,6 @@ def against_written(options: PlanOptions) -> str | None:
         return "placements are asked for"
     if options.device_map:
         return "a device_map is asked for"
-    if isinstance(options.remat, tuple):
-        return f"remat={list(options.remat)} is asked for"
     if options.offload:
         return f"offload={options.offload!r} is asked for"
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:

@@ -1,6 +1,6 @@
 """Parameters in parts under code that nobody has captured: each is whole while the module that owns it runs.
 
-Forward hooks and the modules' own attribute access bring a parameter when it is needed and drop it afterwards; what
+The modules' forwards and their own attribute access bring a parameter when it is needed and drop it afterwards; what
 autograd saves of it is a recipe, by which it is gathered again (`comm/regather.py`). Elsewhere a parameter in parts has
 its whole shape and no values (NaN): code that reaches it past its module computes nothing that could be taken for true.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.options import BUCKET_BYTES
@@ -153,8 +154,7 @@ class GatherOnUse:
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._users: Counter[int] = Counter()  # modules that run, by unit
         self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._installed = ExitStack()
         self._regather: Regather | None = None
         self._depth = 0
         self._stays_whole = False  # what is whole, for the backward of functions
@@ -252,12 +252,7 @@ class GatherOnUse:
 
     def remove(self) -> None:
         """Give the module back as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        for owner, plain in self._plain:
-            owner.__dict__["_parameters"] = plain
-        self._hooks.clear()
-        self._plain.clear()
+        self._installed.close()
 
     # While it is active
 
@@ -297,8 +292,8 @@ class GatherOnUse:
             own = [p for p in owner._parameters.values() if p is not None and p in known]
             if not own:
                 continue
-            self._plain.append((owner, owner._parameters))
-            owner.__dict__["_parameters"] = _NeedOnAccess(owner._parameters, self)
+            ours = _NeedOnAccess(owner._parameters, self)
+            self._installed.enter_context(patched([(vars(owner), "_parameters", ours)]))
             block = block_of.get(owner, owner)
             for parameter in own:
                 if parameter not in self._unit_of:
@@ -318,13 +313,13 @@ class GatherOnUse:
         """Let its parameters be whole while it runs, and what they are gathered with as well."""
         own = [p for p in dict.values(module._parameters) if p is not None and p in self._unit_of]
 
-        def before(*_: Any) -> None:
+        def before() -> None:
             if self._depth and not self._keeps:
                 for parameter in own:
                     self.need(parameter)
                 self._users.update(units)
 
-        def after(*_: Any) -> None:
+        def after() -> None:
             if not self._depth or self._keeps or self._stays_whole:
                 return
             self._users.subtract(units)
@@ -334,8 +329,8 @@ class GatherOnUse:
                     del self._whole[parameter]
                     set_data([(parameter, self._nothing(parameter))])
 
-        self._hooks.append(module.register_forward_pre_hook(before))
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`).
+        self._installed.enter_context(patched([(module, "forward", partial(_between, before, after, module.forward))]))
 
     def _bytes(self, unit: list[nn.Parameter]) -> int:
         return sum(self._store.whole_shape(p).numel() * p.element_size() for p in unit)
@@ -365,6 +360,14 @@ class GatherOnUse:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         return one.expand(self._store.whole_shape(parameter))
+
+
+def _between(before: Callable[[], None], after: Callable[[], None], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    before()
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        after()
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -39,7 +39,7 @@ class Watch(pl.Callback):
             self.modes = {name: str(plan.modes[0]) for name, plan in run.plan.stages[0].parameter_plans.items()}
 
 
-def train(name: str, kind: str, root: str, parallel: str = "auto") -> dict[str, Any]:
+def train(name: str, kind: str, root: str, parallel: str = "auto", remat: Any = None) -> dict[str, Any]:
     """The outcome of a program under "ddp" or "alpa" on this rank."""
     program = getattr(programs, name)
     random.seed(5)
@@ -53,9 +53,8 @@ def train(name: str, kind: str, root: str, parallel: str = "auto") -> dict[str, 
     watch, said = Watch(), Said()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(said)
-    strategy: Any = (
-        program.ddp if kind == "ddp" else AlpaStrategy(cluster="pcie_8gpu", verbose=False, parallel=parallel)
-    )
+    options = {"cluster": "pcie_8gpu", "verbose": False, "parallel": parallel, "remat": remat}
+    strategy: Any = program.ddp if kind == "ddp" else AlpaStrategy(**options)
     common = {"accelerator": "cpu", "devices": RANKS, "max_epochs": 2, "precision": "64-true", "callbacks": [watch]}
     trainer = pl.Trainer(strategy=strategy, default_root_dir=root, **{**common, **QUIET, **program.arguments})
     trainer.fit(module)
@@ -126,6 +125,23 @@ def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: 
     check_equal(under_ddp(name), found)
     check_written(name, found)
     assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+
+
+# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in lists, queues and
+# norms have buffers, GANs run several backward passes, some checkpoint by themselves.
+MADE_AGAIN = [
+    *("GradientPenalty", "LoopsOverExperts", "Recurrent", "MoCo", "Normalized", "Gan", "SeveralBackwards"),
+    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst"),
+]
+
+
+@pytest.mark.parametrize("parallel", ["data", "zero3"])
+@pytest.mark.parametrize("name", MADE_AGAIN)
+def test_made_again_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+    """Every part of the module runs again in the backward."""
+    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
+    check_equal(under_ddp(name), found)
+    check_written(name, found)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
