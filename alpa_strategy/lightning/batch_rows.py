@@ -44,7 +44,7 @@ from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph, tensor_digest
 from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, stored_names
-from alpa_strategy.lightning.checks import hook_owners, is_overridden
+from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 
 Kind = Literal["rows", "same", "own"]
@@ -218,16 +218,15 @@ class BatchHooks:
             trial = functools.partial(self._try_transfer, module, owners, ", ".join(names))
             self._at_first(module, "_on_before_batch_transfer", module, trial, ", ".join(names))
         read = names_read(module) | _names_in_updates(module) if world_size() > 1 else frozenset()
-        for owner, base in hook_owners(module, module.trainer.callbacks):
-            for name in [n for n in _STEP_HOOKS if read and is_overridden(owner, n, base)]:
-                hook = getattr(owner, name)
-                if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
-                    where = f"{type(owner).__name__}.{name}"
-                    trial = functools.partial(self._try_step_hook, module, owner, hook, where)
-                    self._at_first(owner, name, module, trial, where, names)
-                    if name == _STEP_HOOKS[1]:
-                        before = [] if owner is module else [module.trainer, module]
-                        self._ahead.append(functools.partial(trial, *before, None))
+        for owner, name in own_hooks(module, _STEP_HOOKS) if read else ():
+            hook = getattr(owner, name)
+            if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
+                where = f"{type(owner).__name__}.{name}"
+                trial = functools.partial(self._try_step_hook, module, owner, hook, where)
+                self._at_first(owner, name, module, trial, where, names)
+                if name == _STEP_HOOKS[1]:
+                    before = [] if owner is module else [module.trainer, module]
+                    self._ahead.append(functools.partial(trial, *before, None))
 
     def close(self) -> None:
         """Watch no longer."""
@@ -316,8 +315,7 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tupl
     they store that is another thing with more rows."""
     given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
     states = []
-    hooks = [getattr(owner, name) for owner in owners for name in _TRANSFER_HOOKS]
-    named = frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
+    named = names_in(getattr(owner, name) for owner in owners for name in _TRANSFER_HOOKS)
 
     def made(order: Sequence[int], times: int = 1) -> Any:
         """What the hooks give for these rows when they are called the first or second time."""
@@ -498,9 +496,7 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
 
 def _names_in_updates(module: Any) -> frozenset[str]:
     """Names in the code of the hooks between a step and the update of its weights."""
-    owners = hook_owners(module, module.trainer.callbacks)
-    hooks = [getattr(owner, n) for owner, base in owners for n in _UPDATE_HOOKS if is_overridden(owner, n, base)]
-    return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
+    return names_in(getattr(owner, name) for owner, name in own_hooks(module, _UPDATE_HOOKS))
 
 
 def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_written: bool) -> None:

@@ -41,8 +41,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
-from alpa_strategy.ir.user_code import is_user_code, mentioned_names
-from alpa_strategy.lightning.checks import hook_owners, is_overridden
+from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import (
     Pass,
     ResumableLoader,
@@ -155,9 +154,8 @@ class Checkpoints:
 
     def _is_edited_early(self) -> bool:
         """Whether a hook before the first batch may look at optimizers' state, which then is whole until the plan."""
-        owners = hook_owners(self._trainer.lightning_module, self._trainer.callbacks)
-        hooks = [getattr(owner, name) for owner, base in owners for name in _EARLY if is_overridden(owner, name, base)]
-        return any(is_user_code(hook) and "state" in mentioned_names(hook) for hook in hooks)
+        hooks = own_hooks(self._trainer.lightning_module, _EARLY)
+        return "state" in names_in(getattr(owner, name) for owner, name in hooks)
 
     @property
     def resumed(self) -> Mapping[str, Any]:

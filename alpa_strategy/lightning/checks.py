@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 
 from alpa_strategy.errors import OptionError, SetupError
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 
 _OTHER_PRECISIONS = (
     precision.BitsandbytesPrecision,
@@ -67,11 +68,6 @@ def is_overridden(owner: Any, name: str, base: type) -> bool:
     return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
-def hook_owners(module: Any, callbacks: Iterable[Callback]) -> list[tuple[Any, type]]:
-    """(whoever may bring hooks, the class whose hooks do nothing)."""
-    return [(module, LightningModule), *((callback, Callback) for callback in callbacks)]
-
-
 def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: int) -> None:
     """OptionError where `nodes` of so many devices each cannot be divided into so many replicas."""
     if replicas is None:
@@ -87,8 +83,12 @@ def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: 
         )
 
 
-def any_overridden(trainer: Any, module: Any, names: tuple[str, ...]) -> bool:
-    """Whether the module or one of the Trainer's callbacks has one of the hooks."""
-    return any(
-        is_overridden(owner, name, base) for owner, base in hook_owners(module, trainer.callbacks) for name in names
-    )
+def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
+    """(owner, name) of those of the hooks `names` that the module and its Trainer's callbacks bring."""
+    owners = [(module, LightningModule), *((callback, Callback) for callback in module.trainer.callbacks)]
+    return [(owner, name) for owner, base in owners for name in names if is_overridden(owner, name, base)]
+
+
+def names_in(hooks: Iterable[Callable[..., Any]]) -> frozenset[str]:
+    """What the user's code among `hooks` mentions."""
+    return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))

@@ -8,25 +8,23 @@ reads such a checkpoint and passes it over.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils import _pytree as pytree
 
 
 def random_state() -> dict[str, Any]:
     """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings only."""
-    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
-    found = {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-    }
+    states = _collect_rng_states(include_cuda=False)
+    # int64: what is sent to other ranks is pickled in a form that knows no unsigned numbers.
+    found = pytree.tree_map_only(numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -34,11 +32,7 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Let all default generators go on from `state`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-    torch.set_rng_state(state["torch"])
+    _set_rng_states({**state, "numpy": pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, state["numpy"])})
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

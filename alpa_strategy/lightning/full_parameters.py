@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.errors import AlpaError, SetupError
-from alpa_strategy.ir.user_code import is_user_code, mentioned_names
-from alpa_strategy.lightning.checks import hook_owners, is_overridden
+from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -176,7 +175,7 @@ _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "grad
 
 @contextmanager
 def unshard_for_hooks(
-    trainer: Any, module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
+    module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
 ) -> Iterator[None]:
     """Context of a running training: its hooks that look at parameters see whole ones.
 
@@ -185,12 +184,7 @@ def unshard_for_hooks(
         fits: None where whole parameters (True: and gradients) have room on this device beside the training, else why
             not.
     """
-    seeing = [
-        (owner, name)
-        for owner, base in hook_owners(module, trainer.callbacks)
-        for name in _HOOKS
-        if _looks(owner, name, base) and _has_room(owner, name, fits)
-    ]
+    seeing = [hook for hook in own_hooks(module, _HOOKS) if _looks(*hook) and _has_room(*hook, fits)]
     if every_step := [f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS]:
         rank_zero_warn(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
@@ -229,18 +223,15 @@ def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., An
 
 def check_backward(module: LightningModule) -> None:
     """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
-    if _looks(module, "backward", LightningModule):
+    if is_overridden(module, "backward", LightningModule) and _looks(module, "backward"):
         raise SetupError(
             f"{type(module).__name__}.backward works on gradients, which are complete only after it",
             "do it in on_after_backward or configure_gradient_clipping",
         )
 
 
-def _looks(owner: Any, name: str, base: type) -> bool:
-    """Whether a hook is the owner's own and may look at parameters."""
-    if not is_overridden(owner, name, base):
-        return False
+def _looks(owner: Any, name: str) -> bool:
+    """Whether a hook of the owner's own may look at parameters."""
     if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
-    hook = getattr(owner, name)
-    return is_user_code(hook) and any(map(_PARAMETER_WORDS.search, mentioned_names(hook) - _NOT_PARAMETERS))
+    return any(map(_PARAMETER_WORDS.search, names_in([getattr(owner, name)]) - _NOT_PARAMETERS))

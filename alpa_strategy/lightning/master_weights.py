@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from typing_extensions import override
@@ -90,10 +91,6 @@ def low_precision_copies(module: nn.Module, dtype: torch.dtype) -> Iterator[None
         if master is not None and master.is_floating_point()
     ]
     copies = {master: master.to(dtype) for _, _, master in places}
-    default = torch.get_default_dtype()
-    with patched((parameters, name, copies[master]) for parameters, name, master in places):
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(default)
+    of_copies = patched((parameters, name, copies[master]) for parameters, name, master in places)
+    with of_copies, _DtypeContextManager(dtype):
+        yield

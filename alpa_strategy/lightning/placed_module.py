@@ -263,7 +263,7 @@ class PlacedModule(ABC):
             clips = use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
             self._adapted.enter_context(clips)
         if self.store.sharded_parameters:
-            hooks = unshard_for_hooks(trainer, self.module, self.whole, self.no_room_for_whole)
+            hooks = unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
             self._adapted.enter_context(hooks)
 
     def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.lightning import step_effects
-from alpa_strategy.lightning.checks import any_overridden
+from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
@@ -158,10 +158,8 @@ class Run(PlacedModule):
     def _clear_gradients(self, batch_idx: int) -> None:
         """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
         these go now, and are not there twice."""
-        trainer = self.module.trainer
-        if batch_idx % trainer.accumulate_grad_batches == 0 and not any_overridden(
-            trainer, self.module, _SEE_GRADIENTS
-        ):
+        begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
+        if begins and not own_hooks(self.module, _SEE_GRADIENTS):
             for parameter in self.module.parameters():
                 parameter.grad = None
 

@@ -13,12 +13,14 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank
 from alpa_strategy.comm.failure import FailureWatch
 
@@ -43,6 +45,7 @@ class JobSignals:
         self._is_requeued = self._interrupted = False
         self._timers: list[threading.Timer] = []
         self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._taken = ExitStack()  # Lightning's, with what stands in its place
         self._old_wakeup = -1
         self._old_interrupt: Any = None
 
@@ -50,9 +53,12 @@ class JobSignals:
         """Take the place of what Lightning would do. Before it registers its handlers."""
         if threading.current_thread() is not threading.main_thread():
             return  # nor does Lightning get signals there
-        self._connector._sigterm_notifier_fn = self._ask  # type: ignore[method-assign,assignment]
-        self._connector._slurm_sigusr_handler_fn = self._on_requeue  # type: ignore[method-assign,assignment]
-        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.meet  # type: ignore[method-assign]
+        taken = [
+            (self._connector, "_sigterm_notifier_fn", self._ask),
+            (self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
+            (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
+        ]
+        self._taken.enter_context(patched(taken))
         self._watch.on_told = self._told
         self._ends = socket.socketpair()
         for end in self._ends:
@@ -77,12 +83,7 @@ class JobSignals:
         self._ends[1].close()  # ends the listener
         self._listener.join(1.0)
         self._ends = None
-        for owner, name in (
-            (self._connector, "_sigterm_notifier_fn"),
-            (self._connector, "_slurm_sigusr_handler_fn"),
-            (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
-        ):
-            vars(owner).pop(name, None)
+        self._taken.close()
 
     def meet(self) -> None:
         """Before each training batch: what any rank was asked to do, all do now. Collective.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from alpa_strategy.runtime.parameters import ParameterStore
 
 
 def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Context: `plugin` clips by the norm of all shards of `store`; from now on it agrees on overflow when it scales.
+    """Context: `plugin` clips by the norm of all shards of `store`, and agrees on overflow where it scales.
 
     Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on the object.
 
@@ -34,30 +35,28 @@ def use_whole_norms(plugin: Any, store: ParameterStore, is_whole: Callable[[], b
         else:
             clip_by_norm(store, float(clip_val), parameters)
 
+    patches: list[tuple[Any, str, Any]] = [(plugin, "clip_grad_by_norm", clip)]
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and world_size() > 1:
-        agree_on_overflow(scaler)
-    return patched([(plugin, "clip_grad_by_norm", clip)])
+        patches.append((scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler._unscale_grads_)))
+    return patched(patches)
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler) -> None:
-    """Let a scaler skip a step when any rank's gradients overflow, so that all ranks keep one scale.
+def _unscale_and_agree(
+    unscale: Callable[..., dict[torch.device, Tensor]],
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all ranks keep one scale.
 
     torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none.
     """
-    if "_unscale_grads_" in vars(scaler):  # done before: the plugin lives as long as its Trainer
-        return
-    unscale = scaler._unscale_grads_
-
-    def unscale_and_agree(
-        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
-        overflow = torch.stack([flag.to(found_inf.device) for flag in (found_inf, *found.values())]).amax()
-        dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        return {overflow.device: overflow}
-
-    scaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
+    found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+    overflow = torch.stack([flag.to(found_inf.device) for flag in (found_inf, *found.values())]).amax()
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    return {overflow.device: overflow}
 
 
 def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:

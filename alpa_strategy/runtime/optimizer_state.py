@@ -8,7 +8,6 @@ parameters; a checkpoint holds all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +17,6 @@ from torch.optim import Optimizer
 from alpa_strategy.runtime.parameters import ParameterStore
 
 Place = Callable[[nn.Parameter, Tensor], Any]  # (parameter, this rank's part of a tensor that lies like it)
-
-
-@dataclass(frozen=True)
-class _StateTensor:
-    """A tensor with dims of a parameter's state; `shape`: of the whole, None where it is cut as the parameter is."""
-
-    dtype: torch.dtype
-    shape: torch.Size | None
-
-
-@dataclass(frozen=True)
-class _StateValue:
-    """Anything else, the same on every rank. Tensors (step counters) travel on the host."""
-
-    value: Any
-    is_on_device: bool = False
-
-
-_Described = dict[str, _StateTensor | _StateValue]
 
 
 @torch.no_grad()
@@ -97,31 +77,27 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
 @torch.no_grad()
 def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
-    described_here = {p: _described(optimizer.state[p], p) for p in parameters_of(optimizer) if p in optimizer.state}
-    said = store.said_by_owners(described_here)
+    states = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
+    said = store.said_by_owners({p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()})
     for parameter in (each for each in parameters_of(optimizer) if each in said):
         own = optimizer.state.get(parameter, {})
         state: dict[str, Any] = {}
-        for key, what in said[parameter].items():
-            if isinstance(what, _StateValue):
-                value = what.value.to(parameter.device) if what.is_on_device else what.value
-                state[key] = own.get(key, value)
+        for key, (what, lies_like_it, is_on_device) in said[parameter].items():
+            if not isinstance(what, Tensor) or not what.is_meta:
+                state[key] = own.get(key, what.to(parameter.device) if is_on_device else what)
                 continue
             part = own.get(key, torch.empty(0, dtype=what.dtype))
-            if what.shape is None:
+            if lies_like_it:
                 state[key] = place(parameter, part)
             else:  # rows and columns of a factored moment: whole in the owning stage
                 state[key] = store.gather_like(parameter, part, what.shape)
         yield parameter, state
 
 
-def _described(state: dict[str, Any], parameter: nn.Parameter) -> _Described:
-    described: _Described = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            described[key] = _StateTensor(value.dtype, None if value.shape == parameter.shape else value.shape)
-        elif isinstance(value, Tensor):
-            described[key] = _StateValue(value.detach().cpu(), value.device.type != "cpu")
-        else:
-            described[key] = _StateValue(value)
-    return described
+def _described(value: Any, parameter: nn.Parameter) -> tuple[Any, bool, bool]:
+    """For other ranks: a tensor of state with dims, without values; or anything else, which is the same on all ranks
+    (step counters travel on the host). Whether it is cut as the parameter is, and whether it is on the device."""
+    if not isinstance(value, Tensor):
+        return value, False, False
+    lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return lies if value.dim() > 0 else value.detach().cpu(), value.shape == parameter.shape, value.device.type != "cpu"
