@@ -359,9 +359,7 @@ class _KeptNames(_Kept):
 
     @override
     def changes(self) -> dict[str, Any]:
-        is_torch = type(self.owner).__module__.startswith(
-            "torch.nn."
-        )  # whose own business its attributes are, but for new ones
+        is_torch = type(self.owner).__module__.startswith("torch.nn.")  # whose own business they are, but for new ones
         counted = [n for n in self._changed() if not (is_torch if n in self.before else _is_cached(self.owner, n))]
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, _MISSING) for name in counted}
 
