@@ -521,7 +521,7 @@ def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_wri
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:
     """NotRowsError where a step of all ranks' batches computes with a number that says how many rows a rank has, an
     attribute or in the batch, or with the number of ranks: with all ranks' rows in its place, or one rank, `again`,
-    which captures, gives another graph."""
+    which captures, gives another graph. So it is with lists of names, one a row, that become as long as all rows."""
 
     def is_same(batch: Any, patches: Iterable[tuple[Any, str, Any]]) -> bool:
         with patched(patches):
@@ -546,6 +546,12 @@ def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[
             f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from a tensor of the "
             "batch, `x.size(0)`, would be theirs)",
             REPLICA,
+        )
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_list)
+    many = [leaf * world_size() if _is_list(leaf) and len(leaf) == rows else leaf for leaf in leaves]
+    if any(a is not b for a, b in zip(leaves, many, strict=True)) and not is_same(spec.unflatten(many), ()):
+        raise NotRowsError(
+            f"the step computes with a list in the batch that has an item for each of this rank's {rows} rows", REPLICA
         )
     ranks = [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
     asks = _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks)
