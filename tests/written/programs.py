@@ -698,6 +698,17 @@ class CountsNames(Program):
         return DataLoader(Named(2 * ROWS * BATCHES, 1), batch_size=ROWS)
 
 
+class CountsRecords(CountsNames):
+    """The same with a record for each row, of a collate function of one's own."""
+
+    def train_dataloader(self) -> DataLoader:
+        def collate(samples: Any) -> Any:
+            x, label, _ = zip(*samples, strict=True)
+            return torch.stack(x), torch.stack(label), [{"kind": "image", "weight": 1.0} for _ in samples]
+
+        return DataLoader(Named(2 * ROWS * BATCHES, 1), batch_size=ROWS, collate_fn=collate)
+
+
 class LooksAtNames(CountsNames):
     """A list of names that takes no part in the computation is captured, even where one is read."""
 
@@ -746,5 +757,6 @@ PROGRAMS = {
         Adversarial,
         HookOfAWeight,
         CountsNames,
+        CountsRecords,
     )
 }
