@@ -517,7 +517,7 @@ def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_wri
 def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:
     """NotRowsError where a step of all ranks' batches computes with a number that says how many rows a rank has, an
     attribute or in the batch, or with the number of ranks: with all ranks' rows in its place, or one rank, `again`,
-    which captures, gives another graph."""
+    which captures, gives another graph. So it is with a list of something (names) for each row."""
 
     def is_same(batch: Any, patches: Iterable[tuple[Any, str, Any]]) -> bool:
         with patched(patches):
@@ -542,6 +542,16 @@ def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[
             f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from a tensor of the "
             "batch, `x.size(0)`, would be theirs)",
             REPLICA,
+        )
+
+    def is_own(part: Any) -> bool:
+        held = pytree.tree_leaves(part)
+        return type(part) in (list, tuple) and len(part) == rows and not any(isinstance(leaf, Tensor) for leaf in held)
+
+    many = pytree.tree_map(lambda part: part * world_size() if is_own(part) else part, batch, is_leaf=is_own)
+    if any(map(is_own, pytree.tree_leaves(batch, is_leaf=is_own))) and not is_same(many, ()):
+        raise NotRowsError(
+            f"the step computes with a list in the batch that has an item for each of this rank's {rows} rows", REPLICA
         )
     ranks = [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
     asks = _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks)

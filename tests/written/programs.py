@@ -677,6 +677,47 @@ class ClipsInBackward(Program):
         nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
+class Named(Rows):
+    """Each row has a name, of which the default collate function makes a list."""
+
+    def __getitem__(self, i: int) -> Any:
+        return *super().__getitem__(i), f"row {i}"
+
+
+class CountsNames(Program):
+    """Rows are read one by one beside their names: of all ranks' rows there would be those of one rank alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label, names = batch
+        losses = F.cross_entropy(self.net(x), label, reduction="none")
+        loss = sum(losses[i] for i, _ in enumerate(names)) / 4
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Named(2 * ROWS * BATCHES, 1), batch_size=ROWS)
+
+
+class CountsRecords(CountsNames):
+    """The same with a record for each row, of a collate function of one's own."""
+
+    def train_dataloader(self) -> DataLoader:
+        def collate(samples: Any) -> Any:
+            x, label, _ = zip(*samples, strict=True)
+            return torch.stack(x), torch.stack(label), [{"kind": "image", "weight": 1.0} for _ in samples]
+
+        return DataLoader(Named(2 * ROWS * BATCHES, 1), batch_size=ROWS, collate_fn=collate)
+
+
+class LooksAtNames(CountsNames):
+    """A list of names that takes no part in the computation is captured, even where one is read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label, names = batch
+        assert isinstance(names[0], str)
+        return self.loss(x, label)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -715,5 +756,7 @@ PROGRAMS = {
         SparseTablesBySgd,
         Adversarial,
         HookOfAWeight,
+        CountsNames,
+        CountsRecords,
     )
 }

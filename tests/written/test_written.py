@@ -152,6 +152,11 @@ def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
     assert [len(rank["said"]) for rank in found] == [1, 0]
 
 
+def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
+    found = pool.run(RANKS, train, "LooksAtNames", "alpa", str(tmp_path))
+    assert not any(rank["is_written"][0] for rank in found)
+
+
 def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match="SetupError: ModelPruning puts masks"):
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
