@@ -25,7 +25,7 @@ from alpa_strategy.intra_op.options import (
     picked,
     without_parameters,
 )
-from alpa_strategy.intra_op.per_step import PerStep
+from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
@@ -86,7 +86,7 @@ class IntraOp:
     @property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
-        return self.per_step.values.union(p.value for p in self.step.parameters)
+        return self.per_step.values.union((p.value for p in self.step.parameters), casts_of_parameters(self.step))
 
 
 class OptionTables:
@@ -229,7 +229,7 @@ class _Builder:
     def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
-        parameters = {p.value for p in self._step.parameters}
+        parameters = {*(p.value for p in self._step.parameters), *casts_of_parameters(self._step)}
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
         kept_by_maker = set(received)
         for op, options in zip(self._step.ops, self.ops, strict=True):

@@ -6,6 +6,7 @@ Nothing is captured and nothing solved: every rank runs the user's own step on i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import ParameterInput
@@ -57,6 +58,7 @@ def plan_as_written(
     ways = ways if options.parallel == "auto" else (str(options.parallel),)
     for way in ways:
         plans, peak = _stored(parameters, way, num_devices, state_bytes)
+        plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
         if peak <= limit:
             break
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
