@@ -173,8 +173,7 @@ class _Writer:
         # Their casts are parts of reshardings, whose sums are then not rounded; for other readers they are written.
         self.casts = casts_of_parameters(step) if wide else {}
         self.plain_casts: list[Line] = []
-        made_of_parameters = {*(p.value for p in step.parameters), *self.casts, *self.per_step_values}
-        self.summed_in_fp32 = made_of_parameters if wide else set()
+        self.wide = {*(p.value for p in step.parameters), *self.casts, *self.per_step_values} if wide else set()
         num_axes = len(self.mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -296,7 +295,7 @@ class _Writer:
         if key not in self.copies:
             variable, name = f"v{value}", f"v{value}_{sum(v == value for v, _ in self.copies)}"
             function = f"reshard_{name}"
-            sums, cast = value in self.summed_in_fp32, None
+            sums, cast = value in self.wide, None
             if value in self.casts and self.layouts[self.casts[value]] == source:
                 variable, cast = f"v{self.casts[value]}", meta.dtype
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh, sums, cast)
