@@ -229,7 +229,8 @@ class _Builder:
     def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
-        parameters = {*(p.value for p in self._step.parameters), *casts_of_parameters(self._step)}
+        casts = casts_of_parameters(self._step)
+        parameters = {*(p.value for p in self._step.parameters), *casts}
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
         kept_by_maker = set(received)
         for op, options in zip(self._step.ops, self.ops, strict=True):
@@ -254,10 +255,13 @@ class _Builder:
             )
             # Received values are kept as they came until the backward has run, results that their own op keeps (of a
             # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
-            if saved and (value in kept_by_maker or value not in kept):
+            # A parameter's cast is one, where it is not gathered.
+            if saved and (value in kept_by_maker or value not in kept or value in casts):
                 for p, source in enumerate(layouts.sources):
                     if source in layouts.targets:
-                        transfer.memory[p, layouts.targets.index(source)] = 0.0
+                        meta = self._step.values[value]
+                        own = local_bytes(meta, source, self._mesh.shape) if value in casts else 0.0
+                        transfer.memory[p, layouts.targets.index(source)] = own
             self.transfers.append(transfer)
             self.layouts.append(layouts)
 
