@@ -68,6 +68,8 @@ class PlanOptions:
             has a way to the host.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
             measured, else the roofline of its device.
+        fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps compute in bf16 or fp16:
+            twice the bytes. Else they are summed in the precision in which their parameters are gathered.
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -89,6 +91,7 @@ class PlanOptions:
     offload: bool | tuple[str, ...] | None = None
     costs: OpCosts | None = None
     compile: bool = False
+    fp32_reduction: bool = False
 
     @classmethod
     def from_user(cls, **given: object) -> PlanOptions:
@@ -331,6 +334,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     ),
     "costs": (_costs, "", ""),
     "compile": (lambda value: compile_options(value) is not None, "", ""),
+    "fp32_reduction": _FLAG,
     "plan_timeout_seconds": _SECONDS,
     "collective_timeout_seconds": _SECONDS,
     "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "cannot be", "give a number of bytes"),

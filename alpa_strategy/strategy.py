@@ -65,8 +65,8 @@ class AlpaStrategy(ParallelJob):
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
             None: measured on the job's devices, once.
         parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction, batch_scope,
-            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat, offload, costs: see
-            `PlanOptions`.
+            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat, offload, costs,
+            fp32_reduction: see `PlanOptions`.
         capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
             averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
@@ -117,6 +117,7 @@ class AlpaStrategy(ParallelJob):
         costs: OpCosts | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         master_weights: bool = False,
+        fp32_reduction: bool = False,
         backend: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
         checkpoint: str = "auto",

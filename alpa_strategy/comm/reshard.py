@@ -36,12 +36,22 @@ class Reshard:
         src, dst: dual layouts, one dual placement per mesh axis.
         shape: global shape of the tensor.
         mesh: the mesh that the tensor lies on; all its devices must call.
+        sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved; gradients stay as summed.
 
     `forward_steps` and `backward_steps` are what is done in each direction.
     """
 
-    def __init__(self, src: DualLayout, dst: DualLayout, shape: Sequence[int], mesh: MeshComm) -> None:
+    def __init__(
+        self,
+        src: DualLayout,
+        dst: DualLayout,
+        shape: Sequence[int],
+        mesh: MeshComm,
+        sums_in_fp32: bool = False,
+        cast: torch.dtype | None = None,
+    ) -> None:
         self.src, self.dst, self.shape = src, dst, tuple(shape)
+        self._sums_in_fp32, self._cast = sums_in_fp32, cast
         self._mesh = mesh
         forward: list[LocalStep] = []
         backward: list[LocalStep] = []
@@ -70,7 +80,7 @@ class Reshard:
 
     def values(self, tensor: Tensor) -> Tensor:
         """The forward alone, without autograd."""
-        return _run(self.forward_steps, tensor, self._mesh)
+        return _run(self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
         """`values`, without waiting where it is one gathering or one sum; else all of it is done by `wait`."""
@@ -84,7 +94,8 @@ class Reshard:
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
-        return _run(self.backward_steps, grad, self._mesh)
+        dtype = torch.promote_types(grad.dtype, torch.float32) if self._sums_in_fp32 else grad.dtype
+        return _run(self.backward_steps, grad.to(dtype), self._mesh)
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"

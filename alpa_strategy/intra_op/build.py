@@ -25,7 +25,7 @@ from alpa_strategy.intra_op.options import (
     picked,
     without_parameters,
 )
-from alpa_strategy.intra_op.per_step import PerStep
+from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
@@ -86,7 +86,7 @@ class IntraOp:
     @property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
-        return self.per_step.values.union(p.value for p in self.step.parameters)
+        return self.per_step.values.union((p.value for p in self.step.parameters), casts_of_parameters(self.step))
 
 
 class OptionTables:
@@ -229,6 +229,7 @@ class _Builder:
     def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
+        casts = casts_of_parameters(self._step)
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
         kept_by_maker = set(received)
         for op, options in zip(self._step.ops, self.ops, strict=True):
@@ -248,27 +249,29 @@ class _Builder:
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
             saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
-            transfer, layouts = self._transfer(value, asks, saved)
+            transfer, layouts = self._transfer(value, asks, saved, value in casts)
             # Received values are kept as they came until the backward has run, results that their own op keeps (of a
             # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
-            if saved and (value in kept_by_maker or value not in kept):
+            # A parameter's cast is one, where it is not gathered.
+            if saved and (value in kept_by_maker or value not in kept or value in casts):
                 for p, source in enumerate(layouts.sources):
                     if source in layouts.targets:
-                        transfer.memory[p, layouts.targets.index(source)] = 0.0
+                        own = local_bytes(self._step.values[value], source, self._mesh.shape) * (value in casts)
+                        transfer.memory[p, layouts.targets.index(source)] = own
             self.transfers.append(transfer)
             self.layouts.append(layouts)
 
     def _transfer(
-        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool
+        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool, is_cast: bool
     ) -> tuple[Transfer, TransferLayouts]:
         """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
 
         Args:
             asks: (choice, the layout that it wants per strategy) of everything that reads it.
-            saved: whether a consumer's backward keeps it.
+            saved: whether a consumer's backward keeps it. is_cast: whether it is a parameter in half precision.
         """
         (producer, produced), meta = self.producers[value], self._step.values[value]
-        is_parameter = producer < len(self.parameters)
+        is_parameter = is_cast or producer < len(self.parameters)
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))

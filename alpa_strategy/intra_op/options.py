@@ -140,7 +140,7 @@ def parameter_options(
     """
     plans, sources, rows = [], [], []
     for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
-        plan = ParameterPlan(modes, num_segments, on_host)
+        plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
         try:
             stored = plan.layout.local_shape(meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape))
         except IndexError:

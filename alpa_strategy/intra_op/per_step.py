@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.sharding.strategies import is_random
@@ -48,6 +50,17 @@ class PerStep:
         read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
         own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
         return own.union(*(d.parameters for d in self.derivations if not read.isdisjoint(d.values)))
+
+
+def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
+    """Values that are nothing but parameters in half precision -> what they are cast from."""
+    parameters = {p.value for p in graph.parameters}
+    return {
+        op.results[0]: op.operands[0]
+        for op in graph.ops
+        if op.call.target is torch.ops.aten.to.dtype and parameters.issuperset(op.operands)
+        if graph.values[op.results[0]].dtype in (torch.bfloat16, torch.float16)
+    }
 
 
 def per_step(graph: StepGraph) -> PerStep:

@@ -122,6 +122,7 @@ MAX_DEVICES = 1 << 24
 MAX_MICROBATCHES = 1 << 14
 _PLACED = re.compile(r"R|S\d+")
 _IN, _ON_HOST = " in ", " on host"
+_IN_FP32 = ", summed in fp32"
 _SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
 _KIND_NAMES = {
     dict: "an object",
@@ -235,11 +236,12 @@ def _check_stage(stage: StagePlan, where: str) -> None:
 
 def _parameter_text(plan: ParameterPlan) -> str:
     segments = f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
-    return modes_text(plan.module_modes) + segments + _ON_HOST * plan.on_host
+    return modes_text(plan.module_modes) + segments + _ON_HOST * plan.on_host + _IN_FP32 * plan.sums_in_fp32
 
 
 def _read_parameter(text: str, where: str) -> ParameterPlan:
-    shown, _, segments_text = text.removesuffix(_ON_HOST).partition(_IN)
+    stored = text.removesuffix(_IN_FP32)
+    shown, _, segments_text = stored.removesuffix(_ON_HOST).partition(_IN)
     try:
         modes = parse_modes(shown)
     except ValueError as error:
@@ -250,7 +252,8 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
     num_segments = int(match[1]) if match else 1
     # Files count the module's dims; the step sees segments as one more dim before them.
     shift = 0 if num_segments == 1 else 1
-    return ParameterPlan(tuple(mode.shifted(shift) for mode in modes), num_segments, text.endswith(_ON_HOST))
+    modes = tuple(mode.shifted(shift) for mode in modes)
+    return ParameterPlan(modes, num_segments, stored.endswith(_ON_HOST), stored != text)
 
 
 def _read_boundary(text: str, where: str) -> DualLayout:

@@ -109,11 +109,13 @@ class ParameterPlan:
     in one weight: 3), one more than the module's own.
 
     on_host: what a device stores of it, its gradient and the optimizer's state lie in host memory.
+    sums_in_fp32: its gradient is summed over devices in fp32 at least, however it was computed.
     """
 
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
     on_host: bool = False
+    sums_in_fp32: bool = False
 
     @classmethod
     def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:

@@ -22,7 +22,7 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.intra_op.per_step import PerStep, per_step
+from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters, per_step
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
@@ -169,6 +169,11 @@ class _Writer:
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
         self.prefetches: dict[str, list[Line]] = {}  # variable -> lines that start to reshard it
+        wide = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
+        # Their casts are parts of reshardings, whose sums are then not rounded; for other readers they are written.
+        self.casts = casts_of_parameters(step) if wide else {}
+        self.plain_casts: list[Line] = []
+        self.wide = {*(p.value for p in step.parameters), *self.casts, *self.per_step_values} if wide else set()
         num_axes = len(self.mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -205,7 +210,7 @@ class _Writer:
         else:
             code, plain = self.call(op, local, strategies, operands)
         line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
-        self.lines.append(line)
+        (self.plain_casts if self.casts.keys() & op.results else self.lines).append(line)
 
     def channels_last(self, op: Op, local: LocalCall, image: str) -> str:
         """The variable of a convolution's images [rows, channels, height, width] with channels innermost in memory.
@@ -290,7 +295,10 @@ class _Writer:
         if key not in self.copies:
             variable, name = f"v{value}", f"v{value}_{sum(v == value for v, _ in self.copies)}"
             function = f"reshard_{name}"
-            self.namespace[function] = Reshard(source, target, meta.shape, self.mesh)
+            sums, cast = value in self.wide, None
+            if value in self.casts and self.layouts[self.casts[value]] == source:
+                variable, cast = f"v{self.casts[value]}", meta.dtype
+            self.namespace[function] = Reshard(source, target, meta.shape, self.mesh, sums, cast)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
             if value in self.prefetched:
                 start = Line(f"coming_{name} = {function}.start({variable})", (f"coming_{name}",), (variable,), note)
@@ -320,7 +328,7 @@ class _Writer:
             *unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
             *unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
         ]
-        body = prefetch_first(self.prefetches, [*inputs, *self.lines])
+        body = prefetch_first(self.prefetches, [*inputs, *before_first_use(self.plain_casts, self.lines)])
         if self.compiler is not None:
             body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.

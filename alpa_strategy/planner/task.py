@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -41,6 +41,10 @@ class PlanTask:
     optimizer: OptimizerInfo
     costs: OpCosts | None = None
     progress: Progress = unseen
+
+    def __post_init__(self) -> None:
+        if self.options.fp32_reduction:
+            object.__setattr__(self, "optimizer", replace(self.optimizer, gradient_itemsize=4))
 
     @property
     def op_costs(self) -> OpCosts:

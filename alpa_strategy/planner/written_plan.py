@@ -56,6 +56,7 @@ def plan_as_written(
     ways = ways if options.parallel == "auto" else (str(options.parallel),)
     for way in ways:
         plans, peak = _stored(parameters, way, num_devices, state_bytes)
+        plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
         if peak <= limit:
             break
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))

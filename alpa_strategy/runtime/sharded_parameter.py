@@ -189,6 +189,8 @@ class ShardedParameter:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the sum over devices: a copy's gradients come in its dtype, but fp16 could overflow in a sum."""
+        if self.plan.sums_in_fp32:
+            return torch.promote_types(self.parameter.dtype, torch.float32)
         if self.is_gathered_once and self.leaf is not None and self.leaf.dtype == torch.bfloat16:
             return torch.bfloat16
         return self.parameter.dtype

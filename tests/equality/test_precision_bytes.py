@@ -42,7 +42,7 @@ class Counting:
         return call
 
 
-def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]:
+def bytes_of_steps(parallel: str, precision: str, folder: str, wide: bool = False) -> dict[str, int]:
     """Bytes of the collectives of two training steps after the first, by kind."""
     Counting.counts = {}
     init = mesh.AxisComm.__init__
@@ -62,7 +62,7 @@ def bytes_of_steps(parallel: str, precision: str, folder: str) -> dict[str, int]
     model, steps = MODELS["mlp"](d_in=32, d_hidden=64, d_out=32, num_layers=3), Steps()
     mesh.AxisComm.__init__ = counting
     try:
-        strategy = AlpaStrategy(parallel=parallel, cluster="pcie_8gpu", plan_dir=folder)
+        strategy = AlpaStrategy(parallel=parallel, cluster="pcie_8gpu", plan_dir=folder, fp32_reduction=wide)
         trainer = pl.Trainer(
             devices=2,
             accelerator="cpu",
@@ -86,6 +86,59 @@ def test_half_the_bytes_under_bf16(pool, tmp_path, parallel):
     )
     assert len(whole) == 2  # gatherings, and sums of gradients
     assert half == {kind: num_bytes // 2 for kind, num_bytes in whole.items()}
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
+def test_fp32_reduction_doubles_the_bytes_of_sums_alone(pool, tmp_path, parallel):
+    half, wide = (
+        pool.run(2, bytes_of_steps, parallel, "bf16-mixed", str(tmp_path / str(wide)), wide)[0]
+        for wide in (False, True)
+    )
+    gathered = half.pop("all_gather")
+    assert wide.pop("all_gather") == pytest.approx(gathered, rel=0.02)  # a bias may lie otherwise at another price
+    assert half
+    assert wide == {kind: 2 * num_bytes for kind, num_bytes in half.items()}
+
+
+class Rows(pl.LightningModule):
+    """The gradient of every weight is the sum of all rows: of one rank 1, of the other a bit that bf16's sum loses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def summed_rows(options: dict[str, Any], precision: str, folder: str) -> set[float]:
+    """The elements of the gradient of `Rows`."""
+    count = 32768  # of a rank: so many that the plan gathers weights and not rows
+    module, rows = Rows(), torch.zeros(2 * count, 64)
+    rows[0], rows[1] = 1.0, 2.0**-9
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", plan_dir=folder, verbose=False, master_weights=precision == "bf16-true", **options
+    )
+    trainer = pl.Trainer(
+        devices=2, accelerator="cpu", precision=precision, strategy=strategy, max_steps=1, max_epochs=-1, **QUIET
+    )
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=count))
+    return set((-module.layer.weight.detach().double()).flatten().tolist())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("parallel", ["data", "zero2", "zero3"])
+def test_gradients_are_summed_in_fp32_and_not_rounded(pool, tmp_path, parallel, precision):
+    options = {"parallel": parallel, "fp32_reduction": True}
+    assert pool.run(2, summed_rows, options, precision, str(tmp_path)) == [{1 + 2.0**-9}] * 2
+    written = pool.run(2, summed_rows, {**options, "capture": "never"}, precision, str(tmp_path))
+    assert written == [{(1 + 2.0**-9) / 2}] * 2
+    if parallel != "data":
+        assert pool.run(2, summed_rows, {"parallel": parallel}, precision, str(tmp_path)) == [{1.0}] * 2
 
 
 @pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning
 import pytest
 import torch
@@ -30,14 +32,19 @@ class Mlp(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def planned(precision: str, parallel: str, count: int | None) -> Plan:
+def planned(precision: str, parallel: str, count: int | None, **more: Any) -> Plan:
     with torch.device("meta"):
         module, x = Mlp(), torch.zeros(ROWS, WIDTH)
         if precision == "bf16-true":
             module, x = module.bfloat16(), x.bfloat16()
     context = (lambda: torch.autocast("cpu", torch.bfloat16)) if precision == "bf16-mixed" else None
     options = PlanOptions(
-        batch_scope="global", parallel=parallel, logical_mesh=(8,), num_microbatches=count, num_stages=count and 1
+        batch_scope="global",
+        parallel=parallel,
+        logical_mesh=(8,),
+        num_microbatches=count,
+        num_stages=count and 1,
+        **more,
     )
     return make_plan(module, x, ClusterSpec.load("dgx_h100", {"num_nodes": 1}), options, context=context)
 
@@ -67,3 +74,22 @@ def test_tensor_moves_activations_and_no_weights(precision: str, itemsize: int, 
     assert found
     assert sum(found.values()) <= 4 * HIDDEN * itemsize, "at most two all-reduces, or what they are made of"
     assert all(phase != "step" for _, phase in found), "weights stay where they are"
+
+
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_sums_in_fp32_are_priced(precision: str, count: int | None):
+    plans = [planned(precision, "zero3", count, fp32_reduction=wide) for wide in (False, True)]
+    half, wide = map(moved, plans)
+    assert wide == half | {("reduce_scatter", "backward"): 2 * half["reduce_scatter", "backward"]}
+    assert plans[1].predicted.step_seconds > plans[0].predicted.step_seconds
+    stored = plans[1].stages[0].parameter_plans
+    assert stored
+    assert all(each.sums_in_fp32 for each in stored.values())
+    assert Plan.from_dict(plans[1].to_dict()).stages[0].parameter_plans == stored
+
+
+def test_zero3_under_autocast_gathers_again_and_keeps_no_copy():
+    """Casts of parameters are gathered as parameters are: once more for the backward, and not kept until then."""
+    mixed, plain = planned("bf16-mixed", "zero3", None), planned("bf16-true", "zero3", None)
+    assert moved(mixed)["all_gather", "backward"] == moved(plain)["all_gather", "backward"] > 0
