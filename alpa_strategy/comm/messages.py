@@ -83,7 +83,6 @@ class Transfer:
 
     Args:
         plans: one per tensor; all between the same two meshes.
-        dtypes: one per tensor.
         rank: this process's, as the plans count.
         mesh: the target's mesh where `rank` is on it and a plan gathers, else None.
         group: process group of the messages.
@@ -93,7 +92,6 @@ class Transfer:
     def __init__(
         self,
         plans: Sequence[TransferPlan],
-        dtypes: Sequence[torch.dtype],
         rank: int,
         device: torch.device,
         mesh: MeshComm | None = None,
@@ -101,7 +99,7 @@ class Transfer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         self._numbers = ranks
-        self._plans, self._dtypes = tuple(plans), tuple(dtypes)
+        self._plans = tuple(plans)
         self._rank, self._device, self._group = rank, device, group
         self._outgoing = self._slots(lambda piece: piece.target if piece.source == rank else None)
         self._incoming = self._slots(lambda piece: piece.source if piece.target == rank else None)
@@ -124,12 +122,12 @@ class Transfer:
         """Peer -> the slots of its message; both ends make the same list from the same plans."""
         messages: dict[int, list[_Slot]] = {}
         ends: dict[int, int] = {}
-        for value, (plan, dtype) in enumerate(zip(self._plans, self._dtypes, strict=True)):
+        for value, plan in enumerate(self._plans):
             for piece in plan.pieces:
                 peer = peer_of(piece)
                 if peer is None or peer == self._rank:
                     continue
-                offset, size = ends.get(peer, 0), piece.num_elements * dtype.itemsize  # bytes
+                offset, size = ends.get(peer, 0), piece.num_elements * plan.dtype.itemsize  # bytes
                 messages.setdefault(peer, []).append(_Slot(value, piece, offset, size))
                 ends[peer] = offset + -(-size // ALIGNMENT) * ALIGNMENT
         return dict(sorted(messages.items()))
@@ -182,10 +180,10 @@ class Transfer:
             for slot in slots:
                 raw = buffer[slot.offset : slot.offset + slot.num_bytes]
                 shape = [stop - start for start, stop in slot.piece.box]
-                found[slot.value].append((slot.piece, raw.view(self._dtypes[slot.value]).view(shape)))
+                found[slot.value].append((slot.piece, raw.view(self._plans[slot.value].dtype).view(shape)))
         results = []
         for value, plan in enumerate(self._plans):
-            tensor = self._join(found[value], plan.received_boxes[self._rank], self._dtypes[value])
+            tensor = self._join(found[value], plan.received_boxes[self._rank], plan.dtype)
             gather = self._gathers[value]
             results.append(tensor if gather is None else gather.values(tensor))
         return results
@@ -202,7 +200,7 @@ class Transfer:
         if tensor is not None:
             return tensor.detach()
         shape = [stop - start for start, stop in self._plans[value].source_boxes[self._rank]]
-        return torch.zeros(shape, dtype=self._dtypes[value], device=self._device)
+        return torch.zeros(shape, dtype=self._plans[value].dtype, device=self._device)
 
     def _part(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
         own = self._plans[value].source_boxes[self._rank]

@@ -21,7 +21,7 @@ from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
-from alpa_strategy.runtime.deferred import Recorder, uninitialised
+from alpa_strategy.runtime.deferred import Recorder
 from alpa_strategy.runtime.host_memory import keep_freed
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -192,9 +192,10 @@ class DeferredInit:
             )
 
     def _uninitialised(self, module: nn.Module) -> list[str]:
+        """Names of parameters and buffers on the meta device whose values nothing says."""
         assert self._recorder is not None
-        loaded = {name for name, parameter in module.named_parameters() if parameter in self._loaded}
-        return [name for name in uninitialised(module, self._recorder) if name not in loaded]
+        said, tensors = self._recorder.is_deferred, (*module.named_parameters(), *module.named_buffers())
+        return [name for name, t in tensors if t.is_meta and t not in self._loaded and not said(t)]
 
     def _make_others(self, module: nn.Module) -> None:
         """Buffers, and tensors that are plain attributes, are whole on every rank."""

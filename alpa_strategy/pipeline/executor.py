@@ -144,8 +144,8 @@ class Pipeline:
                 continue
             there = self._own[channel.target].mesh if channel.target in self._own else None
             here = self._own[channel.source].mesh if channel.source in self._own else None
-            forward = self._transfer(channel.forward, channel.dtypes, mesh=there, group=ahead)
-            backward = self._transfer(channel.backward, channel.grad_dtypes, mesh=here, group=back)
+            forward = self._transfer(channel.forward, mesh=there, group=ahead)
+            backward = self._transfer(channel.backward, mesh=here, group=back)
             for index in ends:
                 self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
 
@@ -329,11 +329,10 @@ class Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                plan = plan_transfer(tensor.meta.shape, tensor.meta.dtype.itemsize, start, stage.side(layout))
+                plan = plan_transfer(tensor.meta.shape, tensor.meta.dtype, start, stage.side(layout))
                 plans += [plan] * count
                 self._tensors += [position] * count
-        dtypes = [graph.batch[position].meta.dtype for position in self._tensors]
-        self.transfer = transfer(plans, dtypes)
+        self.transfer = transfer(plans)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
@@ -369,8 +368,7 @@ class SharedSum:
         # Few meshes share a parameter (two, where embeddings are tied): all to all is one message each way.
         self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
         self.transfers = [
-            transfer([plan_transfer(shared.shape, shared.dtype.itemsize, sides[i], sides[j])], [shared.dtype])
-            for i, j in self._order
+            transfer([plan_transfer(shared.shape, shared.dtype, sides[i], sides[j])]) for i, j in self._order
         ]
         # This rank's use, its parameter, and the local shape in the dims of the storage layout.
         self._mine: tuple[int, nn.Parameter, tuple[int, ...]] | None = None

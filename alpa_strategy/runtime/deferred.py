@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -457,12 +457,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
             if isinstance(tensor, Tensor):
                 found.append((tensor, overwrites or argument.is_out))
     return found
-
-
-def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
-    """Names of parameters and buffers on the meta device whose values nothing says."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]
 
 
 @contextmanager

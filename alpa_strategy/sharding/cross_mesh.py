@@ -65,7 +65,7 @@ class TransferPlan:
     """How one tensor gets from one mesh to another.
 
     Attributes:
-        shape, itemsize: of the whole tensor; itemsize in bytes.
+        shape, dtype: of the whole tensor.
         target: where it lies after it.
         received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
             all-gathers on the target's mesh follow.
@@ -74,7 +74,7 @@ class TransferPlan:
     """
 
     shape: tuple[int, ...]
-    itemsize: int
+    dtype: torch.dtype
     target: MeshSide
     received: Layout
     pieces: tuple[Piece, ...]
@@ -88,13 +88,12 @@ class TransferPlan:
 
 
 def plan_transfer(
-    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, local_gather: bool = False
+    shape: Sequence[int], dtype: torch.dtype, source: MeshSide, target: MeshSide, local_gather: bool = False
 ) -> TransferPlan:
     """Plan a transfer; deterministic, hence the same on all ranks.
 
     Args:
-        shape: of the whole tensor on the target's side.
-        itemsize: bytes per element.
+        shape: of the whole tensor, of `dtype`, on the target's side.
         local_gather: whether devices of the target that hold the same box share its reception and gather it themselves.
 
     Raises:
@@ -125,15 +124,15 @@ def plan_transfer(
                 wanted.append((rank, piece))
         pieces += _share_out(wanted, ranks)
     pieces.sort(key=lambda piece: (piece.target, piece.box))
-    return TransferPlan(shape, itemsize, target, received, tuple(pieces), source_boxes, received_boxes)
+    return TransferPlan(shape, dtype, target, received, tuple(pieces), source_boxes, received_boxes)
 
 
 def best_transfer(
-    shape: Sequence[int], itemsize: int, source: MeshSide, target: MeshSide, cluster: ClusterSpec
+    shape: Sequence[int], dtype: torch.dtype, source: MeshSide, target: MeshSide, cluster: ClusterSpec
 ) -> TransferPlan:
     """The faster of the plans with and without local all-gather on `cluster`."""
-    direct = plan_transfer(shape, itemsize, source, target)
-    gathered = plan_transfer(shape, itemsize, source, target, local_gather=True)
+    direct = plan_transfer(shape, dtype, source, target)
+    gathered = plan_transfer(shape, dtype, source, target, local_gather=True)
     if not gathered.gathers:
         return direct
     return gathered if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster) else direct
@@ -185,7 +184,7 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
     sizes: Counter[tuple[int, int]] = Counter()
     for piece in plan.pieces:
         if piece.source != piece.target:
-            sizes[piece.source, piece.target] += piece.num_elements * plan.itemsize
+            sizes[piece.source, piece.target] += piece.num_elements * plan.dtype.itemsize
     latency, seconds = cluster.topology.messages(sizes)
     # A device starts its messages one after the other.
     started = max((n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0)
@@ -205,7 +204,7 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
         after = Layout(placements).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
         size = target.shape[axis]
         way = cluster.topology.way(list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist())))
-        volume = (size - 1) / size * math.prod(after) * plan.itemsize
+        volume = (size - 1) / size * math.prod(after) * plan.dtype.itemsize
         seconds += way.latency + volume / way.bandwidth
     return seconds
 
@@ -271,10 +270,8 @@ class Channel:
     target: int
     values: tuple[int, ...]
     forward: tuple[TransferPlan, ...]
-    dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[int, ...]
     backward: tuple[TransferPlan, ...]
-    grad_dtypes: tuple[torch.dtype, ...]
 
 
 def plan_channels(
@@ -305,10 +302,8 @@ def plan_channels(
             needs.setdefault((source, target), []).append(value)
 
     def plan(value: int, start: MeshSide, end: MeshSide) -> TransferPlan:
-        meta = metas[value]
-        if cluster is not None:
-            return best_transfer(meta.shape, meta.dtype.itemsize, start, end, cluster)
-        return plan_transfer(meta.shape, meta.dtype.itemsize, start, end)
+        moved = metas[value].shape, metas[value].dtype, start, end
+        return plan_transfer(*moved) if cluster is None else best_transfer(*moved, cluster)
 
     channels = []
     for source, target in sorted(needs):
@@ -317,18 +312,9 @@ def plan_channels(
         starts = {v: stages[source].side(held[v]) for v in values}
         ends = {v: stages[target].side(stages[target].received[v]) for v in values}
         differentiable = tuple(v for v in values if metas[v].requires_grad)
-        channels.append(
-            Channel(
-                source,
-                target,
-                values,
-                tuple(plan(v, starts[v], ends[v]) for v in values),
-                tuple(metas[v].dtype for v in values),
-                differentiable,
-                tuple(plan(v, ends[v], starts[v]) for v in differentiable),
-                tuple(metas[v].dtype for v in differentiable),
-            )
-        )
+        forward = tuple(plan(v, starts[v], ends[v]) for v in values)
+        backward = tuple(plan(v, ends[v], starts[v]) for v in differentiable)
+        channels.append(Channel(source, target, values, forward, differentiable, backward))
     return tuple(channels)
 
 

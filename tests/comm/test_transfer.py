@@ -57,8 +57,8 @@ def send_bundles(seed):
     meshes = build_stage_meshes([(end.shape, end.ranks) for _, end, _, _ in bundles])
     transfers = []
     for (start, end, tensors, gather), mesh in zip(bundles, meshes, strict=True):
-        plans = [plan_transfer(t.shape, t.dtype.itemsize, start, end, gather) for t in tensors]
-        transfer = Transfer(plans, [t.dtype for t in tensors], rank, CPU, mesh)
+        plans = [plan_transfer(t.shape, t.dtype, start, end, gather) for t in tensors]
+        transfer = Transfer(plans, rank, CPU, mesh)
         transfers.append((transfer, [local(t, start, rank) for t in tensors]))
     check(bundles, exchange(transfers, tag=7), rank)
     # The same by early receives and an outbox, in another order than they are sent.
@@ -75,7 +75,7 @@ def send_bundles(seed):
         piece.num_elements * t.dtype.itemsize
         for start, end, tensors, gather in bundles
         for t in tensors
-        for piece in plan_transfer(t.shape, t.dtype.itemsize, start, end, gather).pieces
+        for piece in plan_transfer(t.shape, t.dtype, start, end, gather).pieces
         if piece.source == rank != piece.target
     )
     count = sum(len(tensors) for _, _, tensors, _ in bundles)
@@ -100,8 +100,8 @@ def test_every_rank_gets_its_part(pool, seed):
 def send_zeros_and_scalars():
     rank = dist.get_rank()
     start, end = (MeshSide((1,), (r,), Layout.parse("R")) for r in (0, 1))
-    plans = [plan_transfer(shape, 8, start, end) for shape in ((), (3,))]
-    transfer = Transfer(plans, [torch.float64] * 2, rank, CPU)
+    plans = [plan_transfer(shape, torch.float64, start, end) for shape in ((), (3,))]
+    transfer = Transfer(plans, rank, CPU)
     found = exchange([(transfer, [torch.tensor(2.5, dtype=torch.float64), None])], tag=0)[0]
     if rank == 1:
         assert found[0].item() == 2.5

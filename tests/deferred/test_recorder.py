@@ -11,9 +11,14 @@ from models import MODELS
 from torch import nn
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.runtime.deferred import Recorder, uninitialised
+from alpa_strategy.runtime.deferred import Recorder
 
 CPU = torch.device("cpu")
+
+
+def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]
 
 
 class Block(nn.Module):

@@ -66,7 +66,7 @@ def simulate(plan, whole):
 
 def num_bytes(plan):
     """Bytes that go from device to device, gathers on the target's mesh not counted."""
-    return sum(p.num_elements for p in plan.pieces if p.source != p.target) * plan.itemsize
+    return sum(p.num_elements for p in plan.pieces if p.source != p.target) * plan.dtype.itemsize
 
 
 def elements(box):
@@ -82,7 +82,7 @@ def overlap(a, b):
 def test_every_device_gets_its_box_once_and_no_more(case):
     shape, source, target = case
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    plan = plan_transfer(shape, 4, source, target)
+    plan = plan_transfer(shape, torch.float32, source, target)
     for rank, local in simulate(plan, whole).items():
         assert torch.equal(local, cut(whole, target.boxes(shape)[rank]))
     held = source.boxes(shape)
@@ -90,14 +90,14 @@ def test_every_device_gets_its_box_once_and_no_more(case):
         elements(box) - (overlap(box, held[rank]) if rank in held else 0) for rank, box in target.boxes(shape).items()
     )
     assert num_bytes(plan) == 4 * bound
-    assert plan == plan_transfer(shape, 4, source, target)
+    assert plan == plan_transfer(shape, torch.float32, source, target)
 
 
 @settings(deadline=None, max_examples=300)
 @given(transfers())
 def test_senders_share_the_load(case):
     shape, source, target = case
-    plan = plan_transfer(shape, 1, source, target)
+    plan = plan_transfer(shape, torch.uint8, source, target)
     sent = {}
     for piece in plan.pieces:
         if piece.source != piece.target:
@@ -118,7 +118,7 @@ def test_senders_share_the_load(case):
 def test_local_gather_sends_every_byte_once(case):
     shape, source, target = case
     target = replace(target, ranks=tuple(rank + 100 for rank in target.ranks))
-    plan = plan_transfer(shape, 4, source, target, local_gather=True)
+    plan = plan_transfer(shape, torch.float32, source, target, local_gather=True)
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     received = simulate(plan, whole)
     # What the devices of one replica group have received makes up the box that they all need.
@@ -128,7 +128,7 @@ def test_local_gather_sends_every_byte_once(case):
     for box, ranks in groups.items():
         values = torch.cat([received[rank].flatten() for rank in ranks])
         assert set(values.tolist()) == set(cut(whole, box).flatten().tolist())
-    direct = plan_transfer(shape, 4, source, target)
+    direct = plan_transfer(shape, torch.float32, source, target)
     assert num_bytes(plan) <= num_bytes(direct)
     replicated = math.prod(n for n, p in zip(target.shape, target.layout, strict=True) if not isinstance(p, Shard))
     if len(shape) == 1 and len(target.shape) == 1 and shape[0] >= replicated:
@@ -140,32 +140,38 @@ def test_a_replicated_target_receives_once_and_gathers_when_the_link_between_nod
     source = MeshSide((8,), tuple(range(8)), Layout.parse("S0"))
     target = MeshSide((2, 4), tuple(range(8, 16)), Layout.parse("S0 R"))
     shape = (1024, 4096)
-    plan = best_transfer(shape, 2, source, target, cluster)
+    plan = best_transfer(shape, torch.bfloat16, source, target, cluster)
     assert plan.gathers
     assert num_bytes(plan) == 2 * math.prod(shape)
-    direct = plan_transfer(shape, 2, source, target)
+    direct = plan_transfer(shape, torch.bfloat16, source, target)
     assert num_bytes(direct) == 4 * num_bytes(plan)
     assert transfer_seconds(plan, cluster) < transfer_seconds(direct, cluster) / 2
 
 
 def test_seconds_follow_the_links():
     cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2})
-    near = plan_transfer((1000,), 4, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (1,), Layout.parse("R")))
-    far = plan_transfer((1000,), 4, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (9,), Layout.parse("R")))
+    near = plan_transfer(
+        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (1,), Layout.parse("R"))
+    )
+    far = plan_transfer(
+        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (9,), Layout.parse("R"))
+    )
     assert transfer_seconds(near, cluster) == pytest.approx(
         cluster.intra_node.latency + 4000 / cluster.intra_node.bandwidth
     )
     assert transfer_seconds(far, cluster) == pytest.approx(
         cluster.inter_node.latency + 4000 / cluster.inter_node.bandwidth
     )
-    same = plan_transfer((1000,), 4, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (0,), Layout.parse("R")))
+    same = plan_transfer(
+        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (0,), Layout.parse("R"))
+    )
     assert transfer_seconds(same, cluster) == 0.0
     across, inside = (boundary_link((1, n), (1, n), cluster, crosses_nodes=n == 8) for n in (8, 4))
     assert (across, inside.bandwidth) == (cluster.inter_node, 4 * cluster.intra_node.bandwidth)
     # A node's link is shared by its devices.
     sources = MeshSide((8,), tuple(range(8)), Layout.parse("S0"))
     targets = MeshSide((8,), tuple(range(8, 16)), Layout.parse("S0"))
-    together = plan_transfer((8000,), 4, sources, targets)
+    together = plan_transfer((8000,), torch.float32, sources, targets)
     assert transfer_seconds(together, cluster) == pytest.approx(
         cluster.inter_node.latency + 32000 / cluster.inter_node.bandwidth
     )
@@ -174,4 +180,4 @@ def test_seconds_follow_the_links():
 def test_summands_cannot_cross():
     side = MeshSide((2,), (0, 1), Layout.parse("P"))
     with pytest.raises(PlanError, match="layout P"):
-        plan_transfer((4,), 4, side, MeshSide((1,), (2,), Layout.parse("R")))
+        plan_transfer((4,), torch.float32, side, MeshSide((1,), (2,), Layout.parse("R")))
