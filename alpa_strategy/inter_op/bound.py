@@ -5,10 +5,12 @@ one and back, g_j seconds once per step and s_j stages from j to the end, a step
 
     T >= sum_j (t_j + w_j) + max_m ((B - s_m) t_m + g_m + sum_{j > m} t_j + sum_{j >= m} w_j)
 
-as stage m does at most s_m forwards before the first micro-batch is back, and has as many backwards left when the last
-one is. For a given maximum M, the least first sum is a shortest path over (layers, stages and devices left): of two
-ways to divide the last layers, the one with the smaller sum is better for both. As that sum falls with M, intervals of
-M are halved until the bound is sharp enough.
+as stage m does s_m forwards before the first micro-batch is back, and has as many backwards left when the last one goes
+on: (B - s_m) t_m between, a way there and back before and after it. Where s_m = B, its last forward waits for none that
+is back: take off w_m, as stage m + 1 has that line (all stages wait for the longest g). Where s_m > B, B - 1 backwards
+follow the first. For a given M, the maximum, the least first sum is a shortest path over (layers, stages and devices
+left): of two ways to divide the last layers, the one with the smaller sum is better for both. As that sum falls with M,
+intervals of M are halved until the bound is sharp enough.
 
 **Several stages a mesh**, all meshes equal. A mesh is done no earlier than its first stage's first micro-batch has come
 in, all of its work is done and, where backwards are whole, that stage's last micro-batch has gone back: the mean over
@@ -163,12 +165,14 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
             with np.errstate(invalid="ignore"):  # where there is no such stage
                 own = work - seconds
                 if waits:  # with fewer micro-batches than stages, its backwards alone are one after the other
-                    own = work - s * seconds if s <= B else own * 2 / 3
+                    own = work - s * seconds if s <= B else own * 2 / 3 - (B - 1) * costs.overhead / 6
             own = np.where(np.isfinite(work), own, np.inf)[:, ends]
             firsts = np.flatnonzero((own <= most).any(axis=1))
             if not firsts.size:
                 continue
-            trips = rest[ends] if waits and s <= B else np.zeros((len(ends), 1))
+            trips = np.zeros((len(ends), 1))
+            if waits and s <= B:
+                trips = (rest if s < B else after[:, : total + 1 - size])[ends]
             fits = own[firsts][..., None] + trips <= most  # [first, end, units left]
             found = np.where(fits, seconds[np.ix_(firsts, ends)][..., None] + rest[ends], np.inf).min(axis=1)
             now[firsts, size:] = np.minimum(now[firsts, size:], found)
@@ -223,5 +227,6 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
         wires = costs.near[inner, index]
     elif SCHEDULES[name].is_folded:
         wires[:, ranks - 1] = costs.near[inner[:, ranks - 1], index]
-    end = seconds_of_many(name, seconds / 3, seconds * 2 / 3, B, ranks, wires / 2)
+    forward = seconds / 3 + costs.overhead / 6  # half of the overhead
+    end = seconds_of_many(name, forward, seconds - forward, B, ranks, wires / 2)
     return float((end + v * (work - B * seconds).max(axis=1)).min())
