@@ -158,7 +158,7 @@ class ParameterPlan:
         return tuple(mode.step_placement(requires_grad) for mode in self.modes)
 
 
-FORMAT_VERSION = 2  # 2: what a stage makes of its parameters alone is made once per step
+FORMAT_VERSION = 3  # 3: `bias_on_first` is the one name of ops whose first operand is added on the first device alone
 
 
 @dataclass(frozen=True)
