@@ -16,13 +16,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import RuntimeMismatchError
+
+if TYPE_CHECKING:
+    from alpa_strategy.comm.reshard import Reshard
 
 MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
 
@@ -31,12 +36,20 @@ _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_
 
 @dataclass
 class _Gathered:
-    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives."""
+    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives.
+
+    `place`: of its last use; `ahead_bytes`: of what is gathered for the uses before it, meanwhile.
+    """
 
     parameter: Tensor
     gather: Callable[[], Tensor]
     storage: StorageWeakRef
     version: int
+    start: Callable[[], Pending] | None = None
+    num_bytes: int = 0
+    ahead_bytes: int = 0
+    place: _Place | None = None
+    coming: Pending | None = None
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
 
     def whole(self) -> Tensor:
@@ -49,9 +62,30 @@ class _Gathered:
                     "run backward before the optimizer's step",
                 )
             with torch.no_grad():
-                whole = self.gather()
-            self.again = weakref.ref(whole)
+                coming = self.coming or (self.start and self.start())
+                self._start_those_before()
+                whole = self.gather() if coming is None else coming.wait()
+            self.coming, self.again = None, weakref.ref(whole)
         return whole
+
+    def _start_those_before(self) -> None:
+        """The backward takes the uses in reverse: begin to gather what it will ask for next."""
+        place, room = self.place and self.place.before, self.ahead_bytes
+        while place is not None and room > 0:
+            other = place.gathered()
+            if other is not None and other.place is place and other.start is not None and other.again() is None:
+                room -= other.num_bytes
+                if other.coming is None and room >= 0:
+                    other.coming = other.start()
+            place = place.before
+
+
+@dataclass(frozen=True)
+class _Place:
+    """That a gathered parameter was saved for a backward, and what was saved before it."""
+
+    gathered: weakref.ref[_Gathered]
+    before: _Place | None
 
 
 @dataclass
@@ -111,15 +145,23 @@ class Regather:
 
     Args:
         store: puts a tensor into host memory, and gives what brings it back.
+        ahead_bytes: of parameters that are gathered in the backward before they are used.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], store: Callable[[Tensor], Callable[[], Tensor]] | None = None):
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        store: Callable[[Tensor], Callable[[], Tensor]] | None = None,
+        ahead_bytes: int = 0,
+    ) -> None:
         self._parameters, self._store = {id(parameter) for parameter in parameters}, store
+        self._ahead_bytes = ahead_bytes
+        self._last: _Place | None = None
         self._found: dict[int, _Gathered | _Made] = {}
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
 
-    def note(self, reshard: Callable[[Tensor], Tensor], tensor: Tensor, result: Tensor) -> None:
+    def note(self, reshard: Reshard, tensor: Tensor, result: Tensor) -> None:
         """`result` is `reshard(tensor)` (called by every Reshard while this context is active)."""
         if not self._is_parameter(tensor):
             return
@@ -130,14 +172,28 @@ class Regather:
             brought = self._found.get(tensor.untyped_storage()._cdata)
             if isinstance(brought, _Gathered):  # a copy of what lies in host memory: not kept either
                 copy = self._pack(shard)
-                self.know(brought.parameter, lambda: reshard(copy.again()), result)
+                self.know(brought.parameter, lambda: reshard.values(copy.again()), result)
             else:
-                self.know(shard, lambda: reshard(shard), result)
+                self.know(shard, lambda: reshard.values(shard), result, partial(reshard.start, shard))
 
-    def know(self, parameter: Tensor, gather: Callable[[], Tensor], whole: Tensor) -> None:
-        """`whole` is what `gather` makes of `parameter`."""
+    def know(
+        self,
+        parameter: Tensor,
+        gather: Callable[[], Tensor],
+        whole: Tensor,
+        start: Callable[[], Pending] | None = None,
+    ) -> None:
+        """`whole` is what `gather` makes of `parameter`; `start` begins to."""
         storage = whole.untyped_storage()
-        self._found[storage._cdata] = _Gathered(parameter, gather, StorageWeakRef(storage), parameter._version)
+        self._found[storage._cdata] = _Gathered(
+            parameter,
+            gather,
+            StorageWeakRef(storage),
+            parameter._version,
+            start,
+            storage.nbytes(),
+            self._ahead_bytes,
+        )
 
     def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:
         """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""
@@ -200,6 +256,8 @@ class Regather:
             return tensor
         if isinstance(gathered, _Made):
             gathered.uses += 1
+        else:
+            self._last = gathered.place = _Place(weakref.ref(gathered), self._last)
         lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _View(gathered, tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())
 

@@ -68,14 +68,18 @@ class Reshard:
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
         self._sums_over = _summed_axis(self.forward_steps, mesh)
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`."""
+    def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
+        """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
+
+        Args:
+            coming: what `start` of the same tensor gave.
+        """
         if not (tensor.requires_grad and torch.is_grad_enabled()) or not (self.forward_steps or self.backward_steps):
-            return self.values(tensor)
-        result = _ReshardNode.apply(tensor, self, False)
+            return self.values(tensor) if coming is None else coming.wait()
+        result = _ReshardNode.apply(tensor, self, False, coming)
         regather = active_regather()
         if regather is not None:
-            regather.note(self.values, tensor, result)
+            regather.note(self, tensor, result)
         return result
 
     def values(self, tensor: Tensor) -> Tensor:
@@ -83,10 +87,12 @@ class Reshard:
         return _run(self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it is one gathering or one sum; else all of it is done by `wait`."""
+        """`values`, without waiting where it begins with a gathering or is one sum; what is left is done by `wait`."""
+        tensor = tensor if self._cast is None else tensor.to(self._cast)
         match self.forward_steps:
-            case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape),):
-                return self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
+            case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
+                first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
+                return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
         if self._sums_over is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
             own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
             return self._sums_over.start_all_reduce(own)
@@ -106,14 +112,17 @@ class _ReshardNode(torch.autograd.Function):
     is right."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None) -> Tensor:
         ctx.reshard, ctx.swapped = reshard, swapped
-        result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        if coming is not None:
+            result = coming.wait()
+        else:
+            result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
         return tensor.view_as(tensor) if result is tensor else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None, None
 
 
 def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
@@ -128,7 +137,7 @@ def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | Non
     return None
 
 
-def _run(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Tensor:
+def _run(steps: Sequence[LocalStep], tensor: Tensor, mesh: MeshComm) -> Tensor:
     for step in steps:
         tensor = _redistribute(tensor, step, mesh.axes[step.axis])
     return tensor

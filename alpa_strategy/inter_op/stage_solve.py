@@ -27,6 +27,7 @@ from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode, working_bytes
 from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
+from alpa_strategy.intra_op.prefetch import bytes_ahead
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
@@ -350,18 +351,22 @@ class StageSolver:
         if wish.remat:  # the forward's share of compute is that of all seconds
             compute += count * plan.predicted.compute_seconds * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
+        peak = cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)
+        room = self.job.memory_limit - cost.num_bytes(wish.alive, wish.remat)
+        ahead = bytes_ahead(intra, found.solution.assignment, room)
         return replace(
             plan,
             ops=(wish.first, wish.last),
             collectives=tuple(_per_step(c, count, wish.remat) for c in plan.collectives),
             predicted=Predicted(
                 seconds,
-                int(cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)),
+                int(peak + ahead),
                 compute,
                 max(0.0, seconds - compute - optimizer),
                 optimizer,
             ),
             remat=wish.remat,
+            ahead_bytes=ahead,
             remat_cuts=tuple(wish.first + start for start in found.starts[1:]),
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if wish.remat else 0.0),

@@ -138,7 +138,7 @@ _CLASSES = (Plan, StagePlan, Fingerprint, Predicted, Collective)  # objects of t
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
-_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds"}
+_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes"}
 _LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
 
 

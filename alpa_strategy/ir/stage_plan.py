@@ -233,6 +233,7 @@ class StagePlan:
         stored: names of such ops whose results wait in host memory for the backward.
         derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
             every micro-batch, which takes less memory where activations are recomputed; else once per step.
+        ahead_bytes: of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and
             `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
@@ -262,6 +263,7 @@ class StagePlan:
     stored: tuple[str, ...] = ()
     derives_again: bool = False
     devices: tuple[int, ...] = ()
+    ahead_bytes: int = 0
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -22,13 +22,14 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters, per_step
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan
-from alpa_strategy.lower.lines import Line, before_first_use, drop_dead, prefetch_first, unpacked
+from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, prefetch_first, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding import localize
@@ -171,9 +172,11 @@ class _Writer:
         self.prefetches: dict[str, list[Line]] = {}  # variable -> lines that start to reshard it
         wide = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
         # Their casts are parts of reshardings, whose sums are then not rounded; for other readers they are written.
-        self.casts = casts_of_parameters(step) if wide else {}
+        casts = casts_of_parameters(step)
+        self.casts = casts if wide else {}
         self.plain_casts: list[Line] = []
-        self.wide = {*(p.value for p in step.parameters), *self.casts, *self.per_step_values} if wide else set()
+        self.parameters = {*(p.value for p in step.parameters), *casts, *self.per_step_values}
+        self.wide = self.parameters if wide else set[int]()
         num_axes = len(self.mesh.shape)
         for parameter in step.parameters:
             plan = stage.parameter_plans[parameter.name]
@@ -306,7 +309,9 @@ class _Writer:
                 line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",), module=self.module)
             else:
                 code = f"{name} = {function}({variable})"
-                line = Line(code, (name,), (variable,), note, self.module, is_resharding=True)
+                is_own = value in self.parameters and is_gather(source, target)
+                gathers = local_bytes(meta, target, self.mesh.shape) if is_own else 0
+                line = Line(code, (name,), (variable,), note, self.module, is_resharding=True, gathers=gathers)
             self.lines.append(line)
             self.copies[key] = name
         return self.copies[key]
@@ -332,7 +337,8 @@ class _Writer:
         if self.compiler is not None:
             body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.
-        body = drop_dead(before_first_use(unpacked("parameters", given), body))
+        body = before_first_use(unpacked("parameters", given), begun_ahead(body, self.stage.ahead_bytes))
+        body = drop_dead(body)
         head = "def step(parameters, buffers, batch, received, counters):"
         source = "\n    ".join([head, *map(str, body)]) + "\n"
         filename = f"<alpa step {id(self):x}>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alpa_strategy.intra_op.prefetch import begun
 from alpa_strategy.ir.op import OpCall
 
 
@@ -18,6 +19,7 @@ class Line:
         module: path of the submodule that it runs for.
         call: the op on local shards, where the line is nothing but a deterministic call of it; else None.
         is_resharding: whether it brings a value into another layout.
+        gathers: bytes of the parameter that it makes whole, which nothing but parameters are needed for; else 0.
     """
 
     code: str
@@ -27,6 +29,7 @@ class Line:
     module: str = ""
     call: OpCall | None = None
     is_resharding: bool = False
+    gathers: int = 0
 
     def __str__(self) -> str:
         return f"{self.code}  # {self.note}" if self.note else self.code
@@ -63,6 +66,41 @@ def prefetch_first(prefetches: Mapping[str, Sequence[Line]], lines: Sequence[Lin
         else:
             others.append(line)
     return [*reversed(first), *reversed(others)]
+
+
+def begun_ahead(lines: Sequence[Line], ahead_bytes: int) -> list[Line]:
+    """`lines` in which gatherings of parameters begin where an earlier one is waited for, and so many bytes ahead. What
+    they need of casts moves with them."""
+    gathers = [number for number, line in enumerate(lines) if line.gathers]
+    if not gathers or not ahead_bytes:
+        return list(lines)
+    makers = {name: number for number, line in enumerate(lines) for name in line.defines}
+    counts = dict(zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True))
+    result: list[Line] = []
+    placed, num_begun = set[int](), 0
+
+    def place(number: int) -> None:
+        for name in lines[number].reads:
+            if name in makers and makers[name] not in placed:
+                place(makers[name])
+        placed.add(number)
+        line, (variable, *_) = lines[number], (*lines[number].reads, "")
+        if line.gathers:
+            code, coming = line.code.replace(f"({variable})", f".start({variable})"), f"coming_{line.defines[0]}"
+            line = Line(f"coming_{code}", (coming,), (variable,), line.note)
+        result.append(line)
+
+    for number, line in enumerate(lines):
+        if number in counts:
+            for ahead in gathers[num_begun : counts[number]]:
+                place(ahead)
+            num_begun, (variable,), coming = counts[number], line.reads, f"coming_{line.defines[0]}"
+            code = line.code.replace(f"({variable})", f"({variable}, {coming})")
+            result.append(replace(line, code=code, reads=(variable, coming), note=""))
+        elif number not in placed:
+            placed.add(number)
+            result.append(line)
+    return result
 
 
 def drop_dead(lines: Sequence[Line]) -> list[Line]:

@@ -151,7 +151,7 @@ def _span_program(
         rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
-        with store.regather_hooks() if regathers else nullcontext():
+        with store.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
             return lowered(parameters, inputs.buffers, rows, received)
 
     return run

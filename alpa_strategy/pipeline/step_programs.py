@@ -124,7 +124,7 @@ class PlacedPlan:
 
             def direct(batch: Any, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)
-                with of_stage[0].regather_hooks() if regathers else nullcontext():
+                with of_stage[0].regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
                     inputs = of_stage[0].step_inputs()
                     return lowered(inputs, buffers, _rows_at_place(step, batch, mesh))[0]
 

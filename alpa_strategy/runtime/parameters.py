@@ -140,9 +140,10 @@ class MeshParameters:
         for name, dtype in dtypes.items():
             self._by_name[name].will_be_read_in(dtype)
 
-    def regather_hooks(self) -> Regather:
-        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3)."""
-        return Regather(self._by_parameter, self._results.store)
+    def regather_hooks(self, ahead_bytes: int) -> Regather:
+        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3), so
+        many bytes ahead."""
+        return Regather(self._by_parameter, self._results.store, ahead_bytes)
 
     def hold(self, names: Collection[str]) -> None:
         """Gradients of these parameters (names of the step's) are not complete when they are made next."""

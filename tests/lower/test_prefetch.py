@@ -1,15 +1,29 @@
-"""What the devices tell each other of the batch alone is begun before the forward."""
+"""What the devices tell each other of the batch alone is begun before the forward; parameters are gathered ahead."""
 
 from __future__ import annotations
 
+import math
+
 import lightning.pytorch as pl
+import lowered_cases
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
+from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.regather import Regather
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.prefetch import _forward_seconds, _gatherings, begun, bytes_ahead
+from alpa_strategy.intra_op.restrict import restrict
+from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.lower.codegen import Line, lower, prefetch_first, prefetchable
+from alpa_strategy.lower.codegen import lower, prefetchable
+from alpa_strategy.lower.lines import Line, begun_ahead, prefetch_first
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
@@ -73,3 +87,113 @@ def test_lines_move_with_what_they_need():
     ]
     start = Line("coming_v3_0 = r.start(v3)", ("coming_v3_0",), ("v3",))
     assert prefetch_first({"v3": [start]}, lines) == [lines[0], lines[2], start, lines[1], *lines[3:]]
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 120))
+def test_as_many_gatherings_have_begun_as_the_bytes_allow(sizes, ahead):
+    counts = list(begun(sizes, ahead))
+    assert counts == sorted(counts)
+    for number, count in enumerate(counts):
+        beyond = sum(sizes[number + 1 : count])
+        before = max(counts[:number], default=0)
+        assert count >= number + 1
+        assert beyond <= ahead
+        # No more than what had begun before, unless the next one would be too much.
+        assert count == len(sizes) or beyond + sizes[count] > ahead or count == before
+
+
+def test_a_gathering_begins_with_the_casts_it_needs():
+    lines = [
+        Line("v3 = cast(v1)", ("v3",), ("v1",)),
+        Line("v3_0 = reshard_v3_0(v3)", ("v3_0",), ("v3",), is_resharding=True, gathers=8),
+        Line("v5 = f(v3_0, v0)", ("v5",), ("v3_0", "v0")),
+        Line("v4 = cast(v2)", ("v4",), ("v2",)),
+        Line("v4_0 = reshard_v4_0(v4)", ("v4_0",), ("v4",), is_resharding=True, gathers=8),
+        Line("v6 = f(v4_0, v5)", ("v6",), ("v4_0", "v5")),
+        Line("return (v6, )", (), ("v6",)),
+    ]
+    assert begun_ahead(lines, 7)[2].code == "v3_0 = reshard_v3_0(v3, coming_v3_0)"
+    assert begun_ahead(lines, 7)[4:6] == [lines[3], begun_ahead(lines, 8)[3]]
+    assert [line.code for line in begun_ahead(lines, 8)] == [
+        "v3 = cast(v1)",
+        "coming_v3_0 = reshard_v3_0.start(v3)",
+        "v4 = cast(v2)",
+        "coming_v4_0 = reshard_v4_0.start(v4)",
+        "v3_0 = reshard_v3_0(v3, coming_v3_0)",
+        "v5 = f(v3_0, v0)",
+        "v4_0 = reshard_v4_0(v4, coming_v4_0)",
+        "v6 = f(v4_0, v5)",
+        "return (v6, )",
+    ]
+    assert begun_ahead(lines, 0) == lines
+
+
+def zero3(bandwidth: float) -> IntraOp:
+    """A GPT's problem on two devices, whose link moves so many bytes a second."""
+    links = {"intra_node.bandwidth": bandwidth}
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2, **links})
+    tables = OptionTables(cluster.logical_mesh((2,)), RooflineCosts(cluster.device), OptimizerInfo())
+    return build(lowered_cases.captured("gpt", 2).step, tables)
+
+
+def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
+    """By a simulation of the forward: little is hidden behind a slow link, and all by the fewest bytes behind others."""
+    found = []
+    for bandwidth in (1e6, 1e9, 1e11):
+        intra = zero3(bandwidth)
+        assignment = solve(restrict(intra, PlanOptions(parallel="zero3"), OptimizerInfo()).problem).assignment
+        gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
+        largest, total = (f(each.num_bytes for each in gatherings) for f in (max, sum))
+        of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
+        before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
+        found.append(bytes_ahead(intra, assignment, math.inf))
+        seconds = _forward_seconds(gatherings, before, found[-1])
+        assert seconds <= 1.005 * _forward_seconds(gatherings, before, total)
+        assert found[-1] == 0 or _forward_seconds(gatherings, before, found[-1] // 2) > seconds
+        assert bytes_ahead(intra, assignment, largest - 1) == 0
+        # Nothing ahead: one after the other, as the ILP has it.
+        alone = before[-1] + sum(each.seconds for each in gatherings)
+        assert _forward_seconds(gatherings, before, 0) == pytest.approx(alone)
+    assert found[0] == 0
+    assert found[2] > 0
+
+
+class Recorded:
+    """A parameter's gathering, which says when it begins and when it is waited for."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.start(tensor).wait()
+
+    def start(self, tensor: torch.Tensor) -> Pending:
+        self.said.append(f"begin {self.name}")
+
+        def finish() -> torch.Tensor:
+            self.said.append(f"use {self.name}")
+            return tensor.clone()
+
+        return Pending(finish)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_backward_gathers_ahead_in_its_own_order(ahead):
+    said: list[str] = []
+    weights = [torch.eye(4, requires_grad=True) for _ in range(4)]
+    x = torch.randn(2, 4, requires_grad=True)
+    with Regather(weights, ahead_bytes=ahead * weights[0].nbytes) as regather:
+        y = x
+        for number, weight in enumerate(weights):
+            whole = weight.clone()
+            regather.note(Recorded(str(number), said), weight, whole)  # type: ignore[arg-type]
+            y = y @ whole
+    y.sum().backward()
+    assert [each for each in said if each.startswith("use")] == ["use 3", "use 2", "use 1", "use 0"]
+    assert [each for each in said if each.startswith("begin")] == ["begin 3", "begin 2", "begin 1", "begin 0"]
+    for number in range(4):
+        early = min(3 - number, ahead)
+        assert said.index(f"begin {number}") < said.index(f"use {number + early}") or not early
+        assert number + early == 3 or said.index(f"begin {number}") > said.index(f"use {number + early + 1}")
+    for weight in weights:
+        torch.testing.assert_close(weight.grad, x.T @ torch.ones(2, 4))

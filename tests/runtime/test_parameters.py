@@ -119,7 +119,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     for i, x in enumerate(batches()):
         for axis in divided:
             x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
-        context = store.of_stage[0].regather_hooks() if regather else torch.enable_grad()
+        context = store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
         with context:
             values = {name: uses[name](tensor) for name, tensor in store.of_stage[0].step_inputs().items()}
             loss = loss_sum(values, x)
@@ -217,7 +217,7 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         store.shard()
         gather = Reshard(plan_of(mode, (7, 6)).step_layout(), (REPLICATE,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
-        with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
+        with store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad():
             weight = gather(net.first.weight.to(dtype))
             storage = StorageWeakRef(weight.untyped_storage())
             y = F.linear(x, weight)
@@ -247,7 +247,7 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
         store = store_on(mesh, module, (given,), {"weight": ParameterPlan.parse("S0")})
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (4, 3, 2), mesh)
-        with store.of_stage[0].regather_hooks() if regather else torch.enable_grad():
+        with store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad():
             weight = gather(module.weight)
             weight = read(weight[..., 0]) if read is torch.t else read(weight)
             x = torch.ones_like(weight, requires_grad=True)
@@ -279,7 +279,7 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
         made = make(module.weight.detach())
         gather = Reshard((shard(0),), (INVARIANT,), (2 * made.shape[0], *made.shape[1:]), mesh)
         before = len(mesh.axes[0].record)
-        with store.of_stage[0].regather_hooks():
+        with store.of_stage[0].regather_hooks(ahead_bytes=0):
             whole = gather(make(module.weight))
             x = torch.ones_like(whole, requires_grad=True)
             loss = (x * whole).sum()
@@ -296,7 +296,7 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
         store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (7, 6), mesh)
-        with store.of_stage[0].regather_hooks():
+        with store.of_stage[0].regather_hooks(ahead_bytes=0):
             y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
         with torch.no_grad():
             net.first.weight.add_(1)
