@@ -2,6 +2,8 @@
 
     python scripts/bench_cluster.py                    # every case of cluster_cases.py; root and iproute2 needed
     python scripts/bench_cluster.py gpt mlp --rounds 3 --rate 200 --strategies ddp alpa
+    python scripts/bench_cluster.py gpt --ranks 1 --rate 1000 --strategies 'alpa:{"parallel": "zero3"}' \
+        "as planned, nothing ahead" fsdp                # what it brings to gather parameters ahead of their use
 
 The same model, global batch and optimizer under the solved plan of alpa (costs measured there), DDP, FSDP (fully_shard
 under ModelParallelStrategy; Lightning's FSDPStrategy is for GPUs only), tensor parallel inside the nodes with FSDP
@@ -63,6 +65,11 @@ def worker(args: argparse.Namespace) -> None:
             case "alpa":
                 options = json.loads(detail) if detail else {}
                 return AlpaStrategy(**{"plan_dir": args.folder + "/plans", **options}), case.rows // num_ranks
+            case "as planned, nothing ahead":  # the plan before it, with gatherings where they are needed
+                plan = next(found[f"plan of {other}"] for other in found if f"plan of {other}" in found)
+                edited = Path(args.folder) / f"nothing_ahead_{os.environ['RANK']}.json"
+                edited.write_text(json.dumps({**plan, "stages": [{**s, "ahead_bytes": 0} for s in plan["stages"]]}))
+                return AlpaStrategy(plan=edited), case.rows // num_ranks
             case "ddp":
                 return DDPStrategy(gradient_as_bucket_view=True), case.rows // num_ranks
             case "fsdp":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -38,6 +39,7 @@ from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
+from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding import localize, op_strategies
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
@@ -245,7 +247,7 @@ def _plan_on_rank_zero(
 
     def make() -> Plan:
         if not task.cluster.measured or task.options.costs is not None:
-            return choose_plan(task, pinned)
+            return _chosen(task, job, pinned)
         with job.progress("time ops"):
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
             shapes = logical_shapes(task.options, task.cluster)
@@ -256,9 +258,28 @@ def _plan_on_rank_zero(
             with job.progress("time ops of stages"):
                 return measured_stage_costs(task, job, STAGES_BUDGET)
 
-        return choose_plan(replace(task, costs=costs), pinned, stage_costs)
+        return _chosen(replace(task, costs=costs), job, pinned, stage_costs)
 
     return _stored(wanted, task.step, job, make)
+
+
+def _chosen(
+    task: PlanTask,
+    job: Job,
+    pinned: Mapping[str, ParameterPlan] | None,
+    stage_costs: Callable[[], OpCosts] | None = None,
+) -> Plan:
+    """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan is not slower by
+    more than page faults take where all of these are given back in the midst of a step."""
+    plan, limit = choose_plan(task, pinned, stage_costs), task.memory_limit / KEPT_BLOCKS
+    if job.device.type != "cpu" or plan.predicted.peak_bytes <= max(limit, LARGE_BYTES):
+        return plan
+    with suppress(PlanError):
+        roomy = replace(task, options=replace(task.options, memory_limit=limit))
+        other = choose_plan(roomy, pinned, stage_costs)
+        if other.predicted.step_seconds <= plan.predicted.step_seconds * (1 + PAGE_FAULTS):
+            return replace(other, fingerprint=plan.fingerprint)
+    return plan
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
