@@ -106,16 +106,22 @@ class AxisComm:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
+        return self.start_reduce_scatter_of(tensor, dim).wait()
+
+    def start_reduce_scatter_of(self, tensor: Tensor, dim: int) -> Pending:
+        """As `reduce_scatter`."""
         if self.size == 1:
-            return tensor
+            return Pending(lambda: tensor)
         tensor = tensor.detach()
         sizes = chunk_sizes(tensor.shape[dim], self.size)
         if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
-            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0]))).wait()
+            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0])))
         # Contiguous: a stack keeps the strides of its parts.
         rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]).contiguous()
-        own = self.start_reduce_scatter(rows).wait()
-        return own if sizes[self.index] == sizes[0] else own.narrow(dim, 0, sizes[self.index]).contiguous()
+        own = self.start_reduce_scatter(rows)
+        if sizes[self.index] == sizes[0]:
+            return own
+        return Pending(lambda: own.wait().narrow(dim, 0, sizes[self.index]).contiguous())
 
     def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
         """Shard(gather_dim) -> Shard(split_dim): own chunk of `split_dim`, all of `gather_dim`."""

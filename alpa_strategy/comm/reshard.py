@@ -5,6 +5,7 @@ The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +101,17 @@ class Reshard:
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
-        dtype = torch.promote_types(grad.dtype, torch.float32) if self._sums_in_fp32 else grad.dtype
-        return _run(self.backward_steps, grad.to(dtype), self._mesh)
+        return _run(self.backward_steps, self._to_sum(grad), self._mesh)
+
+    def start_gradients(self, grad: Tensor) -> Pending | None:
+        """`gradients`, without waiting, where it is a sum of which this device keeps its part; else None."""
+        match self.backward_steps:
+            case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
+                return self._mesh.axes[axis].start_reduce_scatter_of(self._to_sum(grad), dim)
+        return None
+
+    def _to_sum(self, grad: Tensor) -> Tensor:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
@@ -114,6 +124,7 @@ class _ReshardNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None) -> Tensor:
         ctx.reshard, ctx.swapped = reshard, swapped
+        ctx.entrance, ctx.shape, ctx.dtype = _entrance_of(tensor), tensor.shape, tensor.dtype
         if coming is not None:
             result = coming.wait()
         else:
@@ -122,7 +133,61 @@ class _ReshardNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.entrance is not None and not torch.is_grad_enabled():
+            coming = ctx.reshard.start_gradients(grad)
+            if coming is not None:
+                ctx.entrance.coming.append(coming)
+                ctx.entrance.sums.add(coming, grad.nbytes)
+                return grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape), None, None, None
         return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None, None
+
+
+# --- Gradients of parameters on their way. Autograd takes of all nodes that are ready the one that was made last. So a
+# node through which a parameter has entered the step before all else waits for its sums when the backward has no other
+# work. Until then what passes for its gradient, through casts and views, is zero.
+
+
+class Sums:
+    """Sums of gradients that have begun in a backward: of at most `most_bytes`, the oldest are waited for."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._begun: deque[tuple[Pending, int]] = deque()
+
+    def add(self, coming: Pending, num_bytes: int) -> None:
+        """One more has begun."""
+        self._begun.append((coming, num_bytes))
+        self._bytes += num_bytes
+        while self._bytes > self._most_bytes:
+            oldest, size = self._begun.popleft()
+            oldest.wait()
+            self._bytes -= size
+
+    def enter(self, parameter: Tensor) -> Tensor:
+        """The parameter as a step is to use it, called for all of them before the step's first op."""
+        return _Entrance.apply(parameter, self)
+
+
+class _Entrance(torch.autograd.Function):
+    """A parameter enters a step. `is_made_of_parameters` is for `regather`."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sums: Sums) -> Tensor:
+        ctx.is_made_of_parameters, ctx.sums, ctx.coming = True, sums, []
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        begun, ctx.coming = ctx.coming, []
+        return sum((coming.wait().view(grad.shape).to(grad.dtype) for coming in begun), start=grad), None
+
+
+def _entrance_of(tensor: Tensor) -> Any:
+    """The node by which a parameter has entered of which `tensor` is nothing but a cast or a view; None for others."""
+    node: Any = tensor.grad_fn
+    while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0", "AliasBackward0"):
+        node = node.next_functions[0][0]
+    return node if hasattr(node, "sums") else None
 
 
 def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:

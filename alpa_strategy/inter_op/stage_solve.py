@@ -353,14 +353,14 @@ class StageSolver:
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)
         room = self.job.memory_limit - cost.num_bytes(wish.alive, wish.remat)
-        ahead = bytes_ahead(intra, found.solution.assignment, room)
+        ahead = bytes_ahead(intra, found.solution.assignment, room / 2)
         return replace(
             plan,
             ops=(wish.first, wish.last),
             collectives=tuple(_per_step(c, count, wish.remat) for c in plan.collectives),
             predicted=Predicted(
                 seconds,
-                int(peak + ahead),
+                int(peak + 2 * ahead),  # parameters and, in the backward, gradients
                 compute,
                 max(0.0, seconds - compute - optimizer),
                 optimizer,

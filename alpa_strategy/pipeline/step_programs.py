@@ -125,7 +125,7 @@ class PlacedPlan:
             def direct(batch: Any, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)
                 with of_stage[0].regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
-                    inputs = of_stage[0].step_inputs()
+                    inputs = of_stage[0].step_inputs(stage.ahead_bytes)
                     return lowered(inputs, buffers, _rows_at_place(step, batch, mesh))[0]
 
             return StepProgram(direct, makes_gradients=False)

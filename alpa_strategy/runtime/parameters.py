@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Shard
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
 from alpa_strategy.comm.regather import Regather
+from alpa_strategy.comm.reshard import Sums
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
@@ -104,15 +105,28 @@ class MeshParameters:
         for sharded in self._sharded.values():
             sharded.accumulator = None  # it remembers the shard's shape
 
-    def step_inputs(self) -> Mapping[str, Tensor]:
+    def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
         """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
 
         All gatherings start now and run beside the step; asking for a parameter waits for its own.
+
+        Args:
+            ahead_bytes: of gradients whose sums (ZeRO-3) go on beside the backward.
         """
         for sharded in self._sharded.values():
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
-        return OnDemand(tuple(self._sharded), self.step_input)
+        if not ahead_bytes or not torch.is_grad_enabled():
+            return OnDemand(tuple(self._sharded), self.step_input)
+        sums = Sums(ahead_bytes)
+        # A gradient that is summed once more, in buckets, wants to come early.
+        entered = {
+            name: sharded.in_step(sums.enter(sharded.parameter))
+            for name, sharded in self._sharded.items()
+            if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
+            if not sharded.is_gathered_once and not sharded.to_use.backward_steps
+        }
+        return OnDemand(tuple(self._sharded), lambda name: entered[name] if name in entered else self.step_input(name))
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
