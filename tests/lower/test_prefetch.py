@@ -137,7 +137,7 @@ def zero3(bandwidth: float) -> IntraOp:
 
 
 def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
-    """By a simulation of the forward: little is hidden behind a slow link, and all by the fewest bytes behind others."""
+    """By a simulation of the forward: nothing is hidden of a slow link; of others what can be, by the fewest bytes."""
     found = []
     for bandwidth in (1e6, 1e9, 1e11):
         intra = zero3(bandwidth)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.host_memory import THREAD, trim
+from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, THREAD, trim
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
@@ -144,8 +144,8 @@ class Most(pl.Callback):
         return info.rss - info.shared
 
 
-def held_under_limit(root: str, limit: float) -> tuple[int, int, int]:
-    """(most bytes held, threads that give memory back: now, and when the trainer is gone)."""
+def held_under_limit(root: str, limit: float) -> tuple[int, int, int, float]:
+    """(most bytes held, threads that give memory back: now, and when the trainer is gone; bytes planned)."""
     most = Most()
     strategy = AlpaStrategy(
         cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=limit, num_stages=1
@@ -156,15 +156,18 @@ def held_under_limit(root: str, limit: float) -> tuple[int, int, int]:
     torch.manual_seed(1)
     trainer.fit(Deep(), DataLoader(torch.randn(6 * 12288, 128), batch_size=12288))
     now = sum(thread.name == THREAD for thread in threading.enumerate())
+    assert strategy.plan is not None
+    planned = strategy.plan.predicted.peak_bytes
     del strategy, trainer
     gc.collect()
     time.sleep(0.2)
-    return most.num_bytes, now, sum(thread.name == THREAD for thread in threading.enumerate())
+    return most.num_bytes, now, sum(thread.name == THREAD for thread in threading.enumerate()), planned
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) -> None:
     limit = 378e6  # keeping all takes 630
-    ((held, threads, left),) = pool.run(1, held_under_limit, str(tmp_path), limit)
+    ((held, threads, left, planned),) = pool.run(1, held_under_limit, str(tmp_path), limit)
     assert held < 1.1 * limit
     assert (threads, left) == (1, 0)
+    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
