@@ -27,7 +27,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
-from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
+from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import shapes_text
@@ -93,15 +93,20 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
 
-    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch), job.group)
-    check_leaves([summary[0] for summary in summaries], step.batch_scope == "global")
-    for part, (what, fix, kind) in enumerate(_PARTS, start=1):
+    def summary(step: StepGraph) -> tuple[str, str, str]:
+        return shapes_text(batch), step.parameter_digest, step.graph_digest
+
+    step, summaries = on_all_ranks(work, summary, job.group)
+    for part, (what, fix, kind) in enumerate(_PARTS):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
             if what == _COMPUTES:
                 values = _first_that_differs(step, job.group)
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise kind(f"the ranks differ in {what}: {shown}", fix)
+    leaves = LeafAgreement(step, batch, job.group)
+    leaves.begin(batch)
+    leaves.finish()
     return step
 
 
@@ -138,11 +143,6 @@ _PARTS = (
     ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
     (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
 )
-
-
-def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str]:
-    leaves = LeafAgreement(step, batch).described(batch)
-    return leaves, shapes_text(batch), step.parameter_digest, step.graph_digest
 
 
 def job_cluster(job: Job) -> ClusterSpec:
