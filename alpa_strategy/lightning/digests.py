@@ -73,8 +73,12 @@ class LeafAgreement:
         self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
     def finish(self) -> None:
-        """NotRowsError, on all ranks, where they differ in the batch of `begin`; RuntimeMismatchError where the ranks are to
-        have the same rows."""
+        """Wait for that of `begin`.
+
+        Raises:
+            NotRowsError: on all ranks: the batch differs.
+            RuntimeMismatchError: on all ranks that are to have the same rows.
+        """
         if self._under_way is None:
             return
         (found, work), self._under_way = self._under_way, None

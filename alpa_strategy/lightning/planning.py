@@ -79,9 +79,7 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             batch_rows.check_own_leaves(own, step)
             if is_joint:
                 job.hooks.try_ahead(batch, batch_idx)
-                batch_rows.check_stored(job.hooks, module, step, job.may_run_as_written)
-            if is_joint and job.may_run_as_written:
-                batch_rows.check_batch_sizes(module, step, batch, captured)
+                batch_rows.check_own_numbers(job.hooks, module, step, batch, captured, job.may_run_as_written)
             if not numbers:
                 return step
             return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))
