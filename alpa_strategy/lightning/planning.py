@@ -30,7 +30,7 @@ from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import shapes_text
+from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_devices, check_plan
@@ -133,11 +133,7 @@ def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
 _JOINT_ROWS = "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
 _COMPUTES = "what training_step computes"
 _PARTS = (
-    (
-        "the shapes of their batches",
-        "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length",
-        UnlikeStepsError,
-    ),
+    ("the shapes of their batches", SAME_SHAPES, UnlikeStepsError),
     ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
     (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
 )
