@@ -530,7 +530,7 @@ def check_own_numbers(
 def _computes_with(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph], later: Set[str]) -> str:
     """Which of the rank's numbers and lists the step, or code with the names `later`, may compute with; empty: none."""
     rows = step.batch_size // world_size()
-    patches = [(*place, step.batch_size) for place in places_of(module, rows, _BATCH_SIZE)]
+    patches: list[tuple[Any, str, Any]] = [(*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)]
     if _NUMBER_OF_RANKS & mentioned_names(module.training_step):
         patches += [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
     is_read = any(text == value_text(rows) for _, text in step.leaves)
