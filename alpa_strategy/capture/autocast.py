@@ -8,7 +8,6 @@ without autocast.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -52,8 +51,10 @@ Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
 
 
 @lru_cache(maxsize=4096)
-def operand_casts(call: OpCall, state: AutocastState) -> Casts | None:
-    """Casts of the operands with which the call does without autocast what it does under it.
+def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.dtype | None] | None:
+    """Casts of the operands with which the call does without autocast what it does under it; and what autocast has it
+    compute in by its `dtype` argument, casting none: on GPUs sum, cumsum and prod, and softmax of float16 (PyTorch's
+    `fp32_set_opt_dtype`).
 
     None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
     by more than moving elements. No op is known that has none: linear, einsum, recurrences, attention and losses all
@@ -71,31 +72,16 @@ def operand_casts(call: OpCall, state: AutocastState) -> Casts | None:
     are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
     for casts in (*[as_they_are] * are_alike, seen, *[low, full] * (not is_policy)):
         try:
-            with _refusals_unlogged():
+            with patched([(_fake_log, "disabled", True)]):  # else it logs what an op refuses, with its traceback
                 work, _ = _work(call, state, casts, False)
         except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
             continue
         if work == under_autocast:
-            return casts
-    return seen if is_policy else None
-
-
-@lru_cache(maxsize=4096)
-def dtype_given(call: OpCall, state: AutocastState) -> torch.dtype | None:
-    """What autocast has `call` compute in by its `dtype` argument, casting no operand: on GPUs sum, cumsum and prod,
-    and softmax of float16 (PyTorch's `fp32_set_opt_dtype`). None: nothing."""
-    as_they_are = (None,) * len(call.operands)
-    try:
-        with _refusals_unlogged():
-            there, here = (_work(call, state, as_they_are, enabled)[0][-1] for enabled in (True, False))
-    except RuntimeError:  # operands of several dtypes, which only a policy brings together
-        return None
-    return next((dtype for dtype, plain in zip(there, here, strict=True) if dtype != plain), None)
-
-
-def _refusals_unlogged() -> AbstractContextManager[None]:
-    """Fake tensors log what an op refuses as an error, with its traceback."""
-    return patched([(_fake_log, "disabled", True)])
+            return casts, None
+        if casts == as_they_are and is_policy and not any(seen):
+            pairs = zip(under_autocast[-1], work[-1], strict=True)
+            return seen, next((dtype for dtype, plain in pairs if dtype != plain), None)
+    return (seen, None) if is_policy else None
 
 
 _MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
@@ -191,13 +177,13 @@ class Autocast:
         call, operands = self.builder.call_of(target, args, kwargs)
         if not operands:
             return args, kwargs
-        dtypes = operand_casts(call, state)
-        if dtypes is None:
+        done = done_by_autocast(call, state)
+        if done is None:
             raise CaptureError(
                 f"{target} ({self.builder.source}) computes differently under autocast, and not only on cast operands",
                 "call it under torch.autocast(..., enabled=False), with operands of one dtype",
             )
-        given = None if composite or any(dtypes) else dtype_given(call, state)
+        dtypes, given = done
         if given is not None:
             place = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)
             if place is not None and place < len(args):

@@ -390,10 +390,7 @@ class _Converter:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
         loss, updates = loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
-        is_trainable = any(
-            isinstance(entry, ParameterInput) and entry.meta.requires_grad for entry in self.trace.inputs
-        )
-        check_loss(self.builder.meta(loss), is_trainable)
+        check_loss(self.builder.meta(loss))
         # Backwards from what leaves the step: an op counts if something needs one of its results.
         needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
         needed |= {*updates.values(), loss.index}

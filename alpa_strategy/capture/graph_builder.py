@@ -105,20 +105,15 @@ def loss_of(output: Any) -> ValueRef:
     return loss
 
 
-def check_loss(meta: TensorMeta, is_trainable: bool) -> None:
-    """CaptureError unless the loss is one number that depends on a parameter. is_trainable: some parameter is."""
+def check_loss(meta: TensorMeta) -> None:
+    """CaptureError unless the loss is one number that depends on a parameter."""
     if meta.num_elements != 1:
         raise CaptureError(
             f"training_step returned a loss of shape {list(meta.shape)}; a loss is one number",
             "reduce it: loss.mean() or loss.sum()",
         )
-    if not is_trainable:
-        raise CaptureError(
-            "no parameter of the module requires grad: there is nothing to train",
-            "give the module parameters, or unfreeze some (requires_grad_(True))",
-        )
     if not meta.requires_grad:
         raise CaptureError(
-            "the loss that training_step returned depends on no parameter that requires grad",
+            "training_step returned a loss that depends on no parameter that requires grad: there is nothing to train",
             "look for .detach(), no_grad or frozen parameters on the way to the loss",
         )

@@ -6,7 +6,6 @@ faster. What comes out is an fx graph with in-place ops, grad-mode and autocast 
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -246,14 +245,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _step_arguments(call: StepCall, rows: Any, record: Recording) -> tuple[Any, ...]:
     """What the Trainer would pass, by position as it does: users name these arguments as they like."""
-    function = call.module.training_step
-    parameters = list(inspect.signature(function).parameters)
-    if "dataloader_iter" in parameters:  # Lightning's name for it, by which it knows such steps
-        raise CaptureError(
-            "training_step takes dataloader_iter: it pulls its own batches",
-            "write training_step(self, batch, batch_idx)",
-        )
-    if is_param_in_hook_signature(function, "batch_idx", min_args=2):
+    if is_param_in_hook_signature(call.module.training_step, "batch_idx", min_args=2):
         return rows, record.counter(call.batch_idx, "batch_idx")
     return (rows,)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pathlib
 import pickle
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,37 +35,18 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,  # `torch.strided` by its name
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    **{
-        (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
 }
-
-
-_WHOLE_NUMBERS = {
-    torch.bool,
-    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
-}
+_NUMBERS = re.compile(r"u?int(8|16|32|64)|bool|(b?float|complex)\d\w*")  # quantized ones end the process
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
-        if (
-            module == "torch"
-            and isinstance(found := getattr(torch, name, None), torch.dtype)
-            and (found.is_floating_point or found.is_complex or found in _WHOLE_NUMBERS)
-        ):
+        found = getattr(dcp_metadata if module == dcp_metadata.__name__ else torch, name, None)
+        if isinstance(found, type) and found.__module__ == module == dcp_metadata.__name__:  # a record
+            return found
+        if isinstance(found, torch.dtype) and module == "torch" and _NUMBERS.fullmatch(name):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
 

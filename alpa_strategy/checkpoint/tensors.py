@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,25 +28,28 @@ class Chunk:
     tensor: Tensor
 
 
-class LocalShards(Tensor):
-    """What this process holds of a tensor (or is to write of it); it cannot be computed with."""
-
-    chunks: tuple[Chunk, ...]
+class _Elsewhere(Tensor):
+    """A tensor of which there is nothing but its shape and dtype, and the attributes given."""
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> LocalShards:
-        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
-        made.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
-        return made
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Self:
+        return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
 
-    def detach(self) -> LocalShards:
+    def detach(self) -> Self:
         """Itself: `Module.state_dict` detaches what it takes."""
         return self
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class LocalShards(_Elsewhere):
+    """What this process holds of a tensor (or is to write of it); it cannot be computed with."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -77,21 +80,16 @@ class LocalShards(Tensor):
         return next(chunk.tensor.detach() for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
 
 
-class StoredTensor(Tensor):
+class StoredTensor(_Elsewhere):
     """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of it."""
 
-    key: str
     failure: CheckpointError | None = None  # why it could not be read: `Module.load_state_dict` makes a text of errors
-    _fill: Callable[[str, LocalShards], None]
 
-    @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, key: str, fill: Callable[[str, LocalShards], None]
-    ) -> StoredTensor:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, key: str, fill: Callable[[str, LocalShards], None]
+    ) -> None:
         """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor `key`."""
-        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
-        made.key, made._fill = key, fill
-        return made
+        self.key, self._fill = key, fill
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Read the chunks' boxes into their tensors."""
@@ -107,14 +105,8 @@ class StoredTensor(Tensor):
         self.fill([Chunk((0,) * result.dim(), result)])
         return result
 
-    def detach(self) -> StoredTensor:
-        """Itself, unread."""
-        return self
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.key}, {list(self.shape)}, {self.dtype})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -499,67 +499,67 @@ def _names_in_updates(module: Any) -> frozenset[str]:
     return names_in(getattr(owner, name) for owner, name in own_hooks(module, _UPDATE_HOOKS))
 
 
-def check_stored(hooks: BatchHooks, module: Any, step: StepGraph, may_run_as_written: bool) -> None:
-    """NotRowsError, or a warning, where the step, or what is done with its gradients, reads what a hook has made of
-    this rank's rows, by what they showed when they were tried."""
+def check_own_numbers(
+    hooks: BatchHooks,
+    module: Any,
+    step: StepGraph,
+    batch: Any,
+    again: Callable[[Any], StepGraph],
+    may_run_as_written: bool,
+) -> None:
+    """NotRowsError, or a warning, where a step of all ranks' batches, or what is done with its gradients, computes with
+    what belongs to this rank's rows alone.
+
+    That is what a hook has made of them, by what it showed when it was tried; and, where the step that `again` captures
+    with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something
+    (names) for each, and the number of ranks.
+    """
     used, later = set(step.consumers), _names_in_updates(module)
     read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
     read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
-    found = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
-    shown = ", ".join(f"{name} ({hook})" for name, hook in found.items() if hook is not None)
+    stored = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
+    shown = ", ".join(f"{name} ({hook})" for name, hook in stored.items() if hook is not None)
     text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
-    if shown and may_run_as_written:
+    text = text if shown else _computes_with(module, step, batch, again, later)
+    if text and may_run_as_written:
         raise NotRowsError(text, REPLICA)
-    if shown:
+    if text:
         rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")
 
 
-def check_batch_sizes(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph]) -> None:
-    """NotRowsError where a step of all ranks' batches computes with a number that says how many rows a rank has, an
-    attribute or in the batch, or with the number of ranks: with all ranks' rows in its place, or one rank, `again`,
-    which captures, gives another graph. So it is with a list of something (names) for each row."""
-
-    def is_same(batch: Any, patches: Iterable[tuple[Any, str, Any]]) -> bool:
-        with patched(patches):
-            try:
-                return replace(again(batch), logs=()).graph_digest == replace(step, logs=()).graph_digest
-            except Exception:  # of the user's code, that was not written for so many rows
-                return False
-
+def _computes_with(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph], later: Set[str]) -> str:
+    """Which of the rank's numbers and lists the step, or code with the names `later`, may compute with; empty: none."""
     rows = step.batch_size // world_size()
-    places = places_of(module, rows, _BATCH_SIZE)
-    read = {index for index, text in step.leaves if text == value_text(rows)}
-    paths, spec = pytree.tree_flatten_with_path(batch)
-    later = _names_in_updates(module)
-    others = pytree.tree_unflatten([step.batch_size if i in read else leaf for i, (_, leaf) in enumerate(paths)], spec)
-    is_used = any(name in later for _, name in places)
-    if not is_used and (places or read):
-        is_used = not is_same(others, [(*place, step.batch_size) for place in places])
-    if is_used:
-        names = sorted({name for _, name in places} | {f"the batch's leaf {pytree.keystr(paths[i][0])}" for i in read})
-        raise NotRowsError(
-            f"the step, or a hook with its gradients, computes with {' or '.join(names)} = {rows}, the rows of this "
-            f"rank's batch, and would have the {step.batch_size} of all ranks (a number taken from a tensor of the "
-            "batch, `x.size(0)`, would be theirs)",
-            REPLICA,
-        )
+    patches: list[tuple[Any, str, Any]] = [(*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)]
+    if _NUMBER_OF_RANKS & mentioned_names(module.training_step):
+        patches += [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
+    is_read = any(text == value_text(rows) for _, text in step.leaves)
+    names = {name for _, name, _ in patches}
+    in_hooks = later & (names | _NUMBER_OF_RANKS)
 
-    def is_own(part: Any) -> bool:
+    def is_list(part: Any) -> bool:
         held = pytree.tree_leaves(part)
         return type(part) in (list, tuple) and len(part) == rows and not any(isinstance(leaf, Tensor) for leaf in held)
 
-    many = pytree.tree_map(lambda part: part * world_size() if is_own(part) else part, batch, is_leaf=is_own)
-    if any(map(is_own, pytree.tree_leaves(batch, is_leaf=is_own))) and not is_same(many, ()):
-        raise NotRowsError(
-            f"the step computes with a list in the batch that has an item for each of this rank's {rows} rows", REPLICA
-        )
-    ranks = [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
-    asks = _NUMBER_OF_RANKS & mentioned_names(module.training_step) and not is_same(batch, ranks)
-    if asks or _NUMBER_OF_RANKS & later:
-        raise NotRowsError(
-            f"the step, or a hook with its gradients, computes with the number of ranks, {world_size()}, as DDP has it",
-            REPLICA,
-        )
+    def of_all(path: Any, part: Any) -> Any:
+        is_number = is_read and type(part) is int and part == rows
+        if is_number or is_list(part):
+            names.add(f"the batch's {pytree.keystr(path)}")
+        return step.batch_size if is_number else part * world_size() if is_list(part) else part
+
+    others = pytree.tree_map_with_path(of_all, batch, is_leaf=is_list)
+    if not names | in_hooks:
+        return ""
+    if not in_hooks:
+        with patched(patches), suppress(Exception):  # of the user's code, that was not written for so many rows
+            if replace(again(others), logs=()).graph_digest == replace(step, logs=()).graph_digest:
+                return ""
+    used = " or ".join(sorted(names | in_hooks))
+    return (
+        f"the step, or a hook with its gradients, computes with {used}, for the {rows} rows of this rank, and would "
+        f"have the {step.batch_size} of all {world_size()} (a number taken from a tensor of the batch, `x.size(0)`, "
+        "would be theirs)"
+    )
 
 
 def _of(names: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ reads such a checkpoint and passes it over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy
@@ -37,7 +37,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """One iteration over a loader, as far as it has come."""
 
@@ -59,12 +59,11 @@ class ResumableLoader:
     """
 
     _resume: Pass | None
-    _iteration: _Iteration | None
+    _at: Pass | None
 
     def __init__(self, loader: Any, epoch: Callable[[], int], resume: Pass | None = None) -> None:
         # Past `__setattr__`, which hands what is not known here to the loader.
-        own = {"_loader": loader, "_epoch": epoch, "_resume": resume, "_iteration": None}
-        self.__dict__.update(own)
+        self.__dict__.update(_loader=loader, _epoch=epoch, _resume=resume, _at=None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(self, DataLoader) holds where it holds inside
@@ -87,70 +86,46 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
-        self._iteration = _Iteration(self._loader, self._epoch(), resume)
-        return self._iteration
+        again = resume or Pass()
+        if again.epoch is not None:
+            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
+            _set_sampler_epoch(self._loader, again.epoch)
+        if (state := again.start or again.now) is not None:
+            set_random_state(state)
+        self._at = Pass(random_state(), epoch=self._epoch() if again.epoch is None else again.epoch)
+        batches = iter(self._loader)
+        if again.start is None and resume is not None:  # there is nothing to replay: the pass begins anew
+            resume = Pass(now=random_state())
+        for _ in range(again.num_drawn - again.num_ahead):
+            next(batches, None)
+            self._at.num_drawn += 1
+        return self._batches(batches, self._at, resume)
+
+    def _batches(self, batches: Iterator[Any], at: Pass, resume: Pass | None) -> Iterator[Any]:
+        """In a resumed pass what was used up between the batches then is not used up by replaying them."""
+        is_sized = sized_len(self._loader) is not None
+        while True:
+            if resume is not None:
+                is_there = at.num_drawn >= resume.num_drawn
+                if (state := resume.now if is_there else resume.before_last) is not None:
+                    set_random_state(state)
+                resume = None if is_there else resume
+            if not is_sized:
+                at.before_last = random_state()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            at.num_drawn += 1
+            yield batch
 
     def position(self, num_ahead: int) -> Pass | None:
         """The pass that is under way, of whose batches `num_ahead` are not used yet; None before the first."""
-        at = self._iteration
-        return None if at is None else Pass(at.start, at.num_drawn, num_ahead, at.before_last, at.epoch)
+        return None if self._at is None else replace(self._at, num_ahead=num_ahead)
 
 
 def _itself(loader: Any) -> Any:
     return loader
-
-
-class _Iteration:
-    """The iterator over one pass."""
-
-    def __init__(self, loader: Any, epoch: int, resume: Pass | None) -> None:
-        self._resume = resume
-        self._is_sized = sized_len(loader) is not None
-        self.num_drawn, self.epoch = 0, epoch
-        self.before_last: dict[str, Any] | None = None
-        resume = resume or Pass()
-        if resume.epoch is not None:
-            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
-            self.epoch = resume.epoch
-            _set_sampler_epoch(loader, resume.epoch)
-        state = resume.start or resume.now
-        if state is not None:
-            set_random_state(state)
-        self.start = random_state()
-        self._iterator = iter(loader)
-        if resume.start is None:  # there is nothing to replay: the pass begins anew
-            self._go_on: dict[str, Any] | None = random_state()
-            return
-        self._go_on = resume.now
-        for _ in range(resume.num_drawn - resume.num_ahead):
-            next(self._iterator, None)
-            self.num_drawn += 1
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._set_state_of_next()
-        if not self._is_sized:
-            self.before_last = random_state()
-        batch = next(self._iterator)
-        self.num_drawn += 1
-        return batch
-
-    def _set_state_of_next(self) -> None:
-        """In a resumed pass: what was used up between the batches then is not used up by replaying them."""
-        resume = self._resume
-        if resume is None:
-            return
-        if self.num_drawn >= resume.num_drawn or resume.start is None:
-            if self._go_on is not None:
-                set_random_state(self._go_on)
-            self._resume = None
-        elif resume.before_last is not None:
-            set_random_state(resume.before_last)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_iterator"], name)
 
 
 KEY = "alpa"

@@ -73,7 +73,12 @@ class LeafAgreement:
         self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
     def finish(self) -> None:
-        """See `check_leaves`, of the batch of `begin`; on all ranks."""
+        """Wait for that of `begin`.
+
+        Raises:
+            NotRowsError: on all ranks: the batch differs.
+            RuntimeMismatchError: on all ranks that are to have the same rows.
+        """
         if self._under_way is None:
             return
         (found, work), self._under_way = self._under_way, None
@@ -87,23 +92,6 @@ class LeafAgreement:
             most = max(values, key=values.count)
             ranks = [rank for rank, value in enumerate(values) if value != most]
             raise _differs(self.names[first], f"ranks {ranks} have another than most", self._all)
-
-    def described(self, batch: Any) -> dict[str, tuple[str, int]]:
-        """Each leaf's shape and digest by its name, for `check_leaves`."""
-        leaves = pytree.tree_leaves(batch)
-        found = [leaves[index] for index in self._leaves]
-        return {name: (str(list(x.shape)), int(digest(x))) for name, x in zip(self.names, found, strict=True)}
-
-
-def check_leaves(described: Sequence[dict[str, tuple[str, int]]], same_rows: bool) -> None:
-    """NotRowsError where `LeafAgreement.described` of the ranks, one batch of each, differ; RuntimeMismatchError where
-    the ranks are to have the same rows."""
-    for name in described[0]:
-        found = [each.get(name, ("another leaf", 0)) for each in described]
-        if len(set(found)) > 1:
-            shown = "; ".join(f"rank {rank}: {shape}" for rank, (shape, _) in enumerate(found))
-            how = shown if len({shape for shape, _ in found}) > 1 else "in its values"
-            raise _differs(name, how, same_rows)
 
 
 def _differs(name: str, how: str, same_rows: bool) -> AlpaError:

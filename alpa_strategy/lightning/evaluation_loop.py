@@ -6,24 +6,10 @@ wait, or add up what belongs to other loaders.
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-from torch.utils.data import IterableDataset
 
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, of_all_ranks
 from alpa_strategy.errors import RuntimeMismatchError
-
-
-def may_be_uneven(trainer: Any) -> bool:
-    """Whether some rank may have fewer batches than others in the evaluation loop that runs. Collective."""
-    loop = trainer._active_loop
-    lengths = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
-    # An iterable dataset may end sooner on one rank than on another, even one that has a length.
-    datasets = [getattr(loader, "dataset", None) for loader in loop._combined_loader.flattened]
-    streams = math.inf in lengths or any(isinstance(each, IterableDataset) for each in datasets)
-    found = of_all_ranks(None if streams else tuple(lengths))
-    return None in found or len(set(found)) > 1
 
 
 def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) -> bool:
@@ -71,20 +57,16 @@ class EvaluationLoop:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
-        can_look = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch by themselves
-        self._is_uneven = may_be_uneven(trainer) or not can_look
-        self._is_watching = self._is_uneven and can_look
+        self._is_watching = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch themselves
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
             self._meet(-1)
 
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
         """A step has run, on the batch of this number."""
-        if not is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
-            return
-        if not self._is_uneven:
-            _reduce_logs(self._trainer)
-        if self._is_watching:
+        if self._is_watching and is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
+            if self._apart is None:
+                _reduce_logs(self._trainer)
             self._meet(dataloader_idx or 0)
 
     def end(self) -> None:

@@ -44,6 +44,7 @@ class PlacedModule(ABC):
         optimizer_info: of all of them together.
         limit: bytes of a device that may be used.
         check: has been looking at gradients since the store was sharded.
+        buffers: of which all ranks are to hold the same, as they do of parameters.
 
     Attributes:
         on_use: gathers parameters in parts where a step that runs as it is written uses them.
@@ -60,6 +61,7 @@ class PlacedModule(ABC):
         job: Job,
         limit: float,
         check: GradientCheck | None = None,
+        buffers: Sequence[BufferInput] = (),
     ) -> None:
         self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
         self._job, self.say = job, job.progress.say
@@ -73,7 +75,7 @@ class PlacedModule(ABC):
         self._parameters = ParametersAsTheyWere(module)
         self.buffers_differ = False
         self._num_updates = 0
-        self.check_copies(())
+        self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)
         self._gradient_check = check
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
@@ -169,11 +171,6 @@ class PlacedModule(ABC):
         if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
             gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
-
-    def check_copies(self, buffers: Sequence[BufferInput]) -> None:
-        """From now on compare, beside parameters, these buffers between the ranks. Collective."""
-        every = self._job.limits.check_replicas_every
-        self.copies = CopyCheck(self.store, self.module, buffers, every, self._job.device)
 
     def take_buffers(self) -> None:
         """Buffers are rank 0's, where the ranks have run a step of their own on them since they were."""

@@ -28,10 +28,10 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
-from alpa_strategy.lightning.digests import LeafAgreement, check_leaves
+from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import shapes_text
+from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_devices, check_plan
@@ -81,9 +81,7 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             batch_rows.check_own_leaves(own, step)
             if is_joint:
                 job.hooks.try_ahead(batch, batch_idx)
-                batch_rows.check_stored(job.hooks, module, step, job.may_run_as_written)
-            if is_joint and job.may_run_as_written:
-                batch_rows.check_batch_sizes(module, step, batch, captured)
+                batch_rows.check_own_numbers(job.hooks, module, step, batch, captured, job.may_run_as_written)
             if not numbers:
                 return step
             return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))
@@ -95,15 +93,20 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
 
-    step, summaries = on_all_ranks(work, lambda step: _summary(step, batch), job.group)
-    check_leaves([summary[0] for summary in summaries], step.batch_scope == "global")
-    for part, (what, fix, kind) in enumerate(_PARTS, start=1):
+    def summary(step: StepGraph) -> tuple[str, str, str]:
+        return shapes_text(batch), step.parameter_digest, step.graph_digest
+
+    step, summaries = on_all_ranks(work, summary, job.group)
+    for part, (what, fix, kind) in enumerate(_PARTS):
         values = [summary[part] for summary in summaries]
         if len(set(values)) > 1:
             if what == _COMPUTES:
                 values = _first_that_differs(step, job.group)
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise kind(f"the ranks differ in {what}: {shown}", fix)
+    leaves = LeafAgreement(step, batch, job.group)
+    leaves.begin(batch)
+    leaves.finish()
     return step
 
 
@@ -132,19 +135,10 @@ def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
 _JOINT_ROWS = "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
 _COMPUTES = "what training_step computes"
 _PARTS = (
-    (
-        "the shapes of their batches",
-        "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length",
-        UnlikeStepsError,
-    ),
+    ("the shapes of their batches", SAME_SHAPES, UnlikeStepsError),
     ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
     (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
 )
-
-
-def _summary(step: StepGraph, batch: Any) -> tuple[dict[str, tuple[str, int]], str, str, str]:
-    leaves = LeafAgreement(step, batch).described(batch)
-    return leaves, shapes_text(batch), step.parameter_digest, step.graph_digest
 
 
 def job_cluster(job: Job) -> ClusterSpec:

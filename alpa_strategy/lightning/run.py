@@ -111,12 +111,12 @@ class Run(PlacedModule):
             program = self._program(step)
         if job.device.type == "cpu":
             hold_to_plan(self, self.plan, limit, module, optimizers)
-        super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check)
+        buffers = step.buffers if replica is None else ()
+        super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check, buffers)
         self._same = SameSteps(rank_zero, MAX_SHAPES, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
-        self.check_copies(step.buffers if replica is None else ())
         self._num_changes = 0
         self._numbers: list[Place] = []  # that change
         self._step_starts: list[float] = []

@@ -44,9 +44,7 @@ class JobSignals:
         self._asked: int | None = None  # the signal by which the job ends
         self._is_requeued = self._interrupted = False
         self._timers: list[threading.Timer] = []
-        self._ends: tuple[socket.socket, socket.socket] | None = None
-        self._taken = ExitStack()  # Lightning's, with what stands in its place
-        self._old_wakeup = -1
+        self._taken = ExitStack()  # what stands in the place of Lightning's and the process's own
         self._old_interrupt: Any = None
 
     def install(self) -> None:
@@ -60,30 +58,28 @@ class JobSignals:
         ]
         self._taken.enter_context(patched(taken))
         self._watch.on_told = self._told
-        self._ends = socket.socketpair()
-        for end in self._ends:
-            end.setblocking(False)
-        self._old_wakeup = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
-        self._listener = threading.Thread(target=self._listen, args=(self._ends[0],), daemon=True, name="alpa-signals")
-        self._listener.start()
+        heard, rung = socket.socketpair()
+        rung.setblocking(False)
+        listener = threading.Thread(target=self._listen, args=(heard,), daemon=True, name="alpa-signals")
+        listener.start()
+        self._taken.callback(listener.join, 1.0)
+        self._taken.callback(rung.close)  # ends the listener
+        before = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
+        self._taken.callback(signal.set_wakeup_fd, before)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user's own, or ignored
             self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
+            self._taken.callback(self._give_interrupt_back)
 
     def remove(self) -> None:
         """The Trainer is done: signals are the process's own again."""
         for timer in self._timers:
             timer.cancel()
-        if self._ends is None:
-            return
-        signal.set_wakeup_fd(self._old_wakeup)
-        if self._old_interrupt is not None:
-            self._connector._original_handlers[signal.SIGINT] = self._old_interrupt  # what its teardown restores
-            if signal.getsignal(signal.SIGINT) == self._on_interrupt:
-                signal.signal(signal.SIGINT, self._old_interrupt)
-        self._ends[1].close()  # ends the listener
-        self._listener.join(1.0)
-        self._ends = None
         self._taken.close()
+
+    def _give_interrupt_back(self) -> None:
+        self._connector._original_handlers[signal.SIGINT] = self._old_interrupt  # what its teardown restores
+        if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            signal.signal(signal.SIGINT, self._old_interrupt)
 
     def meet(self) -> None:
         """Before each training batch: what any rank was asked to do, all do now. Collective.
@@ -117,7 +113,6 @@ class JobSignals:
 
     def _listen(self, end: socket.socket) -> None:
         """Signals as they come, one byte each: while the main thread waits in a collective its handlers do not run."""
-        end.setblocking(True)
         while numbers := end.recv(16):
             for number in numbers:
                 if number in ENDING:

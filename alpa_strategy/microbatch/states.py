@@ -13,14 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph, ValueRef
-from alpa_strategy.ir.op import OpCall
 from alpa_strategy.microbatch.microstep import Cut
 from alpa_strategy.microbatch.rules import (
     ANY,
@@ -77,10 +75,17 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
     Raises:
         PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
     """
-    facts = _Facts(step, num_microbatches, num_ranks)
+    found = {entry.value for group in (step.buffers, step.batch, step.constants) for entry in group}
+    for op in step.ops:
+        if found.issuperset(op.operands):
+            found.update(op.results)
+    return _found(_Walk, _Facts(step, num_microbatches, num_ranks, frozenset(found)))
+
+
+def _found(kind: type[_Walk], facts: _Facts) -> States:
     forced: dict[int, TimeStrategy] = {}
     while True:  # every round forces at least one op more
-        walk = _Walk(facts, forced)
+        walk = kind(facts, forced)
         if not walk.run():
             walk.check_loss()
             return States(walk.state, walk.chosen, frozenset(walk.moved), frozenset(walk.late))
@@ -88,21 +93,13 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
 
 
 class _Facts:
-    """What does not change from walk to walk."""
+    """What does not change from walk to walk; `independent`: values that a prologue may give, as they depend on no
+    parameter."""
 
-    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
-        self.step, self.num_microbatches = step, num_microbatches
+    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: frozenset[int]) -> None:
+        self.step, self.num_microbatches, self.independent = step, num_microbatches, independent
         self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
         self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
-
-    @cached_property
-    def independent(self) -> frozenset[int]:
-        """Values that depend on no parameter."""
-        found = {entry.value for group in (self.step.buffers, self.step.batch, self.step.constants) for entry in group}
-        for op in self.step.ops:
-            if found.issuperset(op.operands):
-                found.update(op.results)
-        return frozenset(found)
 
     @cached_property
     def leads_to_loss(self) -> frozenset[int]:
@@ -319,28 +316,16 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
     }
     if not shown or num_ranks == 1 or step.batch_scope == "global":
         return {}
-    states = {leaf.value: rows(0) for leaf in step.batch if leaf.batch_dim == 0}
-    for index in step.ancestors(shown):
-        op = step.ops[index]
-        have = tuple(states.get(value, WHOLE) for value in op.operands)
-        ways = chain(time_strategies(op.call, num_ranks), view_strategies(op.call, have, num_ranks))
-        outputs = next((found for way in ways if (found := _results(op.call, way, have, num_ranks))), ())
-        states.update(zip(op.results, outputs, strict=False))
+    states = _found(_WalkOfRanks, _Facts(step.bare(()), num_ranks, 1, frozenset())).state
     return {v: Cut(states[v].dim, states[v].segments) for v in shown if states.get(v, WHOLE).kind == "rows"}
 
 
-def _results(call: OpCall, way: TimeStrategy, have: tuple[State, ...], num_ranks: int) -> tuple[State, ...]:
-    """The states of the op's results where rows lie in its operands as `have` says; empty where `way` is not for these.
+class _WalkOfRanks(_Walk):
+    """Sums, and what rows of several ranks make, are whole: everybody has them when the step has run."""
 
-    Whatever is whole can be read in parts as well; whole results that rows went into are statistics of the batch.
-    """
-    segments = max((state.segments for state in have if state.kind == "rows"), default=1)
-    fixed = specialised(call, way, segments, num_ranks)
-    if fixed is None or all(state == WHOLE for state in (*have, *fixed.outputs)):
-        return ()
-    for state, want in zip(have, fixed.inputs, strict=True):
-        if (state.kind == "rows" or want.kind == "numbers") and state != want:
-            return ()
-    if not have or any(state != WHOLE for state in have):
-        return tuple(state if state.kind in ("rows", "numbers") else WHOLE for state in fixed.outputs)
-    return ()
+    def _postpone(self, index: int) -> None:
+        self._move(index)
+
+    def _op(self, index: int) -> None:
+        super()._op(index)
+        self.state.update((v, WHOLE) for v in self.step.ops[index].results if self.state[v].kind == "sum")

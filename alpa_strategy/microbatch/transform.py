@@ -239,17 +239,13 @@ class _Writer:
     def _epilogue(self, late_values: set[int]) -> StepGraph | None:
         """Late ops, over combined values; None when there are none."""
         wanted = sorted(late_values.intersection(self.step.escaping))
-        needed = set(wanted)
-        ops: list[Op] = []
-        numbers = {value for value, state in self.states.state.items() if state.kind == "numbers"}
-        for index in range(len(self.step.ops) - 1, -1, -1):
-            op = self.step.ops[index]
-            if (index in self.states.late or not numbers.isdisjoint(op.results)) and needed.intersection(op.results):
-                ops.append(op)
-                needed.update(op.operands)
-        if not ops:
+        if not wanted:
             return None
-        return self._part(tuple(ops[::-1]), wanted, tuple(sorted(needed - late_values - numbers - self.inputs)))
+        numbers = {value for value, state in self.states.state.items() if state.kind == "numbers"}
+        late = self.states.late.intersection(self.step.ancestors(wanted))
+        read = {value for index in late for value in self.step.ops[index].operands}
+        ops = tuple(self.step.ops[index] for index in sorted(late.union(self.step.ancestors(read & numbers))))
+        return self._part(ops, wanted, tuple(sorted(read - late_values - numbers - self.inputs)))
 
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
         """A graph of some of the step's ops at the step's own shapes, with those inputs only that they read."""

@@ -157,6 +157,30 @@ def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
     assert not any(rank["is_written"][0] for rank in found)
 
 
+def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str]:
+    """What rank 0 is warned of where a step must be captured."""
+    module = getattr(programs, name)().double()
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
+    arguments = {**QUIET, **module.arguments, "max_epochs": 1, "max_steps": 1, "precision": "64-true"}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=RANKS, default_root_dir=root, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    assert not strategy.plan.is_as_written
+    return [str(each.message) for each in caught if "for the 4 rows of this rank" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}], ids=str
+)
+def test_where_a_step_must_be_captured_lists_of_a_ranks_rows_are_warned_of(pool, tmp_path, options) -> None:
+    (said, others) = pool.run(RANKS, captured_warnings, "CountsNames", str(tmp_path), options)
+    assert len(said) == 1, said
+    assert "computes with the batch's [2], for the 4 rows of this rank, and would have the 8 of all 2" in said[0]
+    assert not others
+    assert pool.run(RANKS, captured_warnings, "LooksAtNames", str(tmp_path), options) == [[], []]
+
+
 def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match="SetupError: ModelPruning puts masks"):
         pool.run(RANKS, train, "Pruned", "alpa", str(tmp_path), "zero2")
