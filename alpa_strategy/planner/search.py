@@ -32,9 +32,8 @@ from alpa_strategy.inter_op.candidates import (
     simulated_seconds,
     solve_schedules,
 )
-from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import check_pins, check_placements, layers_of, logical_shapes, submeshes
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
@@ -584,31 +583,3 @@ def search_microbatches(
     if best != whole:
         at(best)
     return visited
-
-
-# --- Why no stages fit: the layer that needs the most memory, whatever it runs on.
-
-
-def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
-    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
-
-    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.
-    """
-    least = np.full(job.num_layers, np.inf)
-    for submesh in meshes:
-        for shape in allowed_shapes(job, submesh):
-            parts = run_parts(job, submesh, shape)
-            for layer in range(job.num_layers):
-                forward, _, _, always, saved, _, leaving = parts[:, layer, layer + 1, :WORKING].T
-                need = always + saved + leaving + parts[:, layer, layer + 1, WORKING]
-                least[layer] = min(least[layer], np.where(np.isfinite(forward), need, np.inf).min())
-    if not np.isfinite(least).all():
-        return None
-    worst = int(least.argmax())
-    name = span_name(job.graph, *job.cuts[worst : worst + 2])
-    alone = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
-    if least[worst] <= job.memory_limit:
-        alone += (
-            ", which fits; with what the schedule keeps for other micro-batches, and with other layers, it does not"
-        )
-    return alone
