@@ -156,6 +156,12 @@ def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1)
     return tuple(_alive(order) for order in actions(schedule, num_meshes, num_microbatches, v))
 
 
+def in_flight_by_stage(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
+    """Per stage: what `in_flight` is of its mesh."""
+    pairs = in_flight(schedule, num_meshes, num_microbatches, v)
+    return tuple(pairs[mesh_of(schedule, num_meshes, stage)] for stage in range(num_meshes * v))
+
+
 def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
     """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
     if SCHEDULES[schedule].bubble == 1.0:
@@ -464,7 +470,6 @@ for _schedule in (
         LOOPS,
         refuses=partial(_needs_full_meshes, "LoopedBFS", needs_rounds=False),
         bubble=1.0,
-        alive=lambda S, B, v: [B * v] * S,
     ),
     Schedule(
         "Interleaved1F1B",

@@ -24,6 +24,7 @@ from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.schedules import (
     SCHEDULES,
     in_flight,
+    in_flight_by_stage,
     mesh_of,
     seconds_of_many,
     splits_backward,
@@ -295,8 +296,7 @@ class EqualMeshes:
     @cached_property
     def alive(self) -> tuple[int, ...]:
         """Per stage, (micro-batch, stage) pairs alive on its mesh."""
-        pairs = in_flight(self.schedule, self.ranks, self.space.job.num_microbatches, self.stages_per_mesh)
-        return tuple(pairs[holder] for holder in self.holders)
+        return in_flight_by_stage(self.schedule, self.ranks, self.space.job.num_microbatches, self.stages_per_mesh)
 
     @cached_property
     def tables(self) -> StageTables:

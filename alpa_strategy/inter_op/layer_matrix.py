@@ -18,9 +18,9 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_shared_arrays
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
-from alpa_strategy.intra_op.solver.presolve import presolve, restrict
+from alpa_strategy.intra_op.solver.presolve import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
@@ -120,26 +120,17 @@ def _problem_at(joined: Joined, price: Price, num_microbatches: int) -> Problem:
     )
 
 
-def _by_elimination(
-    problems: Sequence[Problem], kept: tuple[int, int], drops_dominated: bool = False
-) -> list[Pairs] | None:
-    """[p, q] of every problem, exact; None where that would take too large tables.
-
-    Strategies that others dominate are looked for only where the tables are too large with them.
-    """
+def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
+    """[p, q] of every problem, exact; None where that would take too large tables."""
     order: list[int] | None = None
     found: list[Pairs] = []
     for problem in problems:
-        reduced = presolve(with_shared_arrays(problem), untouched=kept) if drops_dominated else None
-        network = network_of(reduced.problem if reduced else problem)
-        if network is not None and (reduced or order is None):  # unreduced ones differ in prices alone
+        network = network_of(problem)
+        if network is not None and order is None:  # they differ in prices alone
             order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
         if network is None or order is None:
-            return None if drops_dominated else _by_elimination(problems, kept, drops_dominated=True)
-        objective, values = eliminate(network, order, kept)  # [p, q]
-        if reduced:
-            values = [own[value] for own, value in zip(reduced.kept, values, strict=False)]
-        found.append((objective, values))
+            return None
+        found.append(eliminate(network, order, kept))  # [p, q]
     return found
 
 

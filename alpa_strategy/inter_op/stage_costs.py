@@ -39,13 +39,14 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
-from alpa_strategy.inter_op.subgraph import crossing_values, stage_on
+from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.offload import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
+from alpa_strategy.units import format_bytes
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
@@ -310,6 +311,26 @@ def _prune(
     used[0] |= not used.any()
     seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
     return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
+
+
+def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
+    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
+
+    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.
+    """
+    layers, least = np.arange(job.num_layers), np.full(job.num_layers, np.inf)
+    for submesh in meshes:
+        for shape in allowed_shapes(job, submesh):
+            alone = run_parts(job, submesh, shape)[:, layers, layers + 1]  # [price, layer, part]
+            need = alone[..., [ALWAYS, SAVED, LEAVING, WORKING]].sum(axis=2)
+            least = np.minimum(least, np.where(np.isfinite(alone[..., FORWARD]), need, np.inf).min(axis=0))
+    if not np.isfinite(least).all():
+        return None
+    worst = int(least.argmax())
+    name = span_name(job.graph, *job.cuts[worst : worst + 2])
+    text = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
+    beside = ", which fits; with what the schedule keeps for other micro-batches, and with other layers, it does not"
+    return text + beside * bool(least[worst] <= job.memory_limit)
 
 
 def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:

@@ -165,22 +165,16 @@ def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: RematSpans, ind
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
-            kept = np.where(_equal(layouts), 0.0, _kept_bytes(intra, layouts))
+            kept = np.where(layouts.equal, 0.0, _kept_bytes(intra, layouts))
             return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
     memory = again = transfer.memory
     if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
         gathered = gathers(layouts.sources, layouts.targets)
         backward = np.where(gathered & (memory > 0), backward + finite, backward)
-        memory = again = np.where(gathered | _equal(layouts), 0.0, memory)
+        memory = again = np.where(gathered | layouts.equal, 0.0, memory)
     elif made_in not in (None, span):  # kept as it was made
-        again = np.where(_equal(layouts), 0.0, memory)
+        again = np.where(layouts.equal, 0.0, memory)
     return Parts(finite, backward, zero, zero, memory, zero, again)
-
-
-def _equal(layouts: TransferLayouts) -> np.ndarray:
-    """[source, target] whether they are the same layout."""
-    number = {layout: i for i, layout in enumerate(layouts.sources)}
-    return np.arange(len(number))[:, None] == [number.get(layout, -1) for layout in layouts.targets]
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:

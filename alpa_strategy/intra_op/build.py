@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -42,6 +43,12 @@ class TransferLayouts:
     value: int
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
+
+    @property
+    def equal(self) -> np.ndarray:
+        """[source, target] whether they are the same layout."""
+        number = {layout: i for i, layout in enumerate(self.sources)}
+        return np.array([number[s] for s in self.sources])[:, None] == [number.get(t, -1) for t in self.targets]
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class IntraOp:
         """Whether a choice of the problem is an op that runs once per step."""
         return choice - len(self.parameters) in self.per_step.ops
 
-    @property
+    @cached_property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
         return self.per_step.values.union((p.value for p in self.step.parameters), casts_of_parameters(self.step))
@@ -249,46 +256,44 @@ class _Builder:
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
             saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
-            transfer, layouts = self._transfer(value, asks, saved, value in casts)
             # Received values are kept as they came until the backward has run, results that their own op keeps (of a
             # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
-            # A parameter's cast is one, where it is not gathered.
-            if saved and (value in kept_by_maker or value not in kept or value in casts):
-                for p, source in enumerate(layouts.sources):
-                    if source in layouts.targets:
-                        own = local_bytes(self._step.values[value], source, self._mesh.shape) * (value in casts)
-                        transfer.memory[p, layouts.targets.index(source)] = own
+            is_there = value in kept_by_maker or value not in kept
+            transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
             self.layouts.append(layouts)
 
     def _transfer(
-        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool, is_cast: bool
+        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool, is_there: bool, is_cast: bool
     ) -> tuple[Transfer, TransferLayouts]:
         """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
 
         Args:
             asks: (choice, the layout that it wants per strategy) of everything that reads it.
-            saved: whether a consumer's backward keeps it. is_cast: whether it is a parameter in half precision.
+            saved: whether a consumer's backward keeps it. is_there: whether it is kept as it is made in any case.
+            is_cast: whether it is a parameter in half precision.
         """
         (producer, produced), meta = self.producers[value], self._step.values[value]
         is_parameter = is_cast or producer < len(self.parameters)
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
+        layouts = TransferLayouts(value, sources, targets)
         forward, backward = self._tables.reshard(sources, targets, meta)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
         cost = forward + backward  # [source, target]
-        memory = np.zeros_like(cost)
+        memory, copies = np.zeros_like(cost), [local_bytes(meta, target, self._mesh.shape) for target in targets]
         if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
             cost = np.where(gathers(sources, targets), cost + forward, cost)
+            memory[:] = np.where(layouts.equal & is_cast, copies, 0)  # a cast that is not gathered is kept
         elif saved:
-            memory[:] = [local_bytes(meta, target, self._mesh.shape) for target in targets]
+            memory[:] = np.where(layouts.equal & is_there, 0, copies)
         row = {layout: i for i, layout in enumerate(sources)}
         column = {layout: i for i, layout in enumerate(targets)}
         uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
         transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
-        return transfer, TransferLayouts(value, sources, targets)
+        return transfer, layouts
 
 
 def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import glob
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import numpy as np
 
 from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import is_plain_view
-from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables
 from alpa_strategy.intra_op.options import joined, local_bytes
 from alpa_strategy.intra_op.problem import repeated
 from alpa_strategy.intra_op.recompute import result_bytes, stored
+from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.stage_plan import ParameterPlan
 from alpa_strategy.options import PlanOptions
@@ -46,17 +46,8 @@ def pinned_offload(step: StepGraph, options: PlanOptions, host: Host | None) -> 
         return None
     if isinstance(options.offload, bool):
         return frozenset(p.name for p in step.parameters if options.offload and can_be_offloaded(p))
-    found: set[str] = set()
-    for pattern in options.offload:
-        own = {p.name for p in step.parameters if any(fnmatchcase(name, pattern) for name in p.names)}
-        if not own:
-            raise OptionError(
-                f"offload={pattern!r} names no parameter of the step",
-                "write true, false, or globs of parameter names such as "
-                + ", ".join(repr(p.name) for p in step.parameters[:3]),
-            )
-        found |= own
-    return frozenset(found)
+    names = {alias: p.name for p in step.parameters for alias in p.names}
+    return frozenset(name for pattern in options.offload for name in matching(pattern, names, "offload"))
 
 
 def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:

@@ -177,12 +177,11 @@ def _longer(
     def doubled(given: Transfer, longer: Transfer, named: TransferLayouts) -> Transfer:
         if given.producer not in again:
             return longer
-        as_made = np.array([[source == target for target in named.targets] for source in named.sources])
         return replace(
             longer,
             source=np.concatenate([given.source, longer.source[len(given.source) :] + len(named.sources)]),
             cost=np.vstack([given.cost, given.cost]),
-            memory=np.vstack([given.memory, np.where(as_made, 0.0, given.memory)]),
+            memory=np.vstack([given.memory, np.where(named.equal, 0.0, given.memory)]),
         )
 
     found = repeated(problem, again, extra, only=only)

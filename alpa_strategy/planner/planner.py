@@ -26,12 +26,11 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
-from alpa_strategy.planner.search import microbatch_counts, plan_one_stage, plan_pipeline
+from alpa_strategy.planner.search import hidden_seconds, microbatch_counts, plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask, Progress, unseen
 
 MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
 SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
-BACKWARD_SHARE = 2 / 3  # of compute
 LEAST_GAIN = 0.01  # of samples/s: what less than that is gained by is not worth a larger batch
 
 
@@ -146,7 +145,7 @@ def _choose(
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
         return _where_one_stage_fails(task, of_stages, error)
-    one = _or_on_devices(_or_data_parallel(one, task), task, of_stages)
+    one = _or_on_devices(one, task, of_stages)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
     ideal = divided_seconds(task.step, task.cluster, task.op_costs)
@@ -193,29 +192,6 @@ def _or_on_devices(one: Plan, task: PlanTask, of_stages: Callable[[], PlanTask])
     return other if other.predicted.step_seconds < one.predicted.step_seconds else one
 
 
-def _or_data_parallel(one: Plan, task: PlanTask) -> Plan:
-    """The solved stage, or plain data parallelism where that is faster because its reduction hides in the backward.
-
-    The ILP adds up what runs side by side: fair to all layouts but to this one, most of whose communication is hidden.
-    """
-    data, options = one.baselines.get("data"), task.options
-    is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
-    if data is None or not is_free or options.baselines:
-        return one
-    seconds = hidden_seconds(one, task.cluster.overlap)
-    if data - BACKWARD_SHARE * one.predicted.compute_seconds >= seconds:
-        return one
-    flat = replace(options, parallel="data", logical_mesh=(task.cluster.num_devices,))
-    try:
-        plan = plan_one_stage(replace(task, options=flat, progress=unseen))
-    except PlanError:
-        return one
-    if hidden_seconds(plan, task.cluster.overlap) >= seconds:
-        return one
-    plan = replace(plan, fingerprint=one.fingerprint, baselines=one.baselines, solver_seconds=one.solver_seconds)
-    return _with_note(plan, "data parallel: the reduction of gradients runs beside the backward")
-
-
 def _faster(one: Plan, task: PlanTask) -> Plan:
     """The single stage, or a pipeline that is clearly faster; a note says why."""
     seconds = hidden_seconds(one, task.cluster.overlap)
@@ -237,19 +213,6 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
         solver_seconds={**one.solver_seconds, **many.solver_seconds},
     )
     return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
-
-
-def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
-    """Seconds of a single stage's step where its reduction of gradients runs beside the backward.
-
-    overlap: the cluster's; where it says how much is hidden, the plan was predicted so.
-    """
-    if overlap:
-        return one.predicted.step_seconds
-    reduction = sum(
-        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
-    )
-    return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
 
 
 def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:

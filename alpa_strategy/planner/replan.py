@@ -27,7 +27,7 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import in_flight, mesh_of, why_not
+from alpa_strategy.schedules import in_flight_by_stage, why_not
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
@@ -79,7 +79,8 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
     job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
     solver = StageSolver(job)
-    alive = _alive(running, count)
+    meshes = len({stage.first_device for stage in stages})
+    alive = in_flight_by_stage(running.schedule, meshes, count, len(stages) // meshes) if len(stages) > 1 else (1,)
     solved: list[SolvedStage] = []
     per_mesh = Counter(stage.first_device for stage in stages)
     for index, stage in enumerate(stages):
@@ -155,13 +156,3 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
     for origin in reversed(origins):
         cuts.append(int(origin[cuts[-1]]))
     return tuple(reversed(cuts))
-
-
-def _alive(running: Plan, count: int) -> list[int]:
-    """(micro-batch, stage) pairs alive on each stage's mesh."""
-    stages = running.stages
-    if len(stages) == 1:
-        return [1]
-    meshes = len({stage.first_device for stage in stages})
-    pairs = in_flight(running.schedule, meshes, count, len(stages) // meshes)
-    return [pairs[mesh_of(running.schedule, meshes, index)] for index in range(len(stages))]

@@ -32,9 +32,8 @@ from alpa_strategy.inter_op.candidates import (
     simulated_seconds,
     solve_schedules,
 )
-from alpa_strategy.inter_op.layer_matrix import WORKING
 from alpa_strategy.inter_op.pins import check_pins, check_placements, layers_of, logical_shapes, submeshes
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, allowed_shapes, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
@@ -49,6 +48,7 @@ from alpa_strategy.sharding.strategies import replicated_notes
 from alpa_strategy.units import format_bytes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
+BACKWARD_SHARE = 2 / 3  # of compute
 MOST_SOLVED = 6  # candidates that are solved exactly, in turn, until one is as good as others promise
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
@@ -102,10 +102,23 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
             "no plan fits", failures, "use more devices, a smaller batch, or relax the options named above"
         )
     with task.progress("baselines"), _timed(spent, "baselines"):
-        baselines = _baselines(task, solver) if pinned is None else {}
+        named = _baselines(task, solver) if pinned is None else {}
     notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs))
-    plan = plan_of(solver.job, fingerprint, [best], [0])
-    return replace(plan, baselines=baselines, notes=(*notes, *plan.notes), solver_seconds=dict(spent))
+    plan, options = plan_of(solver.job, fingerprint, [best], [0]), task.options
+    is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
+    if is_free and not options.baselines and (data := named.get("data")) is not None:
+        # The ILP adds up what runs side by side: fair to all layouts but to data parallelism's, most of whose
+        # communication is hidden.
+        other = plan_of(solver.job, fingerprint, [data], [0])
+        if hidden_seconds(other, task.cluster.overlap) < hidden_seconds(plan, task.cluster.overlap):
+            note = "data parallel: the reduction of gradients runs beside the backward"
+            plan = replace(other, notes=(*other.notes, note))
+    return replace(
+        plan,
+        baselines={name: stage.plan.predicted.step_seconds if stage else None for name, stage in named.items()},
+        notes=(*notes, *plan.notes),
+        solver_seconds=dict(spent),
+    )
 
 
 def _whole_batch(task: PlanTask) -> CostJob:
@@ -121,16 +134,29 @@ def _everything(task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, Par
     return StageWish(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
 
 
-def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, float | None]:
-    """Predicted seconds of named plans on the flat mesh under the same costs and memory; None where none fits."""
+def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
+    """Seconds of a single stage's step where its reduction of gradients runs beside the backward.
+
+    overlap: the cluster's; where it says how much is hidden, the plan was predicted so.
+    """
+    if overlap:
+        return one.predicted.step_seconds
+    reduction = sum(
+        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
+    )
+    return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
+
+
+def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, SolvedStage | None]:
+    """Named plans on the flat mesh under the same costs and memory; None where none fits."""
     if task.cluster.num_devices == 1:
         return {}
     flat = (task.cluster.num_devices,)
-    found: dict[str, float | None] = {}
+    found: dict[str, SolvedStage | None] = {}
     for name in BASELINES if task.options.baselines else BASELINES[:1]:
         named = solver.under(replace(task.options, parallel=name, placements=(), logical_mesh=flat))
         try:
-            found[name] = named.solve(_everything(task, flat, {})).plan.predicted.step_seconds
+            found[name] = named.solve(_everything(task, flat, {}))
         except PlanError:
             found[name] = None
     return found
@@ -557,31 +583,3 @@ def search_microbatches(
     if best != whole:
         at(best)
     return visited
-
-
-# --- Why no stages fit: the layer that needs the most memory, whatever it runs on.
-
-
-def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
-    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
-
-    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.
-    """
-    least = np.full(job.num_layers, np.inf)
-    for submesh in meshes:
-        for shape in allowed_shapes(job, submesh):
-            parts = run_parts(job, submesh, shape)
-            for layer in range(job.num_layers):
-                forward, _, _, always, saved, _, leaving = parts[:, layer, layer + 1, :WORKING].T
-                need = always + saved + leaving + parts[:, layer, layer + 1, WORKING]
-                least[layer] = min(least[layer], np.where(np.isfinite(forward), need, np.inf).min())
-    if not np.isfinite(least).all():
-        return None
-    worst = int(least.argmax())
-    name = span_name(job.graph, *job.cuts[worst : worst + 2])
-    alone = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
-    if least[worst] <= job.memory_limit:
-        alone += (
-            ", which fits; with what the schedule keeps for other micro-batches, and with other layers, it does not"
-        )
-    return alone

@@ -18,8 +18,6 @@ from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op import layer_matrix
-from alpa_strategy.inter_op.layer_matrix import BACKWARD, FORWARD, ONCE
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, run_costs, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_problem import RematSpans, balanced_groups, cost_of, stage_build, take_apart, weighted
@@ -28,7 +26,6 @@ from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.restrict import restrict
-from alpa_strategy.intra_op.solver.presolve import Presolved, presolve
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
@@ -220,33 +217,6 @@ def test_what_was_priced_is_not_priced_again(monkeypatch):
     assert worked_out == [(1, 2)]
     stage_costs(job, [(1, 2)], known, unlikely=[(1, 2)])
     assert worked_out == [(1, 2), (1, 2)], "a bound alone is priced otherwise"
-
-
-def test_layers_whose_tables_fit_without_dominated_strategies_have_the_same_optimum(monkeypatch):
-    """Some layers of Llama 405B and of experts: too large as they are, exact with what is dominated left out."""
-    job, shape = job_of("gpt"), (2, 2)
-
-    def seconds() -> np.ndarray:
-        parts = run_parts(job, (2, 2), shape, prices=())[0]  # [first, last + 1, part]
-        return job.num_microbatches * (parts[..., FORWARD] + parts[..., BACKWARD]) + parts[..., ONCE]
-
-    free, reduced = seconds(), []
-
-    def noted(*args: object, **named: object) -> Presolved:
-        reduced.append(presolve(*args, **named))
-        return reduced[-1]
-
-    def refused(*_: object) -> None:
-        raise AssertionError("a table was too large")
-
-    monkeypatch.setattr(layer_matrix, "presolve", noted)
-    monkeypatch.setattr(layer_matrix, "dense_layer_costs", refused)
-    limit = 30_000  # entries of a table: a little more than the layers need
-    while not reduced:
-        limit -= 3_000
-        monkeypatch.setattr(layer_matrix, "MAX_TABLE_ENTRIES", limit)
-        found = seconds()
-    np.testing.assert_allclose(found, free, rtol=1e-9)
 
 
 def test_submeshes_lie_inside_nodes_or_are_whole_nodes():

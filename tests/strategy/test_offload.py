@@ -209,7 +209,7 @@ def test_pins_and_the_plan_file(tmp_path: Path) -> None:
     assert "in host memory" in text_of(plan)
     assert on_host(planned(tmp_path, offload=True)) == set(plan.stages[0].parameter_plans)
     assert PlanOptions.from_user(offload="auto").offload is None
-    with pytest.raises(OptionError, match="names no parameter"):
+    with pytest.raises(OptionError, match="matches no parameter"):
         planned(tmp_path, offload="nothing.*")
     with pytest.raises(OptionError, match="neither whether nor what"):
         PlanOptions.from_user(offload=3)

@@ -19,7 +19,6 @@ from alpa_strategy.intra_op.problem import Problem, Transfer
 MAX_TABLE_ENTRIES = 40_000_000
 MAX_TOTAL_ENTRIES = 10_000_000_000  # counted without the sharing among identical layers
 MAX_DIRECT_ENTRIES = 50_000
-MAX_FLAGS = 6
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ def network_of(problem: Problem) -> Network | None:
             if key not in known:
                 known[key] = _direct(transfer, cost, scope, sizes)
             factors.append(Factor(scope, known[key]))
-        elif not _through_layouts(transfer, cost, sizes, factors, known) and not _through_flags(
-            transfer, cost, sizes, factors
-        ):
+        elif not _through_layouts(transfer, cost, sizes, factors, known):
             return None
     return Network(tuple(sizes), tuple(factors), len(problem.choices))
 
@@ -229,29 +226,6 @@ def _through_layouts(
         source, *targets = np.ix_(*layouts)
         known[key] = _paid_once(cost, source, targets, [len(values) for values in layouts])
     factors.append(Factor(tuple(scope), known[key]))
-    return True
-
-
-def _through_flags(transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor]) -> bool:
-    """For many uses: per paid target a chain of flags "asked for so far", one link a use, and the price at its end.
-
-    Exact for any number of uses, but a flag per target joins every table that the chain crosses.
-    """
-    paid = np.flatnonzero(cost.any(axis=0))
-    if len(paid) > MAX_FLAGS:
-        return False
-    flags = np.array([False, True])
-    for q in paid:
-        last: tuple[int, ...] = ()  # the flag of the uses so far
-        for use in sorted(transfer.uses, key=lambda use: use.choice):
-            asked = np.asarray(use.layout) == q
-            so_far = flags[:, None] | asked if last else asked  # [flag before, strategy of the use]
-            factors.append(Factor((*last, use.choice, len(sizes)), np.where(so_far[..., None] != flags, np.inf, 0.0)))
-            last = (len(sizes),)
-            sizes.append(2)
-        price = np.zeros((sizes[transfer.producer], 2))
-        price[:, 1] = cost[np.asarray(transfer.source), q]
-        factors.append(Factor((transfer.producer, *last), price))
     return True
 
 

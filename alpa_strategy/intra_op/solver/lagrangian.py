@@ -1,7 +1,7 @@
 """The memory limit as a price: min over x of seconds(x) + price * (bytes(x) - limit) is a lower bound, price >= 0.
 
 The best price is found by the secant method on the lower hull of (bytes, seconds) points (exact after a few
-eliminations); the two assignments that meet there are crossed into one that fits the limit.
+eliminations); the two assignments that meet there are spliced into one that fits the limit.
 """
 
 from __future__ import annotations
@@ -96,29 +96,6 @@ def best_price(
     return Dual(best.price, best.bound, over, under)
 
 
-def cross(problem: Problem, over: Solution, under: Solution, near: Neighbourhood) -> Solution:
-    """From `over`, take over from `under` the groups of choices that cost the fewest seconds per byte until it fits.
-
-    A group is a connected set of choices in which the two differ, so that groups act (almost) independently.
-    """
-    current = list(over.assignment)
-    num_bytes = over.num_bytes
-    moves = []
-    for group in _groups(problem, over.assignment, under.assignment):
-        seconds, change = _change(near, over.assignment, {c: under.assignment[c] for c in group})
-        rate = seconds / -change if change < 0 else (-np.inf if seconds < 0 and change == 0 else np.inf)
-        moves.append((rate, group, change))
-    for rate, group, change in sorted(moves, key=lambda move: move[0]):
-        if num_bytes <= problem.memory_limit and rate > 0:
-            break
-        for c in group:
-            current[c] = under.assignment[c]
-        num_bytes += change
-    if evaluate(problem, current)[1] > problem.memory_limit:
-        current = list(under.assignment)
-    return point(problem, improve(problem, current, near))
-
-
 def splice(problem: Problem, over: Solution, under: Solution, near: Neighbourhood) -> Solution:
     """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
 
@@ -158,32 +135,6 @@ def _graph_order(problem: Problem) -> list[int]:
         first_use[transfer.producer] = min(first, first_use.get(transfer.producer, first))
     place = {c: c if c in consumes else first_use.get(c, c) for c in range(len(problem.choices))}
     return sorted(place, key=place.__getitem__)
-
-
-def _groups(problem: Problem, a: Sequence[int], b: Sequence[int]) -> list[list[int]]:
-    """Connected sets of the choices in which a and b differ."""
-    beside: dict[int, set[int]] = {c: set() for c in range(len(a)) if a[c] != b[c]}
-    for transfer in problem.transfers:
-        ends = beside.keys() & {transfer.producer, *(use.choice for use in transfer.uses)}
-        for c in ends:
-            beside[c] |= ends
-    groups: list[list[int]] = []
-    while beside:
-        found, waiting = [], [next(iter(beside))]
-        while waiting:
-            if (c := waiting.pop()) in beside:
-                found.append(c)
-                waiting += beside.pop(c)
-        groups.append(sorted(found))
-    return groups
-
-
-def _change(near: Neighbourhood, assignment: Sequence[int], moves: dict[int, int]) -> tuple[float, float]:
-    """(seconds, bytes) added by making `moves` together."""
-    around = {id(t): t for c in moves for t in near.incident[c]}  # other transfers stay as they are
-    problem = replace(near.problem, transfers=tuple(around.values()))
-    before, after = (evaluate(problem, [own.get(c, k) for c, k in enumerate(assignment)]) for own in ({}, moves))
-    return after[0] - before[0], after[1] - before[1]
 
 
 # --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent within the memory limit.

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
-from ortools.math_opt import model_pb2, sparse_containers_pb2
-from ortools.math_opt.python import mathopt
 
 from alpa_strategy.intra_op.problem import Problem
 
@@ -156,6 +155,8 @@ def solve_program(
     `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints;
     a time-out is a result without `mass`.
     """
+    from ortools.math_opt.python import mathopt
+
     limit = max(time_limit, 0.1)
     parameters = mathopt.SolveParameters(relative_gap_tolerance=tolerance if integer else None)
     model = mathopt.Model.from_model_proto(_proto(program, integer))
@@ -198,7 +199,9 @@ def _unit(problem: Problem) -> float:
     return least / TARGET_OBJECTIVE if least > 0 else 1.0
 
 
-def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
+def _proto(program: LinearProgram, integer: bool) -> Any:
+    from ortools.math_opt import model_pb2, sparse_containers_pb2
+
     num_columns, num_rows = len(program.cost), len(program.row_lower)
     num_strategies = int(program.first[-1])
     is_integer = np.zeros(num_columns, dtype=bool)

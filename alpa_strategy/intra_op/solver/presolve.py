@@ -1,12 +1,11 @@
-"""Makes a problem smaller without losing its optimum: forbidden strategies, dominated strategies, unused layouts.
+"""A problem with fewer strategies, as many as it is worth to look at: without those that are forbidden, or too dear.
 
-A strategy a is dominated by b when switching from a to b can never cost more seconds (nor, under a memory limit, more
-bytes), whatever the other choices do: the switch is bounded transfer by transfer (Goldstein's dead-end elimination).
+Layouts that nobody names any more go with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,44 +35,14 @@ class Presolved:
         return Presolved(restrict(self.problem, live), kept)
 
 
-def presolve(problem: Problem, max_rounds: int = 3, untouched: Collection[int] = ()) -> Presolved:
-    """Drop what no optimal assignment needs, whatever the choices `untouched` take, which keep all their strategies.
+def presolve(problem: Problem) -> Presolved:
+    """Without forbidden strategies. A choice that is left with none means that no assignment has a finite cost.
 
-    Fast where equal arrays are one object (`with_shared_arrays`). With `memory_limit` inf, bytes only break ties. A
-    choice that is left with no strategy means that no assignment has a finite cost.
+    Fast where equal arrays are one object (`with_shared_arrays`).
     """
     finite = {id(x.cost): np.flatnonzero(np.isfinite(x.cost)) for x in problem.choices}
-    live = [finite[id(choice.cost)] for choice in problem.choices]
-    if any(len(strategies) == 0 for strategies in live):
-        return Presolved(restrict(problem, live), tuple(live))
-    incident: list[list[int]] = [[] for _ in problem.choices]
-    for t, transfer in enumerate(problem.transfers):
-        for c in set() if not transfer.uses else {transfer.producer, *(use.choice for use in transfer.uses)}:
-            incident[c].append(t)
-    known: dict[tuple, np.ndarray] = {}  # by what a choice and its neighbours look like: equal layers share it
-    touched = set(range(len(live)))
-    for _ in range(max_rounds):
-        changed: set[int] = set()
-        for c in sorted(touched):
-            if len(live[c]) <= 1 or c in untouched:
-                continue
-            key = _signature(problem, c, incident[c], live)
-            if key not in known:
-                known[key] = _undominated(problem, c, incident[c], live)
-            keep = known[key]
-            if len(keep) < len(live[c]):
-                live[c] = keep
-                changed.add(c)
-        # Fewer strategies around a choice can make more of its own dominated.
-        touched = {
-            v
-            for c in changed
-            for t in incident[c]
-            for v in (problem.transfers[t].producer, *(use.choice for use in problem.transfers[t].uses))
-        }
-        if not touched:
-            break
-    return Presolved(restrict(problem, live), tuple(live))
+    live = tuple(finite[id(choice.cost)] for choice in problem.choices)
+    return Presolved(restrict(problem, live), live)
 
 
 def restrict(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
@@ -114,78 +83,3 @@ def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restr
     if not cost.any() and not memory.any():
         return None
     return source, [np.searchsorted(targets, layout) for layout in asked], cost, memory
-
-
-def _signature(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray]) -> tuple:
-    """Equal for choices that share the tables around them: identical layers are then worked out once."""
-    parts: list[object] = [id(problem.choices[c].cost), id(problem.choices[c].memory), live[c].tobytes()]
-    for t in incident:
-        transfer = problem.transfers[t]
-        parts += [id(transfer.cost), id(transfer.memory), id(transfer.source)]
-        parts += [transfer.producer == c, live[transfer.producer].tobytes()]
-        for use in transfer.uses:
-            parts += [id(use.layout), use.choice == c, live[use.choice].tobytes()]
-        parts.append(None)
-    return tuple(parts)
-
-
-def _undominated(problem: Problem, c: int, incident: Sequence[int], live: Sequence[np.ndarray]) -> np.ndarray:
-    """The strategies of choice c that no other one dominates. `worse[a, b]`: most that switching a -> b can add."""
-    mine = live[c]
-    choice = problem.choices[c]
-    with np.errstate(invalid="ignore"):
-        seconds = _differences(np.asarray(choice.cost, float)[mine])
-        num_bytes = _differences(np.asarray(choice.memory, float)[mine])
-        for t in incident:
-            transfer = problem.transfers[t]
-            seconds += _switch(transfer, np.asarray(transfer.cost, float), c, live)
-            if transfer.memory.any():
-                num_bytes += _switch(transfer, np.asarray(transfer.memory, float), c, live)
-    # nan: a -> b leaves one forbidden transfer for another; nothing is known.
-    if np.isfinite(problem.memory_limit):
-        at_most = (seconds <= 0) & (num_bytes <= 0)
-    else:
-        at_most = (seconds < 0) | ((seconds <= 0) & (num_bytes <= 0))
-        # Strict cycles are impossible; equal seconds with incomparable bytes are kept (harmless).
-    earlier = np.arange(len(mine))[None, :] < np.arange(len(mine))[:, None]
-    removed = at_most & (~at_most.T | earlier)
-    np.fill_diagonal(removed, False)
-    return mine[~removed.any(axis=1)]
-
-
-def _differences(values: np.ndarray) -> np.ndarray:
-    return values[None, :] - values[:, None]
-
-
-def _switch(transfer: Transfer, table: np.ndarray, c: int, live: Sequence[np.ndarray]) -> np.ndarray:
-    """Upper bound of what the transfer adds when c switches a -> b, [a, b] over the live strategies of c."""
-    total = np.zeros((len(live[c]), len(live[c])))
-    sources = np.unique(np.asarray(transfer.source)[live[transfer.producer]])
-    if transfer.producer == c:
-        targets = np.unique(np.concatenate([np.asarray(u.layout)[live[u.choice]] for u in transfer.uses]))
-        rows = table[np.ix_(sources, targets)]
-        change = _safe_difference(rows[None, :, :], rows[:, None, :])
-        most = min(len(transfer.uses), len(targets))
-        top = -np.sort(-change, axis=2)[:, :, :most]
-        bound = np.where(top[:, :, 0] <= 0, top[:, :, 0], np.maximum(top, 0).sum(axis=2))
-        index = np.searchsorted(sources, np.asarray(transfer.source)[live[c]])
-        total += bound[np.ix_(index, index)]
-    for use in transfer.uses:
-        if use.choice != c:
-            continue
-        targets, index = np.unique(np.asarray(use.layout)[live[c]], return_inverse=True)
-        columns = table[np.ix_(sources, targets)].T
-        if len(transfer.uses) == 1:
-            bound = _safe_difference(columns[None, :, :], columns[:, None, :]).max(axis=2)
-        else:
-            # The layout left behind may stay in use by another consumer; the new one may be all new.
-            bound = np.broadcast_to(columns.max(axis=1)[None, :], (len(targets), len(targets))).copy()
-        np.fill_diagonal(bound, 0.0)
-        total += bound[np.ix_(index, index)]
-    return total
-
-
-def _safe_difference(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """new - old where leaving a forbidden transfer is worth -inf, and staying on one changes nothing."""
-    difference = new - old
-    return np.where(np.isinf(old), np.where(np.isinf(new), 0.0, -np.inf), difference)

@@ -18,7 +18,6 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     Dual,
     Neighbourhood,
     best_price,
-    cross,
     improve,
     point,
     price_memory,
@@ -139,8 +138,7 @@ def propagate(problem: Problem) -> Solution:
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
     """The optimum without the memory limit; None where `only_elimination` and that would take too large tables."""
-    # Elimination alone needs no more than a first round: what later ones drop costs more to find than to carry along.
-    reduced = presolve(replace(problem, memory_limit=float("inf")), max_rounds=1 if only_elimination else 3)
+    reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return _Found(None, np.inf, "presolve")
     found = _by_elimination(reduced.problem)
@@ -178,7 +176,7 @@ def _solve_limited(
     cutoff: float,
     tolerance: float,
 ) -> Solution:
-    """With the memory limit binding: price, cross, prune by reduced cost, then the MIP on what is left."""
+    """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
 
     def minimise(price: float) -> tuple[list[int], float] | None:
@@ -189,8 +187,7 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NotCheaper
     near = Neighbourhood(problem)
-    mixed = [mix(problem, dual.over, dual.under, near) for mix in (cross, splice)]
-    found = min((least, dual.under, *mixed), key=lambda x: x.seconds)
+    found = min((least, dual.under, splice(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
     found = replace(found, bound=max(free.bound, dual.bound))
     if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
