@@ -34,10 +34,9 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
+from alpa_strategy.capture.object_reads import attribute_guards, attribute_reads
 from alpa_strategy.capture.python_state import (
     KeptGenerator,
-    attribute_guards,
-    attribute_reads,
     buffer_guards,
     global_guards,
     put_all_back,
@@ -146,7 +145,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             TracerMode(module, origins, device, known, record),
         ):
             arguments = _step_arguments(call, rows, record)
-            with attribute_reads() as reads:
+            with attribute_reads(module) as reads:
                 output = module.training_step(*arguments)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
