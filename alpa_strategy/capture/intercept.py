@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import MetricCollection
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, is_value, patched
@@ -327,9 +328,15 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         record.metrics.append((name, method, args, kwargs))
 
     def value(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
-        if isinstance(metric, MetricCollection):
-            return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
-        return MetricValue(name)
+        if not isinstance(metric, MetricCollection):
+            return MetricValue(name)
+        if wrapped := [key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)]:
+            raise CaptureError(
+                f"metric {name!r} is asked for its values ({user_frame()}): those of {wrapped[0]!r}, which wraps "
+                "another one, may have names of their own",
+                "update it in the step, and log its values in on_train_epoch_end",
+            )
+        return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
 
     def forward(*args: Any, **kwargs: Any) -> MetricValue | dict[str, MetricValue]:
         keep("forward", args, kwargs)
