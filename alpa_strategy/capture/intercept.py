@@ -165,8 +165,12 @@ class _View:
             return _View(value, path, counters, reads)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._view[0], name, value)
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise CaptureError(
+            f"the step sets trainer.{name} ({user_frame()}): a captured step repeats tensor work only, so this would "
+            "happen once and never again",
+            "set it in a hook such as on_train_batch_end",
+        )
 
 
 def _refuse_logger(trainer: Any) -> None:

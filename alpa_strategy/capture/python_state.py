@@ -370,7 +370,7 @@ def kept_in(
             yield KeptGenerator(label, value, value.__getstate__(), is_noticed=is_noticed)
         elif has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
-            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed and not keys)
+            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
@@ -476,6 +476,8 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for method in methods:
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
+    trainer = getattr(module, "_trainer", None)
+    found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
     kept: list[_Kept] = [_KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
