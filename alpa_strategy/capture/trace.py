@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.changing_numbers import counters_for, freed
+from alpa_strategy.capture.changing_numbers import attribute_guards, attribute_reads, counters_for, freed
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
@@ -34,7 +34,6 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
-from alpa_strategy.capture.object_reads import attribute_guards, attribute_reads
 from alpa_strategy.capture.python_state import (
     KeptGenerator,
     buffer_guards,
