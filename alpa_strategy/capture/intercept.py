@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import MetricCollection
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, is_value, patched
@@ -164,8 +165,12 @@ class _View:
             return _View(value, path, counters, reads)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._view[0], name, value)
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise CaptureError(
+            f"the step sets trainer.{name} ({user_frame()}): a captured step repeats tensor work only, so this would "
+            "happen once and never again",
+            "set it in a hook such as on_train_batch_end",
+        )
 
 
 def _refuse_logger(trainer: Any) -> None:
@@ -327,9 +332,15 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         record.metrics.append((name, method, args, kwargs))
 
     def value(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
-        if isinstance(metric, MetricCollection):
-            return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
-        return MetricValue(name)
+        if not isinstance(metric, MetricCollection):
+            return MetricValue(name)
+        if wrapped := [key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)]:
+            raise CaptureError(
+                f"metric {name!r} is asked for its values ({user_frame()}): those of {wrapped[0]!r}, which wraps "
+                "another one, may have names of their own",
+                "update it in the step, and log its values in on_train_epoch_end",
+            )
+        return {key: MetricValue(name, key) for key in map(str, metric.keys(keep_base=False))}
 
     def forward(*args: Any, **kwargs: Any) -> MetricValue | dict[str, MetricValue]:
         keep("forward", args, kwargs)

@@ -18,11 +18,11 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -44,15 +44,14 @@ from alpa_strategy.ir.user_code import (
     reached_functions,
 )
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
-_LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
-_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})  # of torch's modules: what people do change
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
-_MISSING = object()
+MISSING = object()
 
 
 # Snapshots
@@ -66,7 +65,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     length (comparing a vocabulary's items would slow every step down), any other object by identity.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if isinstance(value, Tensor):
         return Same(value, version_of)
@@ -77,7 +76,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if depth < _MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
-        if kind in (list, tuple):
+        if kind in (list, tuple, deque):
             return kind(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
@@ -112,7 +111,7 @@ def has_fields(value: Any) -> bool:
         return False
     if type(value) in _CONTAINERS:
         return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *_LIBRARIES))
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *LIBRARIES))
 
 
 def _is_configuration(value: Any) -> bool:
@@ -126,72 +125,21 @@ def is_plain(value: Any) -> bool:
     """Whether `value` is a number, a text, None, or a container of such."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in _PLAIN
+    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in PLAIN
 
 
 # Guards of what is read
 
 
-@contextmanager
-def attribute_reads() -> Iterator[set[tuple[int, str]]]:
-    """Collect (id of the module, attribute name) of every attribute that any nn.Module is asked for in the block."""
-    reads: set[tuple[int, str]] = set()
-    add = reads.add
-
-    def read(self: nn.Module, name: str) -> Any:
-        add((id(self), name))
-        return super(nn.Module, self).__getattribute__(name)
-
-    # On nn.Module itself and not by swapping the modules' classes: `type(module)` stays what the user's code expects.
-    with patched([(nn.Module, "__getattribute__", read)]):
-        yield reads
-
-
-def attribute_guards(
-    module: nn.Module, reads: set[tuple[int, str]], appended: Collection[Place]
-) -> tuple[ValueGuard, ...]:
-    """Guards of the attributes in `reads`; values are those of now.
-
-    Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity, parents before
-    children. What lies in the lists `appended`, and which list it is, does not matter: they are only appended to.
-    """
-    names_of: dict[int, list[str]] = {}
-    for owner, name in sorted(reads):
-        names_of.setdefault(owner, []).append(name)
-    framework = framework_attributes() - {"training"}
-    found: list[ValueGuard] = []
-    for path, child in module.named_modules():
-        if id(child) not in names_of or is_metric(child):
-            continue
-        # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
-        attributes, is_library = vars(child), type(child).__module__.startswith(_LIBRARIES)
-        inherited = _Values(partial(getattr, child))
-        if attributes["_modules"]:
-            label = f"{path}._modules".lstrip(".")
-            found.append(ValueGuard(label, "_modules", attributes, dict(attributes["_modules"])))
-        for name in names_of[id(child)]:
-            if name in framework or name.startswith("__") or Place(path, name) in appended:
-                continue
-            label = f"{path}.{name}".lstrip(".")
-            if name not in attributes:
-                value = _class_attribute(type(child), name)
-                if not is_library and type(value) in (*_PLAIN, list, tuple, dict, set):
-                    found.append(ValueGuard(label, name, inherited, snapshot(value)))
-            elif not is_library or type(attributes[name]) in (bool, float) or name in _LIBRARY_NUMBERS:
-                found.append(ValueGuard(label, name, attributes, snapshot(attributes[name])))
-    return tuple(found)
-
-
 def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:
     """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    values = _Values(module.get_buffer)
+    values = Values(module.get_buffer)
     return tuple(ValueGuard(name, name, values, snapshot(module.get_buffer(name))) for name in sorted(names))
 
 
 def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
     """Guards of the Trainer's values in `reads` (dotted path -> value)."""
-    values = _Values(lambda path: operator.attrgetter(path)(trainer))
+    values = Values(lambda path: operator.attrgetter(path)(trainer))
     return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
 
 
@@ -200,7 +148,7 @@ def is_value(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
-def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[ValueGuard, ...]:
+def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
     """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
 
     Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
@@ -219,19 +167,19 @@ def global_guards(module: nn.Module, reads: set[tuple[int, str]]) -> tuple[Value
             value = values[name]
             add(f"{where}.{name}", name, values, value, id(values))
             # `settings.scale`, `Config.scale`: what the code may read inside of what it names.
-            if isinstance(value, type) or _is_user_module(value):
+            if isinstance(value, type | types.FunctionType) or _is_user_module(value):
                 inside = vars(value)
                 for inner in sorted(names & inside.keys()):
                     add(f"{where}.{name}.{inner}", inner, inside, inside[inner], id(value))
         cells = closure_values(function)
-        variables = _Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
+        variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
         for name, cell in cells.items():
             add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
     return tuple(guards.values())
 
 
 @dataclass(frozen=True)
-class _Values:
+class Values:
     """Something that gives values by name, with a dict's `get`."""
 
     read: Callable[[str], Any]
@@ -263,12 +211,12 @@ def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _class_attribute(owner: type, name: str) -> Any:
-    """The attribute as it stands in the first of the user's classes that has it, else _MISSING."""
+def class_attribute(owner: type, name: str) -> Any:
+    """The attribute as it stands in the first of the user's classes that has it, else MISSING."""
     for base in owner.__mro__:
         if name in vars(base):
-            return _MISSING if base.__module__.startswith(_LIBRARIES) else vars(base)[name]
-    return _MISSING
+            return MISSING if base.__module__.startswith(LIBRARIES) else vars(base)[name]
+    return MISSING
 
 
 def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
@@ -361,7 +309,7 @@ class _KeptNames(_Kept):
     def changes(self) -> dict[str, Any]:
         is_torch = type(self.owner).__module__.startswith("torch.nn.")  # whose own business they are, but for new ones
         counted = [n for n in self._changed() if not (is_torch if n in self.before else _is_cached(self.owner, n))]
-        return {f"{self.place}.{name}".lstrip("."): self.items.get(name, _MISSING) for name in counted}
+        return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
     @override
     def restore(self) -> None:
@@ -391,7 +339,7 @@ def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
     """Names that have another object now, or none, or did not have one."""
-    return [name for name in {**old, **new} if new.get(name, _MISSING) is not old.get(name, _MISSING)]
+    return [name for name in {**old, **new} if new.get(name, MISSING) is not old.get(name, MISSING)]
 
 
 def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -422,7 +370,7 @@ def kept_in(
             yield KeptGenerator(label, value, value.__getstate__(), is_noticed=is_noticed)
         elif has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
-            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed and not keys)
+            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind in _CONTAINERS:
             seen.add(id(value))
@@ -449,9 +397,7 @@ def fields_kept(owner: Any) -> Iterator[None]:
 
 def _class_containers(kind: type) -> dict[str, Any]:
     """By name, the containers that the user's classes of a module hold."""
-    bases = (
-        base for base in reversed(kind.__mro__) if not base.__module__.startswith((*_LIBRARIES, "builtins", "abc"))
-    )
+    bases = (base for base in reversed(kind.__mro__) if not base.__module__.startswith((*LIBRARIES, "builtins", "abc")))
     return {k: v for base in bases for k, v in vars(base).items() if type(v) in _CONTAINERS and not k.startswith("__")}
 
 
@@ -487,7 +433,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         appended += [each.attribute for each in grown if each.attribute is not None]
         put_all_back(grown)  # before the others are asked: that is no change
         changed = put_all_back(kept)
-    if not all(type(value) in _PLAIN for value in changed.values()):
+    if not all(type(value) in PLAIN for value in changed.values()):
         raise changed_attributes(changed)
     stored |= changed
 
@@ -530,6 +476,8 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     for method in methods:
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
+    trainer = getattr(module, "_trainer", None)
+    found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
     kept: list[_Kept] = [_KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
@@ -586,7 +534,7 @@ def names_read(module: nn.Module) -> frozenset[str]:
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set (owner, name, value) in the block, of a dict its items; what the owners had themselves comes back."""
     given = list(patches)
-    before = [(owner if isinstance(owner, dict) else vars(owner)).get(name, _MISSING) for owner, name, _ in given]
+    before = [(owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING) for owner, name, _ in given]
     for owner, name, value in given:
         operator.setitem(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
     try:
@@ -594,6 +542,6 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, _), old in reversed(list(zip(given, before, strict=True))):
             if isinstance(owner, dict):
-                put_back(owner, {} if old is _MISSING else {name: old}, [name])
+                put_back(owner, {} if old is MISSING else {name: old}, [name])
             else:
-                delattr(owner, name) if old is _MISSING else setattr(owner, name, old)
+                delattr(owner, name) if old is MISSING else setattr(owner, name, old)

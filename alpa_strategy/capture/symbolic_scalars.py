@@ -69,9 +69,14 @@ class StepCounter:
         return hash(self.as_number())  # sets and dicts ask for nothing more where it differs
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return self._text("", sys._getframe(1))
 
     def __format__(self, spec: str) -> str:
+        return self._text(spec, sys._getframe(1))
+
+    def _text(self, spec: str, asking: FrameType) -> str:
+        if is_user_file(asking.f_code.co_filename):  # it may choose by it: `self.heads[f"task{batch_idx % 2}"]`
+            number_of(operator.eq, self, self.value)
         return format(self.value, spec)
 
     def __divmod__(self, other: Any) -> Any:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.changing_numbers import counters_for, freed
+from alpa_strategy.capture.changing_numbers import attribute_guards, attribute_reads, counters_for, freed
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
@@ -35,8 +35,6 @@ from alpa_strategy.capture.non_tensor_inputs import (
 )
 from alpa_strategy.capture.python_state import (
     KeptGenerator,
-    attribute_guards,
-    attribute_reads,
     buffer_guards,
     global_guards,
     put_all_back,
@@ -145,7 +143,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             TracerMode(module, origins, device, known, record),
         ):
             arguments = _step_arguments(call, rows, record)
-            with attribute_reads() as reads:
+            with attribute_reads(module) as reads:
                 output = module.training_step(*arguments)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)

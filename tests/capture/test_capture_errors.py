@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import AlpaError, CaptureError, OptionError
@@ -26,6 +28,14 @@ class Step(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self) -> None:
+        self.count += 1
 
 
 class Doubled(torch.autograd.Function):
@@ -225,3 +235,32 @@ def test_errors_of_the_user_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match="reduction dim") as caught:
         capture_step(Step(lambda self, x, i: (self.a(x) @ torch.zeros(3, 3)).sum()), torch.randn(6, 4))
     assert not isinstance(caught.value, AlpaError)
+
+
+@pytest.mark.parametrize(
+    ("held", "given"),
+    [
+        (lambda meter: {"train": meter}, lambda held: held["train"]),
+        (lambda meter: SimpleNamespace(train=meter, by_name={}), lambda held: held.train),
+    ],
+    ids=["in a dict", "in an object"],
+)
+def test_changes_of_objects_in_others_are_refused(held: Callable[..., Any], given: Callable[..., Any]) -> None:
+    def function(module: Step, batch: Tensor, batch_idx: int) -> Tensor:
+        given(module.meters).update()
+        return module.a(batch).sum()
+
+    module = Step(function)
+    module.meters = held(Meter())
+    with pytest.raises(CaptureError, match=r"meters.*train"):
+        capture_step(module, torch.ones(6, 4))
+    assert given(module.meters).count == 0
+
+
+def test_values_of_wrapped_metrics_in_a_collection_are_refused() -> None:
+    """Their names are those of classes, and not known before they are computed."""
+    accuracy = MulticlassAccuracy(4, average=None)
+    module = Step(lambda self, x, i: (self.log_dict(self.both(self.a(x), torch.zeros(6).long())), self.a(x).sum())[1])
+    module.both = MetricCollection({"all": MulticlassAccuracy(4), "each": ClasswiseWrapper(accuracy)})
+    with pytest.raises(CaptureError, match="'each'"):
+        capture_step(module, torch.ones(6, 4))

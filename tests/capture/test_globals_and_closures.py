@@ -215,6 +215,35 @@ def test_a_step_that_changes_a_closure_is_refused() -> None:
     assert seen == []
 
 
+def of_a_trainer(model: Model) -> pl.Trainer:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
+    trainer.strategy.connect(model)
+    model.trainer = trainer
+    return trainer
+
+
+class Counts(pl.Callback):
+    count = 0
+
+
+@pytest.mark.parametrize("what", ["should_stop", "callbacks"])
+def test_a_step_that_changes_something_of_the_trainer_is_refused(what: str) -> None:
+    class Changes(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if what == "should_stop":
+                self.trainer.should_stop = True
+            else:
+                self.trainer.callbacks[-1].count += 1
+            return super().training_step(batch, batch_idx)
+
+    model = Changes()
+    trainer = of_a_trainer(model)
+    trainer.callbacks.append(Counts())
+    with pytest.raises(CaptureError, match=f"trainer.{what}"):
+        capture_step(model, torch.randn(6, 4))
+    assert (trainer.should_stop, trainer.callbacks[-1].count) == (False, 0)
+
+
 def test_values_of_the_trainer_are_guarded() -> None:
     class Reads(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -222,9 +251,7 @@ def test_values_of_the_trainer_are_guarded() -> None:
             return loss * 2 if self.trainer.should_stop or self.trainer.fit_loop.restarting else loss
 
     model = Reads()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
-    trainer.strategy.connect(model)
-    model.trainer = trainer
+    trainer = of_a_trainer(model)
     step = capture_step(model, torch.randn(6, 4))
     assert changed(model, step) is None
     trainer.fit_loop._restarting = True

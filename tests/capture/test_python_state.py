@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +37,23 @@ class Settings:
         return 1.0
 
 
+class Schedule:
+    """No record: it holds a function."""
+
+    def __init__(self) -> None:
+        self.step, self.value, self.unread = lambda: 0, 0.5, 0
+
+    def now(self) -> float:
+        return self.value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +78,17 @@ class Reader(LightningModule):
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
         self.register_buffer("offset", torch.zeros(4))
+        self.schedule, self.kept, self.slotted = Schedule(), {"a": [Schedule()]}, Slotted()
+        self.scaled = partial(lambda schedule: schedule.now(), Schedule())
+        self.last = deque([1.0], maxlen=1)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
         h = h * self.settings.sign + self.settings.shift
-        h = h / self.tokens[1]
+        h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
+        h = h * self.scaled() * self.last[0] * self.optimizer.defaults["lr"]
         return self.beta * h.pow(self.space.power).sum() * scale
 
 
@@ -87,6 +110,12 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "namespace": ("space", lambda m: setattr(m.space, "power", 3)),
         "object": ("settings", lambda m: setattr(m.settings, "shift", 1.0)),
         "list of an object": ("settings", lambda m: m.settings.names.append("b")),
+        "object with functions": ("Schedule.value", lambda m: setattr(m.schedule, "value", 1.0)),
+        "object in containers": ("Schedule.value", lambda m: setattr(m.kept["a"][0], "value", 1.0)),
+        "object of a partial": ("Schedule.value", lambda m: setattr(m.scaled.args[0], "value", 1.0)),
+        "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
+        "deque": ("last", lambda m: m.last.append(2.0)),
+        "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
         "tensor": ("mask", lambda m: setattr(m, "mask", torch.zeros(4))),
         "tensor in place": ("mask", lambda m: m.mask.zero_()),
         "tensor in a list": ("masks", lambda m: m.masks[0].zero_()),
@@ -116,9 +145,10 @@ def test_a_change_of_what_the_step_read_is_noticed(change: str) -> None:
         lambda m: setattr(m, "offset", torch.ones(4)),
         lambda m: setattr(m, "weights", {"a": 1.0, "b": [2.0, 3.0]}),
         lambda m: setattr(m, "new", 1),
+        lambda m: setattr(m.schedule, "unread", 1),
         lambda m: m.to(torch.float64),
     ],
-    ids=["unread", "buffer in place", "parameter", "buffer", "equal container", "new", "dtype"],
+    ids=["unread", "buffer in place", "parameter", "buffer", "equal container", "new", "unread of an object", "dtype"],
 )
 def test_other_changes_are_not(act: Callable[[Reader], Any]) -> None:
     module = Reader()

@@ -141,7 +141,6 @@ FORMS: dict[str, Form] = {
     "moving average at once": moving_average_at_once,
     "whole numbers": lambda self, x, i: self.a(x).sum() * ((x > 0).long() * self.global_step % 5).sum(),
     "logged": lambda self, x, i: (self.log("beta", self.ramp()), self.a(x).sum() * self.ramp())[1],
-    "told": lambda self, x, i: (f"{self.ramp():.3f}", str(i), self.a(x).sum() * self.ramp())[2],
 }
 
 
@@ -186,6 +185,13 @@ def test_one_graph_for_all_steps(names: tuple[str, ...], dtype: torch.dtype) -> 
         updates = {buffer.name: found[buffer.update] for buffer in graph.buffers if buffer.update is not None}
         assert all(torch.equal(plain.get_buffer(name), new) for name, new in updates.items())
         assert {record.name: record.value.value(counters) for record in graph.logs} == logged
+
+
+@pytest.mark.parametrize("text", [lambda i: f"task{i % 2}", lambda i: "task" + str(i % 2)], ids=["format", "str"])
+def test_a_text_that_chooses_is_guarded(text: Callable[[int], str]) -> None:
+    factors = {"task0": 1.0, "task1": 2.0}
+    step = capture_step(Step(lambda self, x, i: self.a(x).sum() * factors[text(i)]), torch.ones(6, 4))
+    assert [all(guard.holds(batch_idx=i) for guard in step.guards) for i in range(4)] == [True, False, True, False]
 
 
 def test_guards_and_digests_know_no_values() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from jobs import run_job
@@ -40,6 +41,38 @@ def run_train(root: str, strategy: dict[str, Any]) -> dict[str, Any]:
 def test_numbers_and_masks_that_change(pool, tmp_path: Path, parallel: str) -> None:
     reference = train(Annealed, str(tmp_path), None)
     for run in pool.run(2, run_train, str(tmp_path), {"parallel": parallel}):
+        assert_same(run, reference)
+
+
+class Ramp(pl.Callback):
+    """Its factor changes, beside a function: no record of plain values."""
+
+    def __init__(self) -> None:
+        self.shape, self.factor = float, 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.factor = self.shape(trainer.global_step + 1)
+
+
+class Ramped(MLP):
+    """Its loss, and a log, take the factor from the callback, by way of the Trainer."""
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [Ramp()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        factor = next(each for each in self.trainer.callbacks if isinstance(each, Ramp)).factor
+        self.log("factor", factor)
+        return factor * super().training_step(batch, batch_idx)
+
+
+def run_ramped(root: str) -> dict[str, Any]:
+    return train(Ramped, root, {})
+
+
+def test_what_other_objects_hold_may_change(pool, tmp_path: Path) -> None:
+    reference = train(Ramped, str(tmp_path), None)
+    for run in pool.run(2, run_ramped, str(tmp_path)):
         assert_same(run, reference)
 
 
