@@ -42,12 +42,11 @@ class _Gathered:
     """
 
     parameter: Tensor
-    gather: Callable[[], Tensor]
+    start: Callable[[], Pending]
     storage: StorageWeakRef
     version: int
-    start: Callable[[], Pending] | None = None
-    num_bytes: int = 0
-    ahead_bytes: int = 0
+    num_bytes: int
+    ahead_bytes: int
     place: _Place | None = None
     coming: Pending | None = None
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
@@ -62,9 +61,9 @@ class _Gathered:
                     "run backward before the optimizer's step",
                 )
             with torch.no_grad():
-                coming = self.coming or (self.start and self.start())
+                coming = self.coming or self.start()
                 self._start_those_before()
-                whole = self.gather() if coming is None else coming.wait()
+                whole = coming.wait()
             self.coming, self.again = None, weakref.ref(whole)
         return whole
 
@@ -73,7 +72,7 @@ class _Gathered:
         place, room = self.place and self.place.before, self.ahead_bytes
         while place is not None and room > 0:
             other = place.gathered()
-            if other is not None and other.place is place and other.start is not None and other.again() is None:
+            if other is not None and other.place is place and other.again() is None:
                 room -= other.num_bytes
                 if other.coming is None and room >= 0:
                     other.coming = other.start()
@@ -172,28 +171,16 @@ class Regather:
             brought = self._found.get(tensor.untyped_storage()._cdata)
             if isinstance(brought, _Gathered):  # a copy of what lies in host memory: not kept either
                 copy = self._pack(shard)
-                self.know(brought.parameter, lambda: reshard.values(copy.again()), result)
+                self.know(brought.parameter, lambda: Pending(lambda: reshard.values(copy.again())), result)
             else:
-                self.know(shard, lambda: reshard.values(shard), result, partial(reshard.start, shard))
+                self.know(shard, partial(reshard.start, shard), result)
 
-    def know(
-        self,
-        parameter: Tensor,
-        gather: Callable[[], Tensor],
-        whole: Tensor,
-        start: Callable[[], Pending] | None = None,
-    ) -> None:
-        """`whole` is what `gather` makes of `parameter`; `start` begins to."""
+    def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
+        """`whole` is what `start` begins to make of `parameter`."""
         storage = whole.untyped_storage()
-        self._found[storage._cdata] = _Gathered(
-            parameter,
-            gather,
-            StorageWeakRef(storage),
-            parameter._version,
-            start,
-            storage.nbytes(),
-            self._ahead_bytes,
-        )
+        lives, num_bytes = StorageWeakRef(storage), storage.nbytes()
+        known = _Gathered(parameter, start, lives, parameter._version, num_bytes, self._ahead_bytes)
+        self._found[storage._cdata] = known
 
     def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:
         """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""

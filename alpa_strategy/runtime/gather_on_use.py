@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -268,7 +269,8 @@ class GatherOnUse:
                     self._whole[each] = whole
                     set_data([(each, whole)])
                     if self._regather is not None:
-                        self._regather.know(self._parts[each], partial(self.again, each), whole)
+                        again = partial(Pending, partial(self.again, each))
+                        self._regather.know(self._parts[each], again, whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
         """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""

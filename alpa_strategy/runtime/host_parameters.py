@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.runtime.host_link import Arriving, HostLink
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
@@ -52,7 +53,7 @@ class HostParameters:
         copy = _Fetched.apply(sharded.parameter, bring, partial(self._take, sharded))
         regather = active_regather()
         if regather is not None:
-            regather.know(sharded.parameter.detach(), bring, copy)
+            regather.know(sharded.parameter.detach(), lambda: Pending(bring), copy)
         return copy
 
     def finish(self) -> None:
