@@ -108,12 +108,7 @@ class PlanOptions:
     @property
     def asks_for_pipeline(self) -> bool:
         """Whether something is pinned that only a pipeline (or micro-batches) can meet."""
-        return (
-            (self.num_stages or 1) > 1
-            or (self.num_microbatches or 1) > 1
-            or self.schedule is not None
-            or self.remat is True
-        )
+        return (self.num_stages or 1) > 1 or (self.num_microbatches or 1) > 1 or self.schedule is not None
 
     @property
     def rows(self) -> str:

@@ -20,7 +20,7 @@ KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gat
 
 def against_written(options: PlanOptions) -> str | None:
     """The option that only a captured step can meet, None where there is none."""
-    if replace(options, remat=None).asks_for_pipeline:
+    if options.asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
