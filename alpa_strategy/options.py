@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
@@ -146,6 +148,13 @@ def compile_options(value: object) -> dict[str, Any] | None:
             f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive the next call",
             "use 'max-autotune-no-cudagraphs', or none",
         )
+    backend = {"backend": value.get("backend", "inductor")}
+    for name in value:
+        try:
+            torch.compile(bucket_limit, **{**backend, name: value[name]})  # compiles nothing yet
+        except Exception as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
+            said = str(error).partition("\n")[0].partition(", known options")[0]
+            raise OptionError(f"compile={dict(value)!r}: {said}", "give what torch.compile takes") from None
     return dict(value)
 
 
