@@ -31,7 +31,8 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
-from alpa_strategy.options import PlanOptions
+from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 
 EXIT_USER_ERROR = 2
@@ -150,7 +151,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         pass  # an impossible path is told before the planning
     to_cluster, overrides = _split_overrides(arguments.overrides)
     cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
-    options = plan_options(load_recipe(arguments.recipe, overrides))
+    recipe = load_recipe(arguments.recipe, overrides)
+    options, given = plan_options(recipe), recipe.strategy
+    limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
+    if asks := asks_for_written(options, limits) or (limits.replicas and f"replicas={limits.replicas}"):
+        fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
+        raise OptionError(f"{asks}: there is no plan of all devices", fix)
     plan = _tuned(arguments, cluster, overrides, console) if arguments.tune else _planned(arguments, cluster, overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))

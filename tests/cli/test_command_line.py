@@ -64,6 +64,13 @@ def test_show_prints_and_draws(plan_file, tmp_path, capsys):
         (["plan", TINY, "--cluster", P3, "cluster.num_node=2"], "num_node"),
         (["plan", TINY, "--cluster", P3, "plan.paralel=data"], "did you mean 'parallel'"),
         (["plan", TINY, "--cluster", P3, "trainer.precision=7-bit"], "7-bit"),
+        (["plan", TINY, "--cluster", P3, "plan.capture=never"], 'capture="never": there is no plan of all devices'),
+        (["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.num_stages=2"], "but a pipeline or micro"),
+        (
+            ["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.replicas=2"],
+            "replicas=2: there is no plan",
+        ),
+        (["plan", TINY, "--cluster", P3, "plan.check_gradients=perhaps"], "check_gradients='perhaps'"),
         (["show", "nowhere.json"], "nowhere.json"),
     ],
 )
