@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from errno import EINVAL
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_ti
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import asks_for_written
@@ -178,6 +179,8 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
+    if recipe.strategy.get("compile") is None:
+        options = replace(options, compile=compiled_by_user(model) is not None)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
     optimizer = optimizer_info_of(model)
