@@ -144,7 +144,7 @@ def _choose(
         # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
         if asked.remat is True:  # as the named plan lies on all devices
-            return _one_stage(of_stages())
+            return _one_stage(of_stages(), asked.num_microbatches)
         one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
@@ -169,7 +169,7 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
         raise error
     if task.options.remat is None:  # whole spans made again need less than single results
         with suppress(PlanError):
-            return _one_stage(of_stages(), num_microbatches=1)
+            return _one_stage(of_stages(), 1)
     if task.options.offload is None and task.cluster.host is not None and _may_be_pipelined(task):
         on_host = replace(of_stages(), options=replace(task.options, offload=True))
         with suppress(PlanError):
@@ -177,9 +177,9 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
     raise error
 
 
-def _one_stage(task: PlanTask, **options: int) -> Plan:
+def _one_stage(task: PlanTask, num_microbatches: int | None) -> Plan:
     """One stage over all devices, as pipelines have them: it may compute spans again and run micro-batches."""
-    alone = replace(task.options, num_stages=1, **options)
+    alone = replace(task.options, num_stages=1, num_microbatches=num_microbatches)
     return replace(plan_pipeline(replace(task, options=alone)), fingerprint=task.fingerprint)
 
 
