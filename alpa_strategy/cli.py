@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from errno import EINVAL
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,10 @@ from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_ti
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
-from alpa_strategy.options import PlanOptions
+from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 
 EXIT_USER_ERROR = 2
@@ -150,7 +152,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         pass  # an impossible path is told before the planning
     to_cluster, overrides = _split_overrides(arguments.overrides)
     cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
-    options = plan_options(load_recipe(arguments.recipe, overrides))
+    recipe = load_recipe(arguments.recipe, overrides)
+    options, given = plan_options(recipe), recipe.strategy
+    limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
+    if asks := asks_for_written(options, limits) or (limits.replicas and f"replicas={limits.replicas}"):
+        fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
+        raise OptionError(f"{asks}: there is no plan of all devices", fix)
     plan = _tuned(arguments, cluster, overrides, console) if arguments.tune else _planned(arguments, cluster, overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
@@ -172,6 +179,8 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
+    if recipe.strategy.get("compile") is None:
+        options = replace(options, compile=compiled_by_user(model) is not None)
     batch = _example_batch(build_data(recipe), recipe)
     context = _apply_precision(recipe, model)
     optimizer = optimizer_info_of(model)

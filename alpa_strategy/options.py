@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
@@ -108,12 +110,7 @@ class PlanOptions:
     @property
     def asks_for_pipeline(self) -> bool:
         """Whether something is pinned that only a pipeline (or micro-batches) can meet."""
-        return (
-            (self.num_stages or 1) > 1
-            or (self.num_microbatches or 1) > 1
-            or self.schedule is not None
-            or self.remat is True
-        )
+        return (self.num_stages or 1) > 1 or (self.num_microbatches or 1) > 1 or self.schedule is not None
 
     @property
     def rows(self) -> str:
@@ -151,6 +148,12 @@ def compile_options(value: object) -> dict[str, Any] | None:
             f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive the next call",
             "use 'max-autotune-no-cudagraphs', or none",
         )
+    for name in value:
+        try:  # nothing is compiled yet
+            torch.compile(bucket_limit, **{"backend": value.get("backend", "inductor"), name: value[name]})
+        except Exception as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
+            said = str(error).partition("\n")[0].partition(", known options")[0]
+            raise OptionError(f"compile={dict(value)!r}: {said}", "give what torch.compile takes") from None
     return dict(value)
 
 
@@ -335,6 +338,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "costs": (_costs, "", ""),
     "compile": (lambda value: compile_options(value) is not None, "", ""),
     "fp32_reduction": _FLAG,
+    "master_weights": _FLAG,
     "plan_timeout_seconds": _SECONDS,
     "collective_timeout_seconds": _SECONDS,
     "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "cannot be", "give a number of bytes"),
@@ -386,6 +390,7 @@ class Limits:
     check_replicas_every: int = CHECK_REPLICAS_EVERY
     check_gradients: bool = False
     replicas: int | None = None  # that the devices are divided into; None: each is one, whose steps run as written
+    master_weights: bool = False
 
     @classmethod
     def from_user(cls, **given: Any) -> Limits:

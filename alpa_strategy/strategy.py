@@ -46,6 +46,7 @@ from alpa_strategy.options import (
     PlanOptions,
     compile_options,
 )
+from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class AlpaStrategy(ParallelJob):
     ) -> None:
         given = dict(locals())  # the options by name: what each may be is said once, in `options.py`
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
-        self._master_weights = bool(master_weights)
+        self.options = PlanOptions.from_user(**{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given})
+        self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
+        asks_for_written(self.options, self.limits)  # told now where that cannot be
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -147,8 +150,6 @@ class AlpaStrategy(ParallelJob):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.options = PlanOptions.from_user(**{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given})
-        self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         self._compile = compile
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
@@ -199,7 +200,7 @@ class AlpaStrategy(ParallelJob):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = with_masters(plugin) if plugin is not None and self._master_weights else plugin
+        self._precision_plugin = with_masters(plugin) if plugin is not None and self.limits.master_weights else plugin
 
     @property
     def _module(self) -> pl.LightningModule:

@@ -29,7 +29,7 @@ from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
-from alpa_strategy.planner.written_plan import against_written, plan_as_written
+from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
@@ -42,10 +42,8 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
     Args:
         resumes_written: the training that is resumed ran as it was written.
     """
-    if job.limits.capture == "never":
-        return CaptureError('capture="never"')
-    if job.options.batch_scope == "replica":
-        return CaptureError('batch_scope="replica"')
+    if (asks := asks_for_written(job.options, job.limits)) is not None:
+        return CaptureError(asks)
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
     if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:

@@ -131,7 +131,8 @@ def _choose(
     if pinned is not None:
         return plan_one_stage(task, pinned)
     asked = task.options
-    if asked.asks_for_pipeline or any(len(ranks) < task.cluster.num_devices for _, ranks in asked.device_map):
+    is_placed = any(len(ranks) < task.cluster.num_devices for _, ranks in asked.device_map)
+    if asked.asks_for_pipeline or is_placed or (asked.remat is True and _may_be_pipelined(task)):
         if task.cluster.num_devices == 1 and ((asked.num_stages or 1) > 1 or asked.schedule is not None):
             raise PlanError(
                 "num_stages and schedule need at least 2 devices",
@@ -141,6 +142,8 @@ def _choose(
     try:
         # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
+        if asked.remat is True:  # as the named plan lies on all devices
+            return _one_stage(of_stages(), asked.num_microbatches)
         one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
@@ -164,14 +167,19 @@ def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], er
     if not isinstance(error, DoesNotFitError):
         raise error
     if task.options.remat is None:  # whole spans made again need less than single results
-        alone = replace(task.options, num_stages=1, num_microbatches=1)
         with suppress(PlanError):
-            return replace(plan_pipeline(replace(of_stages(), options=alone)), fingerprint=task.fingerprint)
+            return _one_stage(of_stages(), 1)
     if task.options.offload is None and task.cluster.host is not None and _may_be_pipelined(task):
         on_host = replace(of_stages(), options=replace(task.options, offload=True))
         with suppress(PlanError):
             return replace(plan_pipeline(on_host), fingerprint=task.fingerprint)
     raise error
+
+
+def _one_stage(task: PlanTask, num_microbatches: int | None) -> Plan:
+    """One stage over all devices, as pipelines have them: it may compute spans again and run micro-batches."""
+    alone = replace(task.options, num_stages=1, num_microbatches=num_microbatches)
+    return replace(plan_pipeline(replace(task, options=alone)), fingerprint=task.fingerprint)
 
 
 def _or_on_devices(one: Plan, task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:

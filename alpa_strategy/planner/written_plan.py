@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from alpa_strategy.errors import CaptureError
+from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import AS_WRITTEN, Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, Limits, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
@@ -20,7 +20,7 @@ KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gat
 
 def against_written(options: PlanOptions) -> str | None:
     """The option that only a captured step can meet, None where there is none."""
-    if replace(options, remat=None).asks_for_pipeline:
+    if options.asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
@@ -33,6 +33,15 @@ def against_written(options: PlanOptions) -> str | None:
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:
         return f"logical_mesh={list(options.logical_mesh)} is asked for"
     return None
+
+
+def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
+    """The option that has steps run as they are written, if any; OptionError where another cannot be met so."""
+    is_replica = options.batch_scope == "replica" and limits.replicas is None
+    asks = 'capture="never"' if limits.capture == "never" else 'batch_scope="replica"' if is_replica else None
+    if asks and (against := against_written(options)):
+        raise OptionError(f"{asks} has steps run as they are written, but {against}", "leave one of them out")
+    return asks
 
 
 def plan_as_written(

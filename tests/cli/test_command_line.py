@@ -64,6 +64,13 @@ def test_show_prints_and_draws(plan_file, tmp_path, capsys):
         (["plan", TINY, "--cluster", P3, "cluster.num_node=2"], "num_node"),
         (["plan", TINY, "--cluster", P3, "plan.paralel=data"], "did you mean 'parallel'"),
         (["plan", TINY, "--cluster", P3, "trainer.precision=7-bit"], "7-bit"),
+        (["plan", TINY, "--cluster", P3, "plan.capture=never"], 'capture="never": there is no plan of all devices'),
+        (["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.num_stages=2"], "but a pipeline or micro"),
+        (
+            ["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.replicas=2"],
+            "replicas=2: there is no plan",
+        ),
+        (["plan", TINY, "--cluster", P3, "plan.check_gradients=perhaps"], "check_gradients='perhaps'"),
         (["show", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -110,3 +117,31 @@ def test_a_file_that_is_shown_speaks_no_escapes(tmp_path, capsys):
         named.write_text(content)
         assert main(["show", str(named)]) == 2
         assert "\x1b" not in capsys.readouterr().err
+
+
+COMPILED = """
+import torch
+from gpt import GPT
+
+
+class Compiled(GPT):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.blocks[0] = torch.compile(self.blocks[0])
+"""
+
+
+def test_a_part_that_the_user_compiled_is_planned_as_it_will_run(tmp_path, monkeypatch):
+    """The plan file is then that of the training, which compiles the step."""
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    (tmp_path / "compiled_gpt.py").write_text(COMPILED)
+    recipe = tmp_path / "compiled.yaml"
+    recipe.write_text(Path(TINY).read_text().replace("gpt.GPT", "compiled_gpt.Compiled"))
+
+    def planned(*overrides: str) -> str:
+        path = tmp_path / "plan.json"
+        sizes = ["model.num_layers=1", "cluster.num_nodes=1", "cluster.devices_per_node=1"]
+        assert main(["plan", str(recipe), "--cluster", P3, "-o", str(path), *sizes, *overrides]) == 0
+        return Plan.load(path).fingerprint.options
+
+    assert planned() == planned("plan.compile=true") != planned("plan.compile=false")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import OptionError
 from alpa_strategy.options import PlanOptions
 
@@ -36,6 +37,9 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
         ({"compile": "yes"}, "compile='yes'"),
         ({"compile": {"modes": "default"}}, "did you mean 'mode'"),
         ({"compile": {"mode": "reduce-overhead"}}, "CUDA graphs.*"),
+        ({"compile": {"mode": "fastest"}}, "Unrecognized mode=fastest"),
+        ({"compile": {"backend": "inducktor"}}, "Invalid backend: 'inducktor'"),
+        ({"compile": {"options": {"max_autotun": True}}}, "max_autotun\n"),
         ({"parallel": "pipeline"}, "parallel='pipeline'.*"),
         ({"parallel": ["data", "tensor"]}, "logical_mesh"),
         ({"parallel": ["data"], "logical_mesh": [2, 2]}, "one name per mesh axis"),
@@ -65,6 +69,20 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
 def test_wrong_options_are_named(wrong: dict, message: str) -> None:
     with pytest.raises(OptionError, match=f"(?s){message}"):
         PlanOptions.from_user(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"master_weights": "no"}, "master_weights='no' is neither true nor false"),
+        ({"capture": "never", "num_stages": 2}, 'capture="never" has steps run as they are written, but a pipeline'),
+        ({"capture": "never", "parallel": "tensor"}, "but parallel='tensor' is asked for"),
+        ({"batch_scope": "replica", "offload": True}, "but offload=True is asked for"),
+    ],
+)
+def test_what_a_strategy_cannot_mean_is_told_when_it_is_made(wrong: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        AlpaStrategy(**wrong)
 
 
 def test_digest_depends_on_every_option() -> None:

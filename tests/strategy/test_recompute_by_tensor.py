@@ -146,3 +146,13 @@ def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, 
     for run in runs:
         assert_same(run, reference)
         assert run["recomputed"]
+
+
+@pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
+def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
+    """On devices that mostly wait, stages that take turns would be faster: they are not what the name means."""
+    module, cluster = MODELS["gpt"](), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    options = PlanOptions.from_user(parallel=parallel, remat=True)
+    found = make_plan(module, module.example_batch(8), cluster, options)
+    assert [stage.logical_mesh for stage in found.stages] == [(2,)]
+    assert found.stages[0].remat
