@@ -38,7 +38,7 @@ _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_
 class _Gathered:
     """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives.
 
-    `place`: of its last use; `ahead_bytes`: of what is gathered for the uses before it, meanwhile.
+    `before`: what was saved before it; `ahead_bytes`: of that, what is gathered meanwhile.
     """
 
     parameter: Tensor
@@ -47,7 +47,8 @@ class _Gathered:
     version: int
     num_bytes: int
     ahead_bytes: int
-    place: _Place | None = None
+    before: _Gathered | None = None
+    is_saved: bool = False
     coming: Pending | None = None
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
 
@@ -69,22 +70,11 @@ class _Gathered:
 
     def _start_those_before(self) -> None:
         """The backward takes the uses in reverse: begin to gather what it will ask for next."""
-        place, room = self.place and self.place.before, self.ahead_bytes
-        while place is not None and room > 0:
-            other = place.gathered()
-            if other is not None and other.place is place and other.again() is None:
-                room -= other.num_bytes
-                if other.coming is None and room >= 0:
-                    other.coming = other.start()
-            place = place.before
-
-
-@dataclass(frozen=True)
-class _Place:
-    """That a gathered parameter was saved for a backward, and what was saved before it."""
-
-    gathered: weakref.ref[_Gathered]
-    before: _Place | None
+        other, room = self.before, self.ahead_bytes
+        while other is not None and (room := room - other.num_bytes) >= 0:
+            if other.coming is None and other.again() is None:
+                other.coming = other.start()
+            other = other.before
 
 
 @dataclass
@@ -155,7 +145,7 @@ class Regather:
     ) -> None:
         self._parameters, self._store = {id(parameter) for parameter in parameters}, store
         self._ahead_bytes = ahead_bytes
-        self._last: _Place | None = None
+        self._last: _Gathered | None = None
         self._found: dict[int, _Gathered | _Made] = {}
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
@@ -243,8 +233,8 @@ class Regather:
             return tensor
         if isinstance(gathered, _Made):
             gathered.uses += 1
-        else:
-            self._last = gathered.place = _Place(weakref.ref(gathered), self._last)
+        elif not gathered.is_saved:
+            gathered.is_saved, gathered.before, self._last = True, self._last, gathered
         lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _View(gathered, tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())
 

@@ -163,13 +163,9 @@ class Sums:
             oldest.wait()
             self._bytes -= size
 
-    def enter(self, parameter: Tensor) -> Tensor:
-        """The parameter as a step is to use it, called for all of them before the step's first op."""
-        return _Entrance.apply(parameter, self)
 
-
-class _Entrance(torch.autograd.Function):
-    """A parameter enters a step. `is_made_of_parameters` is for `regather`."""
+class Entrance(torch.autograd.Function):
+    """A parameter enters a step, before its first op. `is_made_of_parameters` is for `regather`."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: Sums) -> Tensor:

@@ -7,15 +7,14 @@ its parameter is whole for longer. As many bytes are on their way as hide what c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.decode import used_transfers
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.sharding.redistribute import reshard_steps
-
-WORTH = 0.005  # of the forward's seconds: less is not worth twice the memory
 
 
 def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
@@ -35,8 +34,7 @@ def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
         yield count
 
 
-@dataclass(frozen=True)
-class _Gathering:
+class _Gathering(NamedTuple):
     """Of a parameter for op number `op` of the stage, its first use in this layout."""
 
     op: int
@@ -49,13 +47,13 @@ def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
     gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
     of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
     before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
-    largest, total = max((each.num_bytes for each in gatherings), default=0), sum(each.num_bytes for each in gatherings)
-    tried, ahead = [0], largest
-    while 0 < ahead <= room and tried[-1] < total:
-        tried.append(ahead)
-        ahead *= 2
+    sizes = [each.num_bytes for each in gatherings]
+    largest = max(sizes, default=1)
+    doubled = (largest << k for k in range((sum(sizes) // largest).bit_length()))
+    tried = [0, *(size for size in doubled if size <= room)]
     seconds = [_forward_seconds(gatherings, before, each) for each in tried]
-    return next(each for each, taken in zip(tried, seconds, strict=True) if taken <= min(seconds) * (1 + WORTH))
+    # What gains less than 0.5 % is not worth twice the memory.
+    return next(each for each, taken in zip(tried, seconds, strict=True) if taken <= 1.005 * min(seconds))
 
 
 def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int) -> float:
@@ -73,23 +71,13 @@ def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead
 
 def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
     offset, mesh = len(intra.parameters), intra.mesh
-    for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
-        if layouts.value not in intra.gathered_again:
+    uses = [transfer.uses for transfer in intra.problem.transfers]
+    for (value, source, targets), own in zip(used_transfers(intra, assignment), uses, strict=True):
+        meta, op = intra.step.values[value], min(use.choice for use in own) - offset
+        if value not in intra.gathered_again or op in intra.per_step.ops:
             continue
-        meta, source = intra.step.values[layouts.value], layouts.sources[transfer.source[assignment[transfer.producer]]]
-        uses = [use for use in transfer.uses if not intra.is_per_step(use.choice)]
-        first: dict[int, int] = {}
-        for use in sorted(uses, key=lambda use: use.choice):
-            first.setdefault(int(use.layout[assignment[use.choice]]), use.choice - offset)
-        for column, op in first.items():
-            target = layouts.targets[column]
-            if is_gather(source, target) and op < len(intra.ops):
-                steps = reshard_steps(source, target, mesh.shape)
-                moved = [
-                    (mesh.axes[s.axis], kind, round(s.share * meta.num_bytes))
-                    for s in steps
-                    for kind, phase in s.collectives(False)
-                ]
-                yield _Gathering(
-                    op, local_bytes(meta, target, mesh.shape), sum(a.seconds(kind, n) for a, kind, n in moved)
-                )
+        for target in (target for target in targets if is_gather(source, target)):
+            steps = reshard_steps(source, target, mesh.shape)
+            moved = ((step, kind) for step in steps for kind, _ in step.collectives(differentiable=False))
+            seconds = sum(mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes) for step, kind in moved)
+            yield _Gathering(min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds)

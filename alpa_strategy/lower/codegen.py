@@ -29,7 +29,7 @@ from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_sy
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.stage_plan import StagePlan
-from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, prefetch_first, unpacked
+from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding import localize
@@ -169,7 +169,6 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
-        self.prefetches: dict[str, list[Line]] = {}  # variable -> lines that start to reshard it
         wide = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
         # Their casts are parts of reshardings, whose sums are then not rounded; for other readers they are written.
         casts = casts_of_parameters(step)
@@ -303,16 +302,10 @@ class _Writer:
                 variable, cast = f"v{self.casts[value]}", meta.dtype
             self.namespace[function] = Reshard(source, target, meta.shape, self.mesh, sums, cast)
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
-            if value in self.prefetched:
-                start = Line(f"coming_{name} = {function}.start({variable})", (f"coming_{name}",), (variable,), note)
-                self.prefetches.setdefault(variable, []).append(start)
-                line = Line(f"{name} = coming_{name}.wait()", (name,), (f"coming_{name}",), module=self.module)
-            else:
-                code = f"{name} = {function}({variable})"
-                is_own = value in self.parameters and is_gather(source, target)
-                gathers = local_bytes(meta, target, self.mesh.shape) if is_own else 0
-                line = Line(code, (name,), (variable,), note, self.module, is_resharding=True, gathers=gathers)
-            self.lines.append(line)
+            code, is_early = f"{name} = {function}({variable})", value in self.prefetched
+            is_own = value in self.parameters and is_gather(source, target)
+            gathers = local_bytes(meta, target, self.mesh.shape) if is_own else 0
+            self.lines.append(Line(code, (name,), (variable,), note, self.module, None, True, gathers, is_early))
             self.copies[key] = name
         return self.copies[key]
 
@@ -333,7 +326,7 @@ class _Writer:
             *unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
             *unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
         ]
-        body = prefetch_first(self.prefetches, [*inputs, *before_first_use(self.plain_casts, self.lines)])
+        body = begun_ahead([*inputs, *before_first_use(self.plain_casts, self.lines)])
         if self.compiler is not None:
             body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.

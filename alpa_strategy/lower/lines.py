@@ -20,6 +20,7 @@ class Line:
         call: the op on local shards, where the line is nothing but a deterministic call of it; else None.
         is_resharding: whether it brings a value into another layout.
         gathers: bytes of the parameter that it makes whole, which nothing but parameters are needed for; else 0.
+        is_early: whether it is a resharding that begins before all else.
     """
 
     code: str
@@ -30,6 +31,7 @@ class Line:
     call: OpCall | None = None
     is_resharding: bool = False
     gathers: int = 0
+    is_early: bool = False
 
     def __str__(self) -> str:
         return f"{self.code}  # {self.note}" if self.note else self.code
@@ -50,56 +52,43 @@ def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list
     return result
 
 
-def prefetch_first(prefetches: Mapping[str, Sequence[Line]], lines: Sequence[Line]) -> list[Line]:
-    """`lines` with `prefetches[v]` behind the definition of v, and all these and what they need before the others."""
-    placed: list[tuple[Line, bool]] = []
-    for line in lines:
-        placed.append((line, False))
-        placed += [(start, True) for name in line.defines for start in prefetches.get(name, ())]
-    first: list[Line] = []
-    others: list[Line] = []
-    needed: set[str] = set()
-    for line, is_prefetch in reversed(placed):
-        if is_prefetch or needed.intersection(line.defines):
-            needed.update(line.reads)
-            first.append(line)
-        else:
-            others.append(line)
-    return [*reversed(first), *reversed(others)]
-
-
-def begun_ahead(lines: Sequence[Line], ahead_bytes: int) -> list[Line]:
-    """`lines` in which gatherings of parameters begin where an earlier one is waited for, and so many bytes ahead. What
-    they need of casts moves with them."""
-    gathers = [number for number, line in enumerate(lines) if line.gathers]
-    if not gathers or not ahead_bytes:
-        return list(lines)
+def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
+    """`lines` in which early reshardings begin first of all, and gatherings of parameters so many bytes ahead, where an
+    earlier one is waited for (0: where they are needed). What these need moves with them."""
+    gathers = [number for number, line in enumerate(lines) if line.gathers and ahead_bytes]
+    early = [number for number, line in enumerate(lines) if line.is_early]
     makers = {name: number for number, line in enumerate(lines) for name in line.defines}
     counts = dict(zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True))
     result: list[Line] = []
-    placed, num_begun = set[int](), 0
+    started, done = set[int](), set[int]()
 
-    def place(number: int) -> None:
-        for name in lines[number].reads:
-            if name in makers and makers[name] not in placed:
-                place(makers[name])
-        placed.add(number)
-        line, (variable, *_) = lines[number], (*lines[number].reads, "")
-        if line.gathers:
-            code, coming = line.code.replace(f"({variable})", f".start({variable})"), f"coming_{line.defines[0]}"
-            line = Line(f"coming_{code}", (coming,), (variable,), line.note)
+    def start(number: int) -> None:
+        line, (variable,) = lines[number], lines[number].reads
+        if number not in started:
+            started.add(number)
+            finish(makers.get(variable))
+            code = f"coming_{line.code}".replace(f"({variable})", f".start({variable})")
+            result.append(Line(code, (f"coming_{line.defines[0]}",), (variable,), line.note))
+
+    def finish(number: int | None) -> None:
+        if number is None or number in done:
+            return
+        done.add(number)
+        line = lines[number]
+        if number in counts or line.is_early:
+            for other in (number, *gathers[: counts.get(number, 0)]):
+                start(other)
+            (variable,), coming = line.reads, f"coming_{line.defines[0]}"
+            code = line.code.replace(f"({variable})", f"({variable}, {coming})")
+            line = Line(code, line.defines, (variable, coming), module=line.module)
+        for name in line.reads:
+            finish(makers.get(name))
         result.append(line)
 
-    for number, line in enumerate(lines):
-        if number in counts:
-            for ahead in gathers[num_begun : counts[number]]:
-                place(ahead)
-            num_begun, (variable,), coming = counts[number], line.reads, f"coming_{line.defines[0]}"
-            code = line.code.replace(f"({variable})", f"({variable}, {coming})")
-            result.append(replace(line, code=code, reads=(variable, coming), note=""))
-        elif number not in placed:
-            placed.add(number)
-            result.append(line)
+    for number in early:
+        start(number)
+    for number in range(len(lines)):
+        finish(number)
     return result
 
 

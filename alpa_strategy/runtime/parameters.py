@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Shard
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
 from alpa_strategy.comm.regather import Regather
-from alpa_strategy.comm.reshard import Sums
+from alpa_strategy.comm.reshard import Entrance, Sums
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
@@ -121,7 +121,7 @@ class MeshParameters:
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.
         entered = {
-            name: sharded.in_step(sums.enter(sharded.parameter))
+            name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
             for name, sharded in self._sharded.items()
             if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
             if not sharded.is_gathered_once and not sharded.to_use.backward_steps

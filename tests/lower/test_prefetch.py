@@ -23,7 +23,7 @@ from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.lower.codegen import lower, prefetchable
-from alpa_strategy.lower.lines import Line, begun_ahead, prefetch_first
+from alpa_strategy.lower.lines import Line, begun_ahead
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
@@ -82,11 +82,12 @@ def test_lines_move_with_what_they_need():
         Line("v2 = f(parameters[0])", ("v2",)),
         Line("v3 = g(v1)", ("v3",), ("v1",)),
         Line("v4 = h(v2, v1)", ("v4",), ("v2", "v1")),
-        Line("v3_0 = coming_v3_0.wait()", ("v3_0",), ("coming_v3_0",)),
+        Line("v3_0 = r(v3)", ("v3_0",), ("v3",), is_resharding=True, is_early=True),
         Line("return (v4, v3_0, v3, )", (), ("v4", "v3_0", "v3")),
     ]
     start = Line("coming_v3_0 = r.start(v3)", ("coming_v3_0",), ("v3",))
-    assert prefetch_first({"v3": [start]}, lines) == [lines[0], lines[2], start, lines[1], *lines[3:]]
+    wait = Line("v3_0 = r(v3, coming_v3_0)", ("v3_0",), ("v3", "coming_v3_0"))
+    assert begun_ahead(lines) == [lines[0], lines[2], start, lines[1], lines[3], wait, lines[5]]
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 120))
