@@ -353,7 +353,7 @@ class StageSolver:
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)
         room = self.job.memory_limit - cost.num_bytes(wish.alive, wish.remat)
-        ahead = bytes_ahead(intra, found.solution.assignment, room / 2)
+        ahead = bytes_ahead(intra, found.solution.assignment, room / (2 * wish.stages_per_mesh))
         return replace(
             plan,
             ops=(wish.first, wish.last),
