@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,23 +30,29 @@ from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 
+POLL_SECONDS = 5e-5  # a core does nothing else in 1 of 20 of them
+
 
 class Pending:
     """A collective that may still be running: `wait()` returns its result (and is cheap to call again).
 
     finish: makes the result, after `work`, the collective's handle, where there is one.
+    is_polled: gloo's. Woken by its thread, this one was seen to be put on a core that computes, and to wait there for a
+        time slice (4 ms); a timer of its own wakes it where it was (`scripts/bench_waits.py`).
     """
 
-    def __init__(self, finish: Callable[[], Tensor], work: Any = None) -> None:
+    def __init__(self, finish: Callable[[], Tensor], work: Any = None, is_polled: bool = False) -> None:
         self._finish: Callable[[], Tensor] | None = finish
-        self._work = work
+        self._work, self._is_polled = work, is_polled
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, once it is there; the same one every time."""
         if self._finish is not None:
             if self._work is not None:
-                self._work.wait()
+                while self._is_polled and not self._work.is_completed():
+                    time.sleep(POLL_SECONDS)
+                self._work.wait()  # raises what went wrong
             self._result = self._finish()
             self._finish = self._work = None
         assert self._result is not None
@@ -80,8 +87,8 @@ class AxisComm:
             return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
         # A copy: the collective writes where it reads.
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._library.all_reduce(result, getattr(self._library.ReduceOp, op.upper()), self.group, False)
-        return result
+        work = self._library.all_reduce(result, getattr(self._library.ReduceOp, op.upper()), self.group, True)
+        return Pending(lambda: result, work, self._is_gloo).wait()
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
@@ -102,7 +109,7 @@ class AxisComm:
                 return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
-        return Pending(finish, work)
+        return Pending(finish, work, self._is_gloo)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
@@ -151,14 +158,14 @@ class AxisComm:
         output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
         splits = [n * width for n in received], [n * width for n in sent]
         work = self._library.all_to_all_single(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
-        return Pending(lambda: output, work)
+        return Pending(lambda: output, work, self._is_gloo)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` (contiguous) over the axis in place."""
         if self.size == 1:
             return Pending(lambda: tensor)
         work = self._library.all_reduce(tensor, self._library.ReduceOp.SUM, self.group, True)
-        return Pending(lambda: tensor, work)
+        return Pending(lambda: tensor, work, self._is_gloo)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
         """Sum `rows` [size, ...], contiguous, over the axis; this device keeps row `index`."""
@@ -168,10 +175,10 @@ class AxisComm:
             # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
             received = torch.empty_like(rows)
             work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
-            return Pending(lambda: received.sum(0, dtype=rows.dtype), work)
+            return Pending(lambda: received.sum(0, dtype=rows.dtype), work, self._is_gloo)
         own = torch.empty_like(rows[0])
         work = self._reduce_scatter(own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True)
-        return Pending(lambda: own, work)
+        return Pending(lambda: own, work, self._is_gloo)
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:

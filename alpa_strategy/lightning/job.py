@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import on_all_ranks
@@ -19,7 +21,7 @@ from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
-from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 
 
@@ -84,18 +86,19 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
 
 
 @contextmanager
-def compiled_as_written(module: nn.Module, options: Mapping[str, Any]) -> Iterator[None]:
+def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_bytes: int) -> Iterator[None]:
     """Context in which the module and its children are compiled where they are called, as after `module.compile()`.
 
     What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
-    it is.
+    it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its gradients all at its end.
     """
     modules = list(module.modules())
     if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
         yield
         return
     parts = [module, *module.children()]
-    with torch._dynamo.config.patch(suppress_errors=True):
+    ddp = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
+    with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
         for part in parts:
             part.compile(**options)
         try:

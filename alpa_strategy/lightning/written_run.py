@@ -32,6 +32,7 @@ from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
+from alpa_strategy.runtime.host_memory import tuned
 from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -149,7 +150,7 @@ class WrittenRun(PlacedModule):
             )
         if optimizers and say:
             _say_why(why)
-        with sharding(module) as whole:
+        with tuned(job.device), sharding(module) as whole:
             store = _store(module, parameters, plan, job)
             check = shard_all(store, optimizers, whole, job.limits, divided=False)
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
@@ -161,7 +162,7 @@ class WrittenRun(PlacedModule):
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
-            self._adapted.enter_context(compiled_as_written(module, job.compile))
+            self._adapted.enter_context(compiled_as_written(module, job.compile, job.limits.bucket_bytes))
         remat = job.options.remat
         chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}

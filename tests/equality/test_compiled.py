@@ -37,6 +37,25 @@ def fails(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("no such luck")
 
 
+CUTS: list[Any] = []
+
+
+def cuts(graph: Any, inputs: Any) -> Any:
+    """A backend that counts what it is given."""
+    CUTS.append(len(inputs))
+    return graph
+
+
+def record_cuts(*args: Any) -> int:
+    """How many graphs a run's backend was given."""
+    if "cuts" not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(cuts)
+    torch._dynamo.reset()
+    CUTS.clear()
+    record(*args)
+    return len(CUTS)
+
+
 def record_compiled(*args: Any) -> tuple[dict[str, Any], list[str], int]:
     """`record`, what it warned of compiling, and how many graphs were compiled."""
     if "fails" not in torch._dynamo.list_backends():
@@ -89,6 +108,17 @@ def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, ba
     for (run, _, graphs), reference in zip(runs, references, strict=True):
         assert_same(run, reference, 1e-9)
         assert bool(graphs) is compiles
+
+
+def test_graphs_of_steps_as_written_end_where_buckets_end(pool, tmp_path):
+    """As under DDP: gradients of the last blocks are summed while the backward of the first ones runs."""
+    plan = {"capture": "never", "parallel": "data", "compile": {"backend": "cuts"}, "cluster": "pcie_8gpu"}
+    wide = {"num_layers": 3, "d_model": 128}  # layers of 1.5 MB
+    arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
+    least = pool.run(2, record_cuts, "gpt", wide, {**plan, "bucket_bytes": 2**12}, *arguments)
+    usual = pool.run(2, record_cuts, "gpt", wide, plan, *arguments)
+    assert least[0] == least[1] >= usual[0] + 2
+    assert usual[0] == usual[1] >= 2
 
 
 def test_a_split_backward_runs_uncompiled_and_says_so(pool, tmp_path):

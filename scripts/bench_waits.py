@@ -1,0 +1,80 @@
+"""How long ranks wait for a small collective of gloo's between computations: woken by its thread, or by a timer.
+
+    python scripts/bench_waits.py [--ranks 2 4] [--milliseconds 5] [--rounds 3]
+
+The handle's own `wait` sleeps until gloo's thread wakes it, `comm.mesh.Pending` asks every 50 microseconds. The ways
+take turns. The ideal time is that of the computations alone, where each rank has a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+
+from alpa_strategy.comm.mesh import Pending
+
+STEPS, ELEMENTS = 100, 512
+WAYS: dict[str, Callable[[Any], object]] = {
+    "woken by gloo": lambda work: work.wait(),
+    "asking": lambda work: Pending(lambda: torch.empty(0), work, is_polled=True).wait(),
+}
+
+
+def seconds(wait: Callable[[Any], object], busy_seconds: float) -> tuple[float, list[float]]:
+    """Of STEPS computations of `busy_seconds`, each followed by an all_reduce; and each wait's."""
+    matrix, tensor, waits = torch.randn(100, 100), torch.randn(ELEMENTS), []
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        until = time.perf_counter() + busy_seconds
+        while time.perf_counter() < until:
+            matrix @ matrix
+        started = time.perf_counter()
+        wait(dist.all_reduce(tensor, async_op=True))
+        waits.append(time.perf_counter() - started)
+    return time.perf_counter() - began, waits
+
+
+def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> None:
+    """One rank of a job; the first prints the table."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    found: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
+        for way, wait in WAYS.items():
+            found[way].append(seconds(wait, args.milliseconds / 1e3))
+    if rank == 0:
+        table = Table("way", "ms in all", "mean wait", "median", "90th percentile", title=f"{ranks} ranks")
+        for way, rounds in found.items():
+            waits = sorted(1e3 * each for _, of_round in rounds for each in of_round)
+            total = statistics.median(1e3 * each for each, _ in rounds)
+            shown = statistics.mean(waits), statistics.median(waits), waits[int(0.9 * len(waits))]
+            table.add_row(way, f"{total:.0f}", *(f"{each:.2f} ms" for each in shown))
+        Console().print(table)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """One job per number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--milliseconds", type=float, default=5.0, help="of a computation")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, (ranks, f"{folder}/store", args), ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Steps as written keep the memory that they free: its pages are not asked of the system at every step again."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from quiet import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from alpa_strategy import AlpaStrategy
+
+ROWS, WIDTH, LAYERS, STEPS = 512, 4096, 6, 6  # activations of 8 MB
+
+
+class Wide(pl.LightningModule):
+    """Its activations are much more than its parameters. [rows, 1] -> [rows, WIDTH] -> ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(LAYERS))
+        self.faults: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        x = batch[0].expand(-1, WIDTH)
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return x.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def faults_of_a_step(root: str) -> int:
+    strategy = AlpaStrategy(capture="never", parallel="data", cluster="pcie_8gpu")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=STEPS, default_root_dir=root, **QUIET
+    )
+    module = Wide()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, 1)), ROWS))
+    return min(b - a for a, b in zip(module.faults[2:], module.faults[3:], strict=False))
+
+
+def test_pages_are_kept(pool, tmp_path):
+    pages = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
+    assert pool.run(1, faults_of_a_step, str(tmp_path))[0] < 0.05 * pages
