@@ -97,7 +97,7 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
         yield
         return
     parts = [module, *module.children()]
-    ddp = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
+    ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
         for part in parts:
             part.compile(**options)
