@@ -45,7 +45,7 @@ from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.user_code import user_line
+from alpa_strategy.ir.user_code import reached_functions, user_line
 
 TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place among the traced function's arguments
 
@@ -145,6 +145,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             arguments = _step_arguments(call, rows, record)
             with attribute_reads(module) as reads:
                 output = module.training_step(*arguments)
+            _check_added(module, call.batch, rows)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
         appended = [each._items for each in record.appended.values()]
@@ -190,6 +191,19 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             if may_be_unread(leaves[index])
         ),
     )
+
+
+def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
+    """CaptureError where the step puts into its batch what a hook asks for: hooks get the batch as it was loaded."""
+    added = after.keys() - batch.keys() if isinstance(batch, dict) else set()
+    users = (module, *getattr(module._trainer, "callbacks", ()))
+    for user in users if added else ():
+        reached = reached_functions([user.on_train_batch_end])
+        if named := added & {constant for each in reached for constant in each.__code__.co_consts}:
+            raise CaptureError(
+                f"training_step puts {named} into its batch, for {type(user).__name__}.on_train_batch_end",
+                "return it from training_step: what that returns arrives in on_train_batch_end as outputs",
+            )
 
 
 def _fake_inputs(

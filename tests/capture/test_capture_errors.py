@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
@@ -264,3 +264,29 @@ def test_values_of_wrapped_metrics_in_a_collection_are_refused() -> None:
     module.both = MetricCollection({"all": MulticlassAccuracy(4), "each": ClasswiseWrapper(accuracy)})
     with pytest.raises(CaptureError, match="'each'"):
         capture_step(module, torch.ones(6, 4))
+
+
+class Asks(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown = shown(batch)
+
+
+def shown(batch: Any) -> Any:
+    return batch["logits"].argmax(-1)
+
+
+def puts_logits(self: Step, batch: Any, i: int) -> Tensor:
+    batch["logits"] = self.a(batch["x"])
+    return batch["logits"].sum()
+
+
+def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_else() -> None:
+    """Hooks get the batch as it was loaded."""
+    batch = {"x": torch.randn(3, 4)}
+    module = Step(puts_logits)
+    module.trainer = Trainer(accelerator="cpu", callbacks=[Asks()], logger=False, enable_checkpointing=False)
+    with pytest.raises(CaptureError, match="puts {'logits'} into its batch, for Asks.on_train_batch_end"):
+        capture_step(module, batch)
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    capture_step(module, batch)
+    assert batch.keys() == {"x"}
