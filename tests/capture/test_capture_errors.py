@@ -285,7 +285,7 @@ def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_el
     batch = {"x": torch.randn(3, 4)}
     module = Step(puts_logits)
     module.trainer = Trainer(accelerator="cpu", callbacks=[Asks()], logger=False, enable_checkpointing=False)
-    with pytest.raises(CaptureError, match="puts {'logits'} into its batch, for Asks.on_train_batch_end"):
+    with pytest.raises(CaptureError, match="into its batch, for Asks"):
         capture_step(module, batch)
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     capture_step(module, batch)
